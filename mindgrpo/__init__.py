@@ -1,0 +1,18 @@
+"""Group-relative policy optimisation with MindSpore. Refuses to import more than is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["GRPOTrainer", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, because `python -m mindgrpo doctor` must work where the device library does not import.
+    if name == "GRPOTrainer":
+        return import_module("mindgrpo.trainer").GRPOTrainer
+    if name == "load_config":
+        return import_module("mindgrpo.config.load").load_config
+    raise AttributeError(f"module 'mindgrpo' has no attribute {name!r}")

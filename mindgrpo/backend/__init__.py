@@ -1,0 +1,148 @@
+"""The seam between mindgrpo and a device: everything that communicates or places memory is asked of here.
+
+Takes what the caller means (sum over these ranks, hand this array over, give me a pool of bytes) and refuses to
+know what a model, a sample or a phase is. No other package names a device, a collective or a memory call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mindgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from mindspore import nn
+
+TARGETS = ("CPU", "Ascend")
+
+
+class PeerLost(RuntimeError):
+    """A rank that this one waits for has ended."""
+
+
+class Group(ABC):
+    """An ordered set of ranks that act together; every member makes the same calls in the same order."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @abstractmethod
+    def sum_cell(self) -> nn.Cell:
+        """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member."""
+
+    @abstractmethod
+    def all_reduce(self, array: np.ndarray) -> np.ndarray:
+        """Sum `array` over the group, in place and between graphs; adds in rank order on every member."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every member's `value`, in the order of `ranks`."""
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+
+class Link(ABC):
+    """One direction between two ranks, in order; holds a few arrays so that the sender runs ahead."""
+
+    @abstractmethod
+    def send(self, array: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray: ...
+
+
+class Pool(ABC):
+    """One block of device memory that a role's tensors are views of, and its copy on the host.
+
+    `view` gives float32 arrays that parameters share; `offload` moves the bytes to the host, `load` brings them
+    back, `release` gives the device bytes up without keeping them.
+    """
+
+    num_bytes: int
+
+    @abstractmethod
+    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
+        """float32 [shape] starting `offset` elements into the pool."""
+
+    @abstractmethod
+    def offload(self) -> None: ...
+
+    @abstractmethod
+    def load(self) -> None: ...
+
+    @abstractmethod
+    def release(self) -> None: ...
+
+
+class Backend(ABC):
+    """What one rank can ask of its device and of the other ranks."""
+
+    name: str
+    rank: int
+    world_size: int
+    # True where parameters that share one pool may also be updated through one flat view of it.
+    shares_memory: bool
+
+    @abstractmethod
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of exactly these ranks; made on first use, by all its members alike."""
+
+    @abstractmethod
+    def link(self, source: int, target: int, slot_bytes: int) -> Link: ...
+
+    @abstractmethod
+    def pool(self, num_bytes: int) -> Pool: ...
+
+    @abstractmethod
+    def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Any:
+        """A Parameter on `array`'s memory (a view of a pool)."""
+
+    @abstractmethod
+    def transfer(
+        self,
+        bucket_bytes: int,
+        fill: Callable[[np.ndarray], None],
+        drain: Callable[[Callable[[int], np.ndarray]], None],
+    ) -> None:
+        """One round between graphs, all ranks together.
+
+        `fill` writes this rank's bucket (uint8 [bucket_bytes]); when all are filled, `drain` gets a function
+        rank -> that rank's bucket and takes out what is its own.
+        """
+
+    @property
+    def world(self) -> Group:
+        return self.group(range(self.world_size))
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def connect(device_target: str | None, transport: str | None, environment: dict[str, str]) -> Backend:
+    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
+
+    Raises UserError for a device or transport that does not exist.
+    """
+    target = device_target or "CPU"
+    matches = [name for name in TARGETS if name.lower() == target.lower()]
+    if not matches:
+        raise UserError(
+            f"context.device_target is '{target}', but must be one of {', '.join(TARGETS)}; "
+            "set it in the configuration or leave it out."
+        )
+    if matches[0] == "Ascend":
+        from mindgrpo.backend.ascend import AscendBackend
+
+        return AscendBackend(environment)
+    from mindgrpo.backend.cpu import CpuBackend
+
+    return CpuBackend(environment, transport or "shared_memory")

@@ -1,0 +1,1 @@
+"""The decoder, its families, and its weights on disk."""

@@ -1,0 +1,1 @@
+"""What a run tells: metrics, completions, curve, console. Refuses to steer it."""

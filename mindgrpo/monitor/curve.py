@@ -1,0 +1,97 @@
+"""The picture of a run, drawn from its metrics. Refuses to smooth: every point is a step."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.errors import UserError
+from mindgrpo.monitor.metrics import read_metrics
+
+Points = tuple[list[int], list[float]]
+
+INK, MUTED, BAND = "#1f2937", "#9ca3af", "#2563eb"
+COLOURS = ("#059669", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#be185d")
+
+
+def draw_reward_curve(metrics_path: Path, png_path: Path) -> None:
+    rows = read_metrics(metrics_path)
+    if not _points(rows, "reward/mean")[0]:
+        raise UserError(
+            f"{metrics_path} holds no step with a reward/mean: there is no curve to draw."
+        )
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Not pyplot: a figure of one's own leaves no global state and needs no display.
+    figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
+    _draw_rewards(figure.add_subplot(grid[0, :]), rows)
+    lengths = {"completion_length/max": "longest", "completion_length/mean": "mean"}
+    _draw_panel(figure.add_subplot(grid[1, 0]), rows, "Completion length (tokens)", lengths)
+    distances = {"kl": "KL to the reference", "logprob_gap/max": "largest log-prob gap"}
+    _draw_panel(figure.add_subplot(grid[1, 1]), rows, "KL and log-prob gap", distances, log=True)
+    figure.savefig(png_path)
+
+
+def _points(rows: list[dict[str, Any]], key: str) -> Points:
+    pairs = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _functions(rows: list[dict[str, Any]], prefix: str) -> list[str]:
+    keys = [key for row in rows for key in row if key.startswith(prefix) and key.endswith("/mean")]
+    names = [key[len(prefix) : -len("/mean")] for key in dict.fromkeys(keys) if key.count("/") == 2]
+    return names
+
+
+def _draw_rewards(axes: Any, rows: list[dict[str, Any]]) -> None:
+    steps, means = _points(rows, "reward/mean")
+    spread = {row["step"]: row.get("reward/std") or 0.0 for row in rows}
+    low = [mean - spread[step] for step, mean in zip(steps, means, strict=True)]
+    high = [mean + spread[step] for step, mean in zip(steps, means, strict=True)]
+    axes.fill_between(steps, low, high, color=BAND, alpha=0.12, linewidth=0)
+    # A run of one step is a point, and a line through one point shows nothing.
+    dot = "o" if len(steps) == 1 else None
+    axes.plot(steps, means, color=BAND, linewidth=2, marker=dot, label="reward (mean ± std)")
+    names = list(dict.fromkeys(_functions(rows, "reward/") + _functions(rows, "eval/")))
+    for number, name in enumerate(names):
+        colour = COLOURS[number % len(COLOURS)]
+        steps, means = _points(rows, f"reward/{name}/mean")
+        axes.plot(steps, means, color=colour, linewidth=1.4, marker=dot, label=name)
+        steps, means = _points(rows, f"eval/{name}/mean")
+        if steps:
+            axes.plot(steps, means, "D", color=colour, markersize=7, markeredgecolor="white")
+            axes.plot([], [], "D", color=colour, label=f"{name}, held out")
+    _dress(axes, "Reward")
+    axes.set_xlabel("step", color=INK)
+    axes.legend(frameon=False, fontsize=9, ncols=2, loc="best")
+
+
+def _draw_panel(
+    axes: Any, rows: list[dict[str, Any]], title: str, series: dict[str, str], log: bool = False
+) -> None:
+    values_seen: list[float] = []
+    for (key, label), colour in zip(series.items(), (MUTED, BAND), strict=True):
+        steps, values = _points(rows, key)
+        if steps:
+            dot = "o" if len(steps) == 1 else None
+            axes.plot(steps, values, color=colour, linewidth=1.4, marker=dot, label=label)
+            values_seen += values
+    if log and any(value > 0 and math.isfinite(value) for value in values_seen):
+        axes.set_yscale("log", nonpositive="mask")
+    _dress(axes, title)
+    if values_seen:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _dress(axes: Any, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.grid(True, axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(MUTED)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.xaxis.get_major_locator().set_params(integer=True)

@@ -1,0 +1,83 @@
+"""Where a run writes. Refuses a directory that holds an earlier run: nothing is overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from pathlib import Path
+
+from mindgrpo.errors import UserError
+
+
+def create(output_dir: Path | str | None, config_name: str, root: Path | str = "output") -> Path:
+    """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it."""
+    if output_dir is None:
+        directory = _make_default(Path(root), config_name)
+        try:
+            _point_latest(Path(root), directory)
+        except OSError as error:
+            raise UserError(
+                f"{Path(root) / 'latest'} must be a link that a run can renew, but renewing it "
+                f"failed ({error.strerror}): move away what stands there."
+            ) from error
+        return directory
+    directory = _make_given(Path(output_dir))
+    # The link is a convenience: who names a directory may well work where `output/` cannot be made.
+    with contextlib.suppress(OSError):
+        Path(root).mkdir(parents=True, exist_ok=True)
+        _point_latest(Path(root), directory)
+    return directory
+
+
+def _make_given(directory: Path) -> Path:
+    if (directory / "metrics.jsonl").exists():
+        raise UserError(
+            f"output_dir {directory} holds an earlier run (its metrics.jsonl), and a run "
+            "overwrites nothing: name another directory or leave --output_dir out."
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"output_dir {directory} cannot be made ({error.strerror}): "
+            "name a directory that can be written with --output_dir."
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(
+            f"output_dir {directory} cannot be written: "
+            "change its permissions or name another directory with --output_dir."
+        )
+    return directory
+
+
+def _make_default(root: Path, config_name: str) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    parent = root / config_name
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            directory = parent / (stamp if number == 1 else f"{stamp}-{number}")
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+                return directory
+    except OSError as error:
+        raise UserError(
+            f"the directory {parent} for the run cannot be made ({error.strerror}): "
+            "name a directory that can be written with --output_dir."
+        ) from error
+    raise AssertionError("itertools.count ended")
+
+
+def _point_latest(root: Path, directory: Path) -> None:
+    latest = root / "latest"
+    fresh = root / f".latest-{os.getpid()}"
+    # A link is made aside and renamed over the old one, so that `latest` is there at every instant.
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(directory.resolve(), root.resolve()))
+    try:
+        fresh.replace(latest)
+    except OSError:
+        fresh.unlink()
+        raise

@@ -1,0 +1,1 @@
+"""Moves weights from one layout to another through memory."""

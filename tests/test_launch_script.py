@@ -1,0 +1,222 @@
+"""scripts/launch.sh and scripts/quickstart.sh: what they refuse, and how they hand on a status.
+
+Several ranks are played by a stand-in for msrun that starts its workers as msrun does and prints
+its error line. Does not prove that the real msrun behaves so, nor that ranks find each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STAND_IN = """#!{python}
+import os, signal, subprocess, sys, time
+words = sys.argv[1:]
+first = next(number for number, word in enumerate(words) if not word.startswith("--"))
+options = dict(word[2:].split("=", 1) for word in words[:first])
+command = words[first:]
+workers = []
+for rank in range(int(options["worker_num"])):
+    log = open(f"{{options['log_dir']}}/worker_{{rank}}.log", "w")
+    environment = os.environ | {{"RANK_ID": str(rank), "MS_ROLE": "MS_WORKER"}}
+    workers.append(subprocess.Popen([sys.executable, *command], stdout=log, stderr=log,
+                                    env=environment, start_new_session=True))
+running = True
+while running:
+    running = any(worker.poll() is None for worker in workers)
+    failed = [worker for worker in workers if worker.poll()]
+    if failed:
+        print(f"Worker process {{failed[0].pid}} exit with exception. "
+              f"Error code: {{failed[0].poll()}}.", flush=True)
+        for worker in workers:
+            worker.kill()
+        time.sleep(30)
+    time.sleep(0.05)
+"""
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    programs = tmp_path / "programs"
+    programs.mkdir(exist_ok=True)
+    stand_in = programs / "msrun"
+    stand_in.write_text(STAND_IN.format(python=sys.executable))
+    stand_in.chmod(0o755)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MINDGRPO_")}
+    return kept | {"PATH": path, "MINDGRPO_LOG_DIR": str(tmp_path / "logs")} | more
+
+
+def launch(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "scripts" / "launch.sh"), *words]
+    variables = environment(tmp_path, **more)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+
+
+def program(tmp_path: Path, source: str) -> str:
+    path = tmp_path / "program.py"
+    path.write_text("import os, sys, time\nrank = os.environ.get('RANK_ID', '0')\n" + source)
+    return str(path)
+
+
+def is_one_sentence(words: str) -> bool:
+    return words.startswith("mindgrpo: ") and words.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--ranks"],
+        ["--ranks", "2"],
+        ["--ranks", "2", "program.py"],
+        ["--ranks", "2", "--"],
+        ["--ranks", "0", "--", "program.py"],
+        ["--ranks", "two", "--", "program.py"],
+        ["--ranks", "2", "--", "nowhere.py"],
+    ],
+)
+def test_bad_usage_is_one_sentence_and_status_2(tmp_path: Path, words: list[str]) -> None:
+    ended = launch(tmp_path, *words)
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and "usage" in ended.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_busy_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, ""), MINDGRPO_PORT=port)
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and f"{port} is in use" in ended.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("port", ["http", "80", "70000"])
+def test_a_port_that_cannot_be_is_refused(tmp_path: Path, port: str) -> None:
+    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, ""), MINDGRPO_PORT=port)
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and f"MINDGRPO_PORT={port}" in ended.stderr
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    ended = launch(tmp_path, "--ranks", "1", "--", program(tmp_path, ""))
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and "MINDGRPO_LOG_DIR" in ended.stderr
+
+
+def test_a_program_sees_its_own_arguments_and_place(tmp_path: Path) -> None:
+    source = "print(sys.argv, __name__, __file__, sys.path[0])"
+    path = program(tmp_path, source)
+    ended = launch(tmp_path, "--ranks", "1", "--", path, "--a.b", "c d", "")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"{[path, '--a.b', 'c d', '']} __main__ {path} {tmp_path}\n"
+
+
+def test_only_rank_0_speaks_and_every_rank_keeps_its_log(tmp_path: Path) -> None:
+    ended = launch(tmp_path, "--ranks", "3", "--", program(tmp_path, "print('rank', rank)"))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "rank 0\n"
+    (logs,) = (tmp_path / "logs").iterdir()
+    assert (logs / "worker_2.log").read_text() == "rank 2\n"
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        ("print('mindgrpo: no.'); sys.exit(2)", 2),
+        ("raise ValueError('broken')", 1),
+        ("sys.exit('message')", 1),
+        ("sys.exit()", 0),
+        ("sys.exit(7)", 7),
+    ],
+)
+def test_a_status_is_passed_on(tmp_path: Path, ranks: str, source: str, status: int) -> None:
+    ended = launch(tmp_path, "--ranks", ranks, "--", program(tmp_path, source))
+    assert ended.returncode == status
+
+
+def test_the_rank_that_failed_first_is_named_with_its_last_lines(tmp_path: Path) -> None:
+    source = "if rank == '1': raise ValueError('broken here')\ntime.sleep(50)"
+    start = time.monotonic()
+    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, source))
+    assert ended.returncode == 1
+    assert "rank 1 failed first (status 1)" in ended.stderr
+    assert "ValueError: broken here" in ended.stderr and "full logs: " in ended.stderr
+    assert time.monotonic() - start < 20
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_rank_that_was_killed_is_named(tmp_path: Path, ranks: str) -> None:
+    last = str(int(ranks) - 1)
+    source = f"if rank == '{last}': os.kill(os.getpid(), 9)\ntime.sleep(50)"
+    ended = launch(tmp_path, "--ranks", ranks, "--", program(tmp_path, source))
+    assert ended.returncode == 1
+    assert f"rank {last} failed first (killed by signal 9)" in ended.stderr
+
+
+def is_over(pid: int) -> bool:
+    """A dead process may stay listed until its new parent has asked for its status."""
+    try:
+        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str) -> None:
+    source = "print(os.getpid()); time.sleep(50)"
+    command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", ranks, "--"]
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(50)"])
+    job = subprocess.Popen(
+        [*command, program(tmp_path, source)],
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        # A terminal's job has not been told to ignore the signal, what pytest runs may have been.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert job.stdout is not None
+    rank_0 = int(job.stdout.readline())
+    job.send_signal(signal.SIGINT)
+    assert job.wait(timeout=30) == 130
+    assert is_over(rank_0)
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_quickstart_names_the_numbers_of_ranks_that_it_has_layouts_for() -> None:
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--ranks", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and "1, 2, 4, 8" in ended.stderr
+
+
+def test_setup_refuses_a_python_that_does_not_run(tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "setup_env.sh").write_text((ROOT / "scripts" / "setup_env.sh").read_text())
+    ended = subprocess.run(
+        ["bash", str(scripts / "setup_env.sh")],
+        env=os.environ | {"PYTHON": "/nowhere/python3"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert is_one_sentence(ended.stderr) and "PYTHON=/nowhere/python3" in ended.stderr
+    assert not (tmp_path / ".venv").exists()

@@ -1,0 +1,236 @@
+"""What a run writes: metrics, completions, curve, console, run directory.
+
+Does not prove that the trainer writes these keys, nor that the picture is pretty.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.monitor import run_directory
+from mindgrpo.monitor.completions import CompletionsWriter, Sample
+from mindgrpo.monitor.console import Console
+from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.memory import format_bytes, process_rss
+from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def a_step(step: int, **more: Any) -> dict[str, Any]:
+    figures = {
+        "step": step,
+        "reward/mean": 1.25,
+        "reward/std": 0.5,
+        "reward/accuracy_reward/mean": 0.45,
+        "reward/format_reward/mean": 0.8,
+        "kl": 0.01,
+        "grad_norm": 1.5,
+        "logprob_gap/max": 1e-5,
+        "completion_length/mean": 30.0,
+        "completion_length/max": 64,
+        "time/step": 3.21,
+    }
+    return figures | more
+
+
+def test_each_step_is_one_json_object_a_line(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"loss": np.float32(0.5), "tokens": np.int64(7)})
+        writer.write(2, {"step": 2, "loss": 0.25, "kl": None})
+    assert rows_of(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 0.5, "tokens": 7},
+        {"step": 2, "loss": 0.25, "kl": None},
+    ]
+
+
+def test_a_step_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, None)
+    writer.write(1, {"loss": 0.5})
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 0.5}]
+    writer.close()
+
+
+def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(1, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
+    (row,) = rows_of(tmp_path / "metrics.jsonl")
+    assert row == {"step": 1, "loss": None, "kl": None, "lr": 0.1, "nonfinite": ["loss", "kl"]}
+
+
+def test_an_array_is_no_figure(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, None) as writer, pytest.raises(TypeError, match="list"):
+        writer.write(1, {"loss": [0.5]})
+
+
+def test_tensorboard_gets_the_numbers_only(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, tmp_path / "board", queue_size=1) as writer:
+        writer.write(1, {"loss": 0.5, "note": "text", "kl": None})
+    (events,) = (tmp_path / "board").iterdir()
+    content = events.read_bytes()
+    assert b"loss" in content
+    assert b"note" not in content and b"kl" not in content
+
+
+def test_the_half_line_of_a_killed_run_is_passed_and_a_broken_middle_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1, "lo\n{"step": 2}\n')
+    with pytest.raises(json.JSONDecodeError):
+        read_metrics(path)
+
+
+def a_sample(**more: Any) -> Sample:
+    fields: dict[str, Any] = {
+        "prompt": "3 + 4?",
+        "completion": "<answer>7</answer>\n…",
+        "answer": "7",
+        "finish_reason": "stop",
+        "length": 5,
+        "rewards": {"accuracy_reward": 1.0, "format_reward": None},
+        "advantage": 0.5,
+    }
+    return Sample(**(fields | more))
+
+
+def test_completions_are_kept_word_by_word_at_the_steps_asked_for(tmp_path: Path) -> None:
+    writer = CompletionsWriter(tmp_path / "completions.jsonl", interval=2)
+    for step in (1, 2, 3):
+        writer.write(step, [a_sample(token_ids=np.array([4, 5])), a_sample(advantage=float("nan"))])
+    rows = rows_of(writer.path)
+    assert [row["step"] for row in rows] == [1, 1, 3, 3]
+    assert rows[0]["completion"] == a_sample().completion
+    assert rows[0]["rewards"] == {"accuracy_reward": 1.0, "format_reward": None}
+    assert rows[0]["token_ids"] == [4, 5] and "token_ids" not in rows[1]
+    assert rows[1]["advantage"] is None and rows[1]["nonfinite"] == ["advantage"]
+
+
+def test_a_reward_that_is_not_finite_is_named_with_its_function(tmp_path: Path) -> None:
+    writer = CompletionsWriter(tmp_path / "completions.jsonl")
+    writer.write(1, [a_sample(rewards={"mine": float("inf")})])
+    (row,) = rows_of(writer.path)
+    assert row["rewards"] == {"mine": None} and row["nonfinite"] == ["rewards/mine"]
+
+
+def test_the_curve_is_a_picture_even_of_one_step_and_of_missing_figures(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, None) as writer:
+        writer.write(0, {"eval/accuracy_reward/mean": 0.4})
+        writer.write(1, a_step(1, kl=0.0, **{"reward/std": float("nan")}))
+    draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_step_has_no_curve(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="no step"):
+        draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+
+
+def test_the_step_line_names_the_figures_that_matter() -> None:
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(3), num_steps=60)
+    assert stream.getvalue() == (
+        "step 3/60  reward 1.250  accuracy 0.45  format 0.80  kl 0.0100  grad 1.500"
+        "  gap 1.0e-05  length 30.0  time 3.2 s\n"
+    )
+
+
+def test_a_hint_is_given_when_its_cause_begins_and_not_again_while_it_lasts() -> None:
+    stream = io.StringIO()
+    console = Console(True, stream)
+    for share in (0.95, 0.95, 0.5, 0.95):
+        console.step_line(a_step(1, zero_std_fraction=share, truncated_fraction=0.9))
+    assert stream.getvalue().count("hint: 95% of the groups") == 2
+    assert "max_tokens" not in stream.getvalue()
+
+
+def test_held_out_means_have_a_line_of_their_own() -> None:
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(3, **{"eval/accuracy_reward/mean": 0.91}))
+    assert "held out:  accuracy 0.91\n" in stream.getvalue()
+
+
+def test_a_phase_tells_how_long_it_took_and_that_it_failed() -> None:
+    stream = io.StringIO()
+    console = Console(True, stream)
+    with console.phase("compiling"):
+        pass
+    with pytest.raises(ValueError), console.phase("loading"):
+        raise ValueError
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["  compiling ...", "  compiling: 0.0 s"]
+    assert lines[3].startswith("  loading: failed after")
+
+
+def test_a_console_that_is_not_enabled_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(False)
+    console.banner("title", [("layouts", ["DP1"])])
+    with console.phase("compiling"):
+        console.step_line(a_step(1))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_banner_is_plain_text_where_nobody_sits_at_a_terminal() -> None:
+    stream = io.StringIO()
+    Console(True, stream).banner("run", [("layouts", ["DP1/MP4", "DP2/MP2"]), ("batch", ["8"])])
+    assert "\033" not in stream.getvalue()
+    assert "  layouts  DP1/MP4\n           DP2/MP2\n  batch    8\n" in stream.getvalue()
+
+
+def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path) -> None:
+    root = tmp_path / "output"
+    runs = [run_directory.create(None, "tiny", root) for _ in range(3)]
+    assert len(set(runs)) == 3
+    assert all(run.parent == root / "tiny" for run in runs)
+    assert (root / "latest").resolve() == runs[-1].resolve()
+
+
+def test_a_directory_with_an_earlier_run_is_refused(tmp_path: Path) -> None:
+    given = tmp_path / "mine"
+    assert run_directory.create(given, "tiny", tmp_path / "output") == given
+    assert (tmp_path / "output" / "latest").resolve() == given
+    (given / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="earlier run"):
+        run_directory.create(given, "tiny", tmp_path / "output")
+
+
+def test_a_file_where_the_directory_should_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        run_directory.create(tmp_path / "file", "tiny", tmp_path / "output")
+
+
+def test_what_stands_in_the_place_of_latest_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "latest" / "precious").mkdir(parents=True)
+    with pytest.raises(UserError, match="latest"):
+        run_directory.create(None, "tiny", tmp_path)
+    assert (tmp_path / "latest" / "precious").is_dir()
+    assert run_directory.create(tmp_path / "given", "tiny", tmp_path).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 * 2**30, "3.0 GiB"),
+        (2**50, "1024.0 TiB"),
+    ],
+)
+def test_bytes_are_told_in_the_largest_unit_that_fits(num_bytes: int, words: str) -> None:
+    assert format_bytes(num_bytes) == words
+
+
+def test_this_process_uses_some_memory() -> None:
+    assert process_rss() > 2**20

@@ -1,0 +1,244 @@
+"""Which part of a parameter each rank holds. Does not prove that a model computes with it."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import (
+    Box,
+    Layout,
+    ParameterSpec,
+    Place,
+    box_of,
+    layers_of_stage,
+    local_shape,
+    num_replicas,
+    stages_of,
+)
+
+
+def spec_of(
+    shape: tuple[int, ...],
+    dim: int | None,
+    unit: int = 1,
+    replicate: bool = False,
+    place: Place = "first",
+    name: str = "w",
+) -> ParameterSpec:
+    return ParameterSpec(name, shape, dim, unit, replicate, place=place, decay=True)
+
+
+SPLITS = [
+    spec_of((13, 6), 0, name="vocabulary no mp divides"),
+    spec_of((3, 2), 0, name="fewer rows than ranks"),
+    spec_of((5, 16), 1, name="columns"),
+    spec_of((16, 3), 0, unit=2, name="eight heads"),
+    spec_of((6, 16), 1, unit=2, name="eight heads in columns"),
+    spec_of((4, 3), 0, unit=2, replicate=True, name="two key heads"),
+    spec_of((2,), 0, unit=2, replicate=True, name="bias of one key head"),
+    spec_of((7,), None, name="norm"),
+    spec_of((), None, name="scalar"),
+]
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("spec", SPLITS, ids=lambda spec: spec.name)
+def test_boxes_put_together_are_the_parameter(spec: ParameterSpec, ways: int) -> None:
+    whole = np.arange(np.prod(spec.shape, dtype=int)).reshape(spec.shape)
+    replicas = num_replicas(spec, ways)
+    boxes = [box_of(spec, ways, index) for index in range(ways)]
+    groups = [boxes[first : first + replicas] for first in range(0, ways, replicas)]
+    assert all(len(set(group)) == 1 for group in groups)
+    shares = [whole[group[0].slices] for group in groups]
+    if spec.dim is None:
+        assert len(shares) == 1 and np.array_equal(shares[0], whole)
+    else:
+        assert np.array_equal(np.concatenate(shares, axis=spec.dim), whole)
+        assert len({box for box in boxes if box.size}) == sum(map(bool, map(np.size, shares)))
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("spec", SPLITS, ids=lambda spec: spec.name)
+def test_local_shape_fits_every_rank_and_is_no_larger_than_the_first(
+    spec: ParameterSpec, ways: int
+) -> None:
+    shape = local_shape(spec, ways)
+    assert shape == box_of(spec, ways, 0).shape
+    for index in range(ways):
+        box = box_of(spec, ways, index)
+        assert all(own <= room for own, room in zip(box.shape, shape, strict=True))
+        if spec.dim is not None:
+            assert box.start[spec.dim] % spec.unit == 0 and box.stop[spec.dim] % spec.unit == 0
+
+
+def test_shares_are_rounded_up_and_the_last_may_be_empty() -> None:
+    vocabulary = spec_of((13, 6), 0)
+    sizes = [box_of(vocabulary, 8, index).shape[0] for index in range(8)]
+    assert sizes == [2, 2, 2, 2, 2, 2, 1, 0]
+    assert local_shape(vocabulary, 8) == (2, 6)
+
+
+def test_neighbours_share_a_key_head_where_ranks_outnumber_heads() -> None:
+    keys = spec_of((4, 3), 0, unit=2, replicate=True)
+    starts = [box_of(keys, 4, index).start[0] for index in range(4)]
+    assert starts == [0, 0, 2, 2]
+    assert [num_replicas(keys, ways) for ways in (1, 2, 4, 8)] == [1, 1, 2, 4]
+    assert num_replicas(spec_of((7,), None), 4) == 4
+
+
+def test_query_heads_meet_their_key_head_on_the_same_rank() -> None:
+    num_heads, num_kv_heads, unit = 8, 2, 2
+    queries = spec_of((num_heads * unit, 3), 0, unit=unit)
+    keys = spec_of((num_kv_heads * unit, 3), 0, unit=unit, replicate=True)
+    for ways in (1, 2, 4, 8):
+        for index in range(ways):
+            query, key = box_of(queries, ways, index), box_of(keys, ways, index)
+            needed = {
+                head // (num_heads // num_kv_heads)
+                for head in range(query.start[0] // unit, query.stop[0] // unit)
+            }
+            assert needed == set(range(key.start[0] // unit, key.stop[0] // unit))
+
+
+def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
+    with pytest.raises(UserError, match=r"num_attention_heads 6 .* model_parallel 4 .*divisor"):
+        box_of(spec_of((12, 3), 0, unit=2), 4, 0)
+    keys = spec_of((12, 3), 0, unit=2, replicate=True)
+    with pytest.raises(UserError, match=r"num_key_value_heads 6 .* model_parallel 4 "):
+        box_of(keys, 4, 0)
+    for function in (local_shape, num_replicas):
+        with pytest.raises(UserError, match="num_key_value_heads 6"):
+            function(keys, 4)
+
+
+def test_a_dim_that_cuts_a_head_is_refused() -> None:
+    with pytest.raises(UserError, match="head size 4"):
+        spec_of((6, 3), 0, unit=4)
+
+
+def test_boxes_intersect_as_index_sets_do() -> None:
+    def cells(box: Box | None) -> set[tuple[int, ...]]:
+        return set() if box is None else set(product(*map(range, box.start, box.stop)))
+
+    spans = [(a, b) for a in range(4) for b in range(a, 4)]
+    boxes = [Box((a, c), (b, d)) for (a, b), (c, d) in product(spans, spans)]
+    for one, other in product(boxes, boxes):
+        common = one.intersect(other)
+        assert cells(common) == cells(one) & cells(other)
+        assert common is None or common.size == len(cells(common)) > 0
+
+
+def test_a_box_within_another_addresses_the_same_elements() -> None:
+    whole = np.arange(40).reshape(5, 8)
+    outer, inner = Box((1, 2), (5, 8)), Box((2, 3), (4, 6))
+    assert np.array_equal(whole[outer.slices][inner.within(outer).slices], whole[inner.slices])
+    with pytest.raises(ValueError):
+        outer.within(inner)
+
+
+@pytest.mark.parametrize("num_layers", [1, 4, 5, 9, 80])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_stages_take_every_layer_once_and_differ_by_one_at_most(
+    num_layers: int, stages: int
+) -> None:
+    if num_layers < stages:
+        with pytest.raises(UserError, match="every stage needs a layer"):
+            layers_of_stage(num_layers, stages)
+        return
+    ranges = layers_of_stage(num_layers, stages)
+    assert [layer for layers in ranges for layer in layers] == list(range(num_layers))
+    lengths = [len(layers) for layers in ranges]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+
+
+def test_offset_moves_layers_as_in_mindformers() -> None:
+    lengths = [len(layers) for layers in layers_of_stage(48, 5, [0, 1, 1, 1, 0])]
+    assert lengths == [9, 10, 10, 10, 9]
+    assert layers_of_stage(8, 2, [-1, 1]) == [range(0, 3), range(3, 8)]
+    assert layers_of_stage(8, 2, 0) == layers_of_stage(8, 2, (0, 0))
+
+
+@pytest.mark.parametrize("offset", [[1, 1], [0], [0, 0, 0], [0, 1]])
+def test_offset_that_does_not_add_up_is_refused(offset: list[int]) -> None:
+    with pytest.raises(UserError, match=r"offset .* 2 entries .* sum 0"):
+        layers_of_stage(8, 2, offset)
+
+
+def test_a_number_as_offset_is_refused_unless_it_is_0() -> None:
+    with pytest.raises(UserError, match="offset is 1"):
+        layers_of_stage(8, 2, 1)
+    with pytest.raises(UserError, match=r"as \[0, 8\]"):
+        layers_of_stage(8, 2, [-4, 4])
+
+
+def test_places_become_stages() -> None:
+    stage_layers = layers_of_stage(5, 3)
+    for place, stages in {
+        "first": (0,),
+        "last": (2,),
+        "first_and_last": (0, 2),
+        1: (0,),
+        2: (1,),
+        4: (2,),
+    }.items():
+        assert stages_of(spec_of((2,), None, place=place), stage_layers) == stages  # type: ignore[arg-type]
+    assert stages_of(spec_of((2,), None, place="first_and_last"), [range(5)]) == (0,)
+    with pytest.raises(ValueError, match="layer 5"):
+        stages_of(spec_of((2,), None, place=5), stage_layers)
+
+
+def small_layout(grid: Grid) -> Layout:
+    specs = (
+        spec_of((13, 6), 0, place="first_and_last", name="embedding"),
+        *(spec_of((4, 6), 0, 2, True, place=i, name=f"key.{i}") for i in range(5)),
+        spec_of((6,), None, place="last", name="norm"),
+    )
+    return Layout(grid, specs, tuple(layers_of_stage(5, grid.pipeline_stage)))
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 2, 2), Grid(1, 8), Grid(1, 4, 5)], ids=str)
+def test_held_by_and_holders_tell_the_same(grid: Grid) -> None:
+    layout = small_layout(grid)
+    held = {
+        (spec.name, rank): box
+        for rank in range(grid.size + 3)
+        for spec in layout.specs
+        for name, box in layout.held_by(rank).items()
+        if name == spec.name
+    }
+    told = {(s.name, rank): box for s in layout.specs for rank, box in layout.holders(s.name)}
+    assert held == told
+    for (name, rank), box in held.items():
+        at = grid.coordinates(rank)
+        spec = layout.by_name[name]
+        assert box == box_of(spec, grid.model_parallel, at.model) and box.size
+        assert at.stage in stages_of(spec, layout.stage_layers)
+
+
+def test_one_replica_holds_everything() -> None:
+    layout = small_layout(Grid(2, 2, 2))
+    for data in range(2):
+        for spec in layout.specs:
+            seen = np.zeros(spec.shape, int)
+            for rank in layout.grid.replica(data):
+                if spec.name in layout.held_by(rank):
+                    seen[layout.held_by(rank)[spec.name].slices] += 1
+            assert seen.min() >= 1
+
+
+def test_ranks_off_the_grid_and_empty_shares_hold_nothing() -> None:
+    layout = small_layout(Grid(1, 8))
+    assert layout.held_by(8) == {} and layout.bytes_of(8, 4) == 0
+    assert "embedding" not in layout.held_by(7) and "norm" in layout.held_by(7)
+    assert layout.bytes_of(7, 4) == (5 * 2 * 6 + 6) * 4
+
+
+def test_what_a_caller_does_to_the_answer_does_not_change_the_layout() -> None:
+    layout = small_layout(Grid(1, 2))
+    layout.held_by(0).clear()
+    assert layout.held_by(0)
