@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.errors import UserError
 
 if TYPE_CHECKING:
     from mindspore import nn
 
 TARGETS = ("CPU", "Ascend")
+# The first is the default.
+TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}
 
 
 class PeerLost(RuntimeError):
@@ -39,7 +42,7 @@ class Group(ABC):
         """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member."""
 
     @abstractmethod
-    def all_reduce(self, array: np.ndarray) -> np.ndarray:
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Sum `array` over the group, in place and between graphs; adds in rank order on every member."""
 
     @abstractmethod
@@ -89,6 +92,7 @@ class Backend(ABC):
     name: str
     rank: int
     world_size: int
+    compile_log: CompileLog
     # True where parameters that share one pool may also be updated through one flat view of it.
     shares_memory: bool
 
@@ -119,6 +123,9 @@ class Backend(ABC):
         rank -> that rank's bucket and takes out what is its own.
         """
 
+    def graph(self, cell: Callable[..., Any], name: str) -> Graph:
+        return Graph(cell, name, self.compile_log)
+
     @property
     def world(self) -> Group:
         return self.group(range(self.world_size))
@@ -127,11 +134,8 @@ class Backend(ABC):
     def close(self) -> None: ...
 
 
-def connect(device_target: str | None, transport: str | None, environment: dict[str, str]) -> Backend:
-    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
-
-    Raises UserError for a device or transport that does not exist.
-    """
+def check_target(device_target: str | None, transport: str | None) -> str:
+    """The canonical name of the device. Raises UserError for a device or transport that does not exist."""
     target = device_target or "CPU"
     matches = [name for name in TARGETS if name.lower() == target.lower()]
     if not matches:
@@ -139,10 +143,24 @@ def connect(device_target: str | None, transport: str | None, environment: dict[
             f"context.device_target is '{target}', but must be one of {', '.join(TARGETS)}; "
             "set it in the configuration or leave it out."
         )
-    if matches[0] == "Ascend":
+    if transport is not None and transport not in TRANSPORTS[matches[0]]:
+        raise UserError(
+            f"context.transport is '{transport}', but must be one of {', '.join(TRANSPORTS[matches[0]])} on "
+            f"{matches[0]}; set it in the configuration or leave it out."
+        )
+    return matches[0]
+
+
+def connect(
+    device_target: str | None, transport: str | None, environment: dict[str, str]
+) -> Backend:
+    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of."""
+    target = check_target(device_target, transport)
+    # Each device's libraries are imported only where that device is asked for.
+    if target == "Ascend":
         from mindgrpo.backend.ascend import AscendBackend
 
         return AscendBackend(environment)
     from mindgrpo.backend.cpu import CpuBackend
 
-    return CpuBackend(environment, transport or "shared_memory")
+    return CpuBackend(environment, transport or TRANSPORTS[target][0])

@@ -6,6 +6,7 @@ memory is held equal to; between graphs ranks of one host always use shared memo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend import Backend, Group, Link, Pool
+from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.shared_memory import Peers, SharedBuckets, SharedGroup, SharedLink
 from mindgrpo.errors import UserError
 
-TRANSPORTS = ("shared_memory", "mccl")
 GROUP_BUFFER_BYTES = 2 << 20
 
 
@@ -59,7 +60,9 @@ class _MindSporeSum(nn.Cell):
 
 
 class CpuGroup(Group):
-    def __init__(self, ranks: Sequence[int], index: int, shared: SharedGroup | None, mccl: str) -> None:
+    def __init__(
+        self, ranks: Sequence[int], index: int, shared: SharedGroup | None, mccl: str
+    ) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self._shared = shared
@@ -70,7 +73,7 @@ class CpuGroup(Group):
             return _Alone()
         return _MindSporeSum(self._mccl) if self._mccl else _SharedSum(self._shared)
 
-    def all_reduce(self, array: np.ndarray) -> np.ndarray:
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
         if self._shared is not None:
             flat = array.reshape(-1)
             self._shared.sum_into(flat, flat)
@@ -100,12 +103,8 @@ class CpuBackend(Backend):
     shares_memory = True
 
     def __init__(self, environment: dict[str, str], transport: str) -> None:
-        if transport not in TRANSPORTS:
-            raise UserError(
-                f"context.transport is '{transport}', but must be one of {', '.join(TRANSPORTS)}; "
-                "set it in the configuration or leave it out."
-            )
         self._transport = transport
+        self.compile_log = CompileLog()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         ms.set_context(mode=ms.GRAPH_MODE)
@@ -128,8 +127,6 @@ class CpuBackend(Backend):
         init("mccl")
         self.rank = get_rank()
         # Every rank of one msrun has the same parent, and two runs never share parent and port.
-        import os
-
         self._job = f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:

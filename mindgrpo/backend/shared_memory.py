@@ -160,7 +160,10 @@ class SharedGroup:
         self._counters = self._segment.counters
         self._positions = [i * (LINE // 8) for i in range(size)]
         self._buffers = [
-            [self._segment.array((half * size + i) * buffer_bytes, buffer_bytes) for i in range(size)]
+            [
+                self._segment.array((half * size + i) * buffer_bytes, buffer_bytes)
+                for i in range(size)
+            ]
             for half in range(2)
         ]
         self._wait = Wait(peers, ranks)
@@ -281,9 +284,7 @@ class SharedBuckets:
             world_size * bucket_bytes,
             peers,
         )
-        self._buckets = [
-            segment.array(r * bucket_bytes, bucket_bytes) for r in range(world_size)
-        ]
+        self._buckets = [segment.array(r * bucket_bytes, bucket_bytes) for r in range(world_size)]
 
     def of(self, rank: int) -> np.ndarray:
         return self._buckets[rank]

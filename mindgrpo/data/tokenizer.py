@@ -8,13 +8,15 @@ without running code of the model's. Refuses to guess a chat template or an end-
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Codec
 
@@ -51,15 +53,8 @@ class Tokenizer:
         return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        if self.chat_template is None:
-            raise UserError(
-                f"the tokenizer in {self.directory} has no chat template and prompts are rendered "
-                f'with one; set "chat_template" in {self.directory / "tokenizer_config.json"} '
-                "or put a chat_template.jinja beside it"
-            )
         try:
-            template = chat_environment().from_string(self.chat_template)
-            return template.render(
+            return self.compiled_template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
@@ -70,6 +65,17 @@ class Tokenizer:
                 f"{[message.get('role') for message in messages]}: {error}; "
                 'correct "chat_template" in tokenizer_config.json'
             ) from error
+
+    @cached_property
+    def compiled_template(self) -> Template:
+        """Compiled once: it costs more than encoding a prompt."""
+        if self.chat_template is None:
+            raise UserError(
+                f"the tokenizer in {self.directory} has no chat template and prompts are rendered "
+                f'with one; set "chat_template" in {self.directory / "tokenizer_config.json"} '
+                "or set rl_config.chat_template (--chat_template) to a jinja file"
+            )
+        return chat_environment().from_string(self.chat_template)
 
     def with_template(self, chat_template: str | None) -> Tokenizer:
         return self if chat_template is None else replace(self, chat_template=chat_template)
@@ -145,6 +151,8 @@ def read_codec(folder: Path, settings: dict[str, Any]) -> tuple[Codec, dict[str,
 
 
 def read_older_codec(folder: Path) -> tuple[Codec, dict[str, str]]:
+    # Importing it without torch prints advice that has nothing to do with tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

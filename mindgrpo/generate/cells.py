@@ -11,7 +11,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindgrpo.generate.sampling import Sampler, SamplingSettings
+from mindgrpo.generate.sampling import Sampler
+from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import NEVER, GatedMlp, Head, Layer, Projections, RMSNorm, Shard
 from mindgrpo.model.parallel_cells import Linear, ReduceFrom, VocabParallelEmbedding
 from mindgrpo.model.rotary import rotary_table
@@ -25,9 +26,7 @@ class CachedLayer(nn.Cell):
         prefix, eps = f"model.layers.{index}.", shard.config.rms_norm_eps
         self.norm_in = RMSNorm(shard[prefix + "input_layernorm.weight"], eps)
         self.project = Projections(shard, prefix)
-        self.out = Linear(
-            shard[prefix + "self_attn.o_proj.weight"]
-        )
+        self.out = Linear(shard[prefix + "self_attn.o_proj.weight"])
         self.out_bias = shard.get(prefix + "self_attn.o_proj.bias")
         self.has_out_bias = self.out_bias is not None
         self.reduce = ReduceFrom(shard.group)
@@ -46,7 +45,9 @@ class CachedLayer(nn.Cell):
         queries = turned[:, : self.kv * self.share].reshape(slots * self.kv, self.share, self.dim)
         fresh = turned[:, self.kv * self.share :].reshape(slots * self.kv, self.dim)
         keys = ops.scatter_update(self.keys, cache_rows, fresh)
-        cached = ops.scatter_update(self.values, cache_rows, values.reshape(slots * self.kv, self.dim))
+        cached = ops.scatter_update(
+            self.values, cache_rows, values.reshape(slots * self.kv, self.dim)
+        )
         keys = keys.reshape(slots * self.kv, length, self.dim)
         cached = cached.reshape(slots * self.kv, length, self.dim)
         scores = self.scores(queries * self.scale, keys)
@@ -137,13 +138,17 @@ class Prefill(nn.Cell):
         order = ops.arange(length)
         before = ops.expand_dims(order, 1) >= ops.expand_dims(order, 0)
         mask = (before.astype(ms.float32) - 1.0) * -NEVER
-        mask = ops.broadcast_to(ops.reshape(mask, (1, 1, length, length)), (prompts, 1, length, length))
+        mask = ops.broadcast_to(
+            ops.reshape(mask, (1, 1, length, length)), (prompts, 1, length, length)
+        )
         angles = ops.tile(ops.expand_dims(self.angles[:length], 1), (prompts, 1, 1))
         x = self.embed(tokens.reshape(-1))
         for i in range(len(self.layers)):
             layer = self.layers[i]
             turned, values = layer.attention.project(layer.norm_in(x), angles)
-            self._store(self.keys[i], turned[:, self.queries :], prompts, length, source, cache_rows)
+            self._store(
+                self.keys[i], turned[:, self.queries :], prompts, length, source, cache_rows
+            )
             self._store(self.values[i], values, prompts, length, source, cache_rows)
             x = layer(x, angles, mask)
         return x[:1, :1]

@@ -16,7 +16,7 @@ from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion
 from mindgrpo.backend import Backend, Pool
 from mindgrpo.generate.cells import Decode, Prefill
 from mindgrpo.generate.noise import uniforms
-from mindgrpo.generate.sampling import SamplingSettings
+from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Shard
 from mindgrpo.model.families import DecoderConfig
@@ -78,14 +78,17 @@ class Generator:
         def cache(index: int, name: str) -> object:
             return backend.parameter(self.cache.view(index * size, shape), name, False)
 
-        caches = [(cache(2 * i, f"keys{i}"), cache(2 * i + 1, f"values{i}")) for i in range(num_layers)]
+        caches = [
+            (cache(2 * i, f"keys{i}"), cache(2 * i + 1, f"values{i}")) for i in range(num_layers)
+        ]
         self._seen = None
         if seen_size:
             view = self.cache.view(2 * num_layers * size, (slots, shard.local_vocab))
             self._seen = view
         seen = None if self._seen is None else backend.parameter(self._seen, "seen", False)
-        self._decode = Decode(shard, caches, slots, self._length, settings, seen)
-        self._prefill = Prefill(shard, caches, max_prompt)
+        decode = Decode(shard, caches, slots, self._length, settings, seen)
+        self._decode = backend.graph(decode, "decode")
+        self._prefill = backend.graph(Prefill(shard, caches, max_prompt), "prefill")
 
     def generate(self, requests: Sequence[Request], draw: Draw, version: int) -> list[Completion]:
         """One Completion a sample, in the order of the requests. Raises StaleWeights."""
@@ -146,7 +149,9 @@ class Generator:
             pairs: list[tuple[int, int]] = []
             for index, request in enumerate(part):
                 if len(request.prompt) > self._max_prompt:
-                    raise ValueError(f"a prompt of {len(request.prompt)} tokens in a cache for {self._max_prompt}")
+                    raise ValueError(
+                        f"a prompt of {len(request.prompt)} tokens in a cache for {self._max_prompt}"
+                    )
                 tokens[index, : len(request.prompt)] = request.prompt
                 pairs += [(index, slot + i) for i in range(len(request.samples))]
                 slot += len(request.samples)

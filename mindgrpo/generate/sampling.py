@@ -7,34 +7,15 @@ log-probs are those of the untruncated, unpenalised distribution at the temperat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend import Group
+from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import NEVER
 from mindgrpo.model.parallel_cells import GatherColumns
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """`temperature` 0 takes the likeliest token; `top_k` 0, `top_p` 1, `min_p` 0 and penalty 1 are off."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    max_tokens: int = 128
-    stop_ids: tuple[int, ...] = ()
-
-    @property
-    def trainer_temperature(self) -> float:
-        """The temperature of the log-probs; the likeliest token's are those at 1."""
-        return self.temperature or 1.0
 
 
 class Sampler(nn.Cell):
@@ -65,7 +46,9 @@ class Sampler(nn.Cell):
         stops = set(settings.stop_ids)
         self.stops = Tensor([[NEVER if i in stops else 0.0 for i in ids]], ms.float32)
         self.bans = settings.min_tokens > 0
-        self.before = Tensor([[1.0 if i < group.index else 0.0 for i in range(group.size)]], ms.float32)
+        self.before = Tensor(
+            [[1.0 if i < group.index else 0.0 for i in range(group.size)]], ms.float32
+        )
         self.cumulate = ops.CumSum()
 
     def _processed(self, logits: Any, banned: Any, seen: Any) -> Any:

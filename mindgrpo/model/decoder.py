@@ -97,7 +97,8 @@ class Projections(nn.Cell):
         super().__init__()
         config = shard.config
         self.linear = Linear(
-            shard[prefix + "self_attn.qkv_proj.weight"], shard.get(prefix + "self_attn.qkv_proj.bias")
+            shard[prefix + "self_attn.qkv_proj.weight"],
+            shard.get(prefix + "self_attn.qkv_proj.bias"),
         )
         self.queries, self.kv, self.dim = shard.query_heads, shard.kv_heads, config.head_dim
         self.qk_norm = config.qk_norm
@@ -110,7 +111,8 @@ class Projections(nn.Cell):
         turning = heads[:, : self.queries + self.kv]
         if self.qk_norm:
             turning = ops.concat(
-                (self.q_norm(turning[:, : self.queries]), self.k_norm(turning[:, self.queries :])), 1
+                (self.q_norm(turning[:, : self.queries]), self.k_norm(turning[:, self.queries :])),
+                1,
             )
         half = self.dim // 2
         turned = ops.concat((-turning[:, :, half:], turning[:, :, :half]), 2)
@@ -138,9 +140,13 @@ class Attention(nn.Cell):
     def construct(self, x: Any, angles: Any, mask: Any) -> Any:
         rows, length = mask.shape[0], mask.shape[3]
         turned, values = self.project(self.copy(x), angles)
-        queries = turned[:, : self.kv * self.share].reshape(rows, length, self.kv, self.share, self.dim)
+        queries = turned[:, : self.kv * self.share].reshape(
+            rows, length, self.kv, self.share, self.dim
+        )
         keys = turned[:, self.kv * self.share :].reshape(rows, length, self.kv, self.dim)
-        queries = queries.transpose(0, 2, 3, 1, 4).reshape(rows * self.kv, self.share * length, self.dim)
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
+            rows * self.kv, self.share * length, self.dim
+        )
         keys = keys.transpose(0, 2, 1, 3).reshape(rows * self.kv, length, self.dim)
         values = values.reshape(rows, length, self.kv, self.dim)
         values = values.transpose(0, 2, 1, 3).reshape(rows * self.kv, length, self.dim)

@@ -88,7 +88,9 @@ def read_config(directory: str | Path) -> DecoderConfig:
             "set actor_config.load to one."
         ) from None
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); restore it from its source.") from None
+        raise UserError(
+            f"{path} is not valid JSON ({error}); restore it from its source."
+        ) from None
     if not isinstance(raw, dict):
         raise UserError(f"{path} holds no JSON object; restore it from its source.")
     return decoder_config(raw, str(path))

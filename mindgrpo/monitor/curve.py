@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ INK, MUTED, BAND = "#1f2937", "#9ca3af", "#2563eb"
 COLOURS = ("#059669", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#be185d")
 
 
-def draw_reward_curve(metrics_path: Path, png_path: Path) -> None:
+def draw_reward_curve(
+    metrics_path: Path, png_path: Path, before: Mapping[str, float | None] | None = None
+) -> None:
+    """`before`: each reward's mean on held-out prompts before the first step."""
     rows = read_metrics(metrics_path)
+    if before:
+        start = {f"eval/{name}/mean": value for name, value in before.items()}
+        rows = [{"step": 0, **start}, *rows]
     if not _points(rows, "reward/mean")[0]:
         raise UserError(
             f"{metrics_path} holds no step with a reward/mean: there is no curve to draw."

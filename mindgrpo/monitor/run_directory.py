@@ -31,12 +31,18 @@ def create(output_dir: Path | str | None, config_name: str, root: Path | str = "
     return directory
 
 
-def _make_given(directory: Path) -> Path:
+def check_free(directory: Path | str) -> None:
+    """Raises UserError if the directory holds an earlier run."""
+    directory = Path(directory)
     if (directory / "metrics.jsonl").exists():
         raise UserError(
             f"output_dir {directory} holds an earlier run (its metrics.jsonl), and a run "
             "overwrites nothing: name another directory or leave --output_dir out."
         )
+
+
+def _make_given(directory: Path) -> Path:
+    check_free(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -56,15 +56,15 @@ class Resharder:
         started = time.perf_counter()
         arrived = 0
         for move in self._moves.keep:
-            _view(self._target, move.name, move.box)[...] = _view(
-                self._source, move.name, move.box
-            )
+            _view(self._target, move.name, move.box)[...] = _view(self._source, move.name, move.box)
             arrived += move.box.size
         for pieces in self._rounds:
             arrived += self._round(pieces)
         wanted = sum(box.size for box in self._target.boxes.values())
         if arrived != wanted:
-            raise ReshardError(f"{arrived} of {wanted} elements arrived on rank {self._backend.rank}")
+            raise ReshardError(
+                f"{arrived} of {wanted} elements arrived on rank {self._backend.rank}"
+            )
         return Traffic(self._received, time.perf_counter() - started)
 
     def _round(self, pieces: list[Piece]) -> int:

@@ -61,7 +61,7 @@ class GradientSync:
         parts = self._gradients.parts
         for group, names in self._shared:
             flat = np.concatenate([parts[name].reshape(-1) for name in names])
-            group.all_reduce(flat)
+            group.sum_array(flat)
             start = 0
             for name in names:
                 part = parts[name]
@@ -69,7 +69,7 @@ class GradientSync:
                 start += part.size
         if self._data.size > 1:
             for run in self._gradients.runs:
-                self._data.all_reduce(run)
+                self._data.sum_array(run)
 
     def global_norm(self) -> float:
         """The 2-norm over the model's parameters, each counted once."""
@@ -77,5 +77,5 @@ class GradientSync:
         for name, copies in self._copies.items():
             flat = self._gradients.parts[name]
             square += float(np.sum(np.square(flat, dtype=np.float64))) / copies
-        total = self._replica.all_reduce(np.array([square], np.float64))
+        total = self._replica.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))

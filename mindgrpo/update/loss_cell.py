@@ -10,9 +10,7 @@ from mindspore import nn, ops
 class GrpoLoss(nn.Cell):
     """All inputs float32 [N]; positions of weight 0 are no completion tokens and add nothing, whatever they hold."""
 
-    def __init__(
-        self, epsilon_low: float, epsilon_high: float, beta: float, has_old: bool
-    ) -> None:
+    def __init__(self, epsilon_low: float, epsilon_high: float, beta: float, has_old: bool) -> None:
         super().__init__()
         self.low, self.high = 1.0 - epsilon_low, 1.0 + epsilon_high
         self.beta = beta

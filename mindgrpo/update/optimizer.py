@@ -27,7 +27,9 @@ class AdamWSettings:
 class _AdamWGraph(nn.Cell):
     """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
 
-    def __init__(self, runs: list[tuple[Any, Any, Any, Any, bool]], settings: AdamWSettings) -> None:
+    def __init__(
+        self, runs: list[tuple[Any, Any, Any, Any, bool]], settings: AdamWSettings
+    ) -> None:
         super().__init__()
         self.weights = ms.ParameterTuple([run[0] for run in runs])
         self.grads = ms.ParameterTuple([run[1] for run in runs])
@@ -46,7 +48,16 @@ class _AdamWGraph(nn.Cell):
                 done = ops.depend(done, ops.assign(weight, weight * keep))
             gradient = ops.depend(self.grads[i] * scale, done)
             updated = self.adam(
-                weight, self.first[i], self.second[i], power1, power2, lr, self.beta1, self.beta2, eps, gradient
+                weight,
+                self.first[i],
+                self.second[i],
+                power1,
+                power2,
+                lr,
+                self.beta1,
+                self.beta2,
+                eps,
+                gradient,
             )
             done = ops.depend(done, updated)
         return done
@@ -70,7 +81,7 @@ class AdamW:
                     for name, role in roles.items()
                 ]
                 runs.append((*tensors, decays))
-        self._graph = _AdamWGraph(runs, settings)
+        self._graph = backend.graph(_AdamWGraph(runs, settings), "optimizer")
 
     def step(self, update: int, lr: float, scale: float) -> None:
         settings = self._settings

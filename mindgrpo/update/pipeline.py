@@ -5,12 +5,12 @@ Activations travel between neighbouring stages over the backend's links. Refuses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.schedule import one_forward_one_backward
@@ -37,6 +37,7 @@ class Pipeline:
         self,
         shard: Shard,
         backend: Backend,
+        name: str,
         micro_rows: int,
         row_length: int,
         temperature: float,
@@ -47,6 +48,7 @@ class Pipeline:
         self.shard = shard
         self.stage = Stage(shard, row_length, recompute)
         self.net = LogProbStage(self.stage, shard, temperature) if shard.is_last else None
+        self._forward = backend.graph(self.net or self.stage, f"{name} forward")
         self.place = grid.coordinates(rank).stage
         self.num_stages = grid.pipeline_stage
         self._shape = (micro_rows * row_length, shard.config.hidden_size)
@@ -79,14 +81,17 @@ class Pipeline:
             x = Tensor(self.inputs(batch))
             places = Tensor(batch.positions), Tensor(batch.segments)
             if self.net is None:
-                self.pass_on(self.stage(x, *places))
+                self.pass_on(self._forward(x, *places))
                 continue
-            logp, entropy = self.net(x, *places, Tensor(batch.labels))
+            logp, entropy = self._forward(x, *places, Tensor(batch.labels))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
 
     def train(
-        self, batches: Sequence[MicroBatch], backward: nn.Cell, extras: Sequence[tuple[Any, ...]]
+        self,
+        batches: Sequence[MicroBatch],
+        backward: Callable[..., Any],
+        extras: Sequence[tuple[Any, ...]],
     ) -> list[StepResult] | None:
         """Forward and backward of all micro-batches; gradients are added up by `backward`, a cell of this stage.
 
@@ -100,7 +105,7 @@ class Pipeline:
             if kind == "forward":
                 kept[i] = self.inputs(batch)
                 if self.net is None:
-                    self.pass_on(self.stage(Tensor(kept[i]), *places))
+                    self.pass_on(self._forward(Tensor(kept[i]), *places))
                 continue
             x = Tensor(kept.pop(i))
             if self.net is None:

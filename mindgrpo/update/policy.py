@@ -59,6 +59,7 @@ class Policy:
         self.pipeline = Pipeline(
             self.shard,
             backend,
+            "policy",
             settings.micro_rows,
             settings.row_length,
             settings.temperature,
@@ -79,10 +80,11 @@ class Policy:
             if net is not None:
                 low, high = self.settings.epsilon
                 loss = GrpoLoss(low, high, self.settings.beta, has_old)
-                self._backward[has_old] = LossStep(net, loss, parameters, accumulators)
+                cell = LossStep(net, loss, parameters, accumulators)
             else:
                 kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward
-                self._backward[has_old] = kind(self.pipeline.stage, parameters, accumulators)
+                cell = kind(self.pipeline.stage, parameters, accumulators)
+            self._backward[has_old] = self.backend.graph(cell, "policy backward")
         return self._backward[has_old]
 
     def accumulate(

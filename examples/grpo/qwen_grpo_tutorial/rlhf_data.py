@@ -37,6 +37,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="gsm8k: the gold answer stands after ####; the others: the answer is the gold answer",
     )
     parser.add_argument("--system_prompt", default="", help="as the run will use it")
+    parser.add_argument("--chat_template", type=Path, help="a jinja file, as the run will use it")
     parser.add_argument("--overwrite", action="store_true", help="replace the output")
     return parser.parse_args(argv)
 
@@ -60,9 +61,18 @@ def tokenizer_directory(arguments: argparse.Namespace) -> Path:
     return Path(vocab.parent)
 
 
+def chat_template(path: Path | None) -> str | None:
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--chat_template {path} cannot be read: {error}; give a file") from error
+
+
 def convert(arguments: argparse.Namespace) -> ConversionReport:
     form = PromptForm(
-        load_tokenizer(tokenizer_directory(arguments)),
+        load_tokenizer(tokenizer_directory(arguments)).with_template(
+            chat_template(arguments.chat_template)
+        ),
         arguments.max_prompt_length,
         arguments.prompt_overflow,
         arguments.system_prompt,

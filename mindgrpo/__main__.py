@@ -1,0 +1,125 @@
+"""`python -m mindgrpo <verb>`: train, check, plan, doctor, export.
+
+Prints a user's error as one sentence and ends with status 2. Refuses to do a verb's work itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mindgrpo.config import load_config, parse_command_line, require_run_keys
+from mindgrpo.errors import UserError
+
+USAGE = """usage: python -m mindgrpo VERB ...
+  train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone
+  check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device
+  plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
+  doctor                                             what this machine lacks, with remedies
+  export  --from RUN_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]"""
+
+
+def train(argv: Sequence[str]) -> None:
+    from mindgrpo.backend import connect
+
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun's scheduler runs this program too; it serves the cluster from here until the ranks end.
+        connect(None, None, dict(os.environ))
+        return
+    path, overrides = parse_command_line(argv)
+    loaded = load_config(path, overrides)
+    require_run_keys(loaded)
+    from mindgrpo.trainer import GRPOTrainer
+
+    GRPOTrainer(loaded, name=_run_name(path)).train()
+
+
+def _run_name(path: Path) -> str:
+    """A configuration called like every other is told apart by its folder."""
+    return (
+        path.parent.name
+        if path.stem in ("grpo_config", "config") and path.parent.name
+        else path.stem
+    )
+
+
+def check(argv: Sequence[str]) -> None:
+    words = list(argv)
+    world_size = None
+    if words and words[0] == "--ranks":
+        world_size = int(words[1])
+        words = words[2:]
+    path, overrides = parse_command_line(words)
+    loaded = load_config(path, overrides)
+    require_run_keys(loaded)
+    from mindgrpo.backend import check_target
+    from mindgrpo.monitor.run_directory import check_free
+    from mindgrpo.preflight import prepare
+
+    context = loaded.config.context
+    check_target(context.device_target, context.transport)
+    if loaded.config.output_dir:
+        check_free(loaded.config.output_dir)
+    prepare(loaded.config, world_size)
+
+
+def plan(argv: Sequence[str]) -> None:
+    from mindgrpo.planning import print_plan
+
+    path, overrides = parse_command_line(argv)
+    print_plan(load_config(path, overrides))
+
+
+def doctor(argv: Sequence[str]) -> None:
+    from mindgrpo.doctor import findings
+
+    if argv:
+        raise UserError(f"doctor takes no arguments, but was given '{argv[0]}'.")
+    found = findings()
+    print("\n".join(str(finding) for finding in found))
+    if any(finding.level == "error" for finding in found):
+        sys.exit(1)
+
+
+def export(argv: Sequence[str]) -> None:
+    from mindgrpo.export import MAX_SHARD_BYTES, export_directory
+
+    parser = argparse.ArgumentParser(prog="python -m mindgrpo export")
+    parser.add_argument("--from", dest="source", required=True, type=Path)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
+    given = parser.parse_args(list(argv))
+    for file in export_directory(given.source, given.output, given.dtype, given.max_shard_bytes):
+        print(file)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {
+    "train": train,
+    "check": check,
+    "plan": plan,
+    "doctor": doctor,
+    "export": export,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    try:
+        verb = VERBS.get(argv[0])
+        if verb is None:
+            raise UserError(f"'{argv[0]}' is no verb; use one of {', '.join(VERBS)}.")
+        verb(argv[1:])
+    except UserError as error:
+        print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

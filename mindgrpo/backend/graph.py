@@ -1,0 +1,41 @@
+"""Counts what is compiled: a call of a graph with shapes it has not seen is a compile, and is timed and told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class CompileLog:
+    """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, float]] = []
+        self.listener: Callable[[str, float | None], None] | None = None
+
+    def run(self, name: str, call: Callable[[], Any]) -> Any:
+        if self.listener:
+            self.listener(name, None)
+        started = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - started
+        self.entries.append((name, seconds))
+        if self.listener:
+            self.listener(name, seconds)
+        return result
+
+
+class Graph:
+    """A cell that is compiled once a shape."""
+
+    def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
+        self._cell, self._name, self._log = cell, name, log
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def __call__(self, *inputs: Any) -> Any:
+        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
+        if shapes in self._seen:
+            return self._cell(*inputs)
+        self._seen.add(shapes)
+        return self._log.run(self._name, lambda: self._cell(*inputs))

@@ -1,0 +1,26 @@
+"""The user's configuration: YAML and command line in, one frozen Config out."""
+
+from mindgrpo.config.arithmetic import BatchPlan, validate_world
+from mindgrpo.config.load import (
+    FLAGS,
+    Loaded,
+    load_config,
+    parse_command_line,
+    require_run_keys,
+    write_resolved,
+)
+from mindgrpo.config.schema import Config
+from mindgrpo.config.section import memory_bytes
+
+__all__ = [
+    "FLAGS",
+    "BatchPlan",
+    "Config",
+    "Loaded",
+    "load_config",
+    "memory_bytes",
+    "parse_command_line",
+    "require_run_keys",
+    "validate_world",
+    "write_resolved",
+]

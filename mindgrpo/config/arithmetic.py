@@ -1,0 +1,214 @@
+"""How many samples, updates and ranks a configuration means, with the user's numbers in the words.
+
+Pure. Refuses numbers that cannot be met, with settings that would work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindgrpo.config.schema import Config
+from mindgrpo.errors import UserError
+
+# Above this, clipped ratios carry much of the gradient and runs drift from their own samples.
+MANY_UPDATES = 4
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    prompts_per_step: int
+    samples_per_step: int
+    updates_per_rollout: int  # in one pass over the samples
+    samples_per_update: int  # the largest; the last updates may have one fewer
+    num_iterations: int
+    rows_per_micro_batch: int  # over all training data-parallel ranks
+    tokens_per_row: int
+    samples_per_row: int | None  # at most; None: as many as fit
+    formulas: tuple[str, str]
+
+    @classmethod
+    def of(cls, config: Config) -> BatchPlan:
+        rl = config.rl_config
+        prompts, prompts_formula = _prompts(config)
+        samples = prompts * rl.num_generations
+        updates, updates_formula = _updates(config, samples)
+        if updates > samples:
+            raise UserError(_too_many_updates(config, prompts, samples, updates))
+        return cls(
+            prompts_per_step=prompts,
+            samples_per_step=samples,
+            updates_per_rollout=updates,
+            samples_per_update=math.ceil(samples / updates),
+            num_iterations=rl.num_iterations,
+            rows_per_micro_batch=rl.batch_size * config.actor_config.parallel_config.data_parallel,
+            tokens_per_row=rl.seq_length,
+            samples_per_row=rl.pack_num if rl.packing else 1,
+            formulas=(prompts_formula, updates_formula),
+        )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps a rollout, all passes counted."""
+        return self.updates_per_rollout * self.num_iterations
+
+    @property
+    def max_micro_batches(self) -> int:
+        """Micro-batches an update where no two samples share a row."""
+        return math.ceil(self.samples_per_update / self.rows_per_micro_batch)
+
+    def update_ranges(self) -> list[range]:
+        """Which samples, in order, each update of a pass takes: numpy's array_split."""
+        size, larger = divmod(self.samples_per_step, self.updates_per_rollout)
+        starts = [
+            index * size + min(index, larger) for index in range(self.updates_per_rollout + 1)
+        ]
+        return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+
+    def warnings(self) -> list[str]:
+        if self.updates_per_step <= MANY_UPDATES:
+            return []
+        return [
+            f"{self.updates_per_step} optimizer updates a rollout make the later ones strongly "
+            f"off-policy (above {MANY_UPDATES}); for fewer, set rl_config.updates_per_rollout "
+            "to 1 and actor_config.parallel_config.micro_batch_num to null, or raise "
+            "micro_batch_num"
+        ]
+
+    def lines(self) -> list[str]:
+        prompts, updates = self.formulas
+        fewer = self.samples_per_step % self.updates_per_rollout
+        each = f"{'at most ' if fewer else ''}{self.samples_per_update} samples each"
+        packed = (
+            "as many samples as fit"
+            if self.samples_per_row is None
+            else f"at most {_count(self.samples_per_row, 'sample')}"
+        )
+        lines = [
+            f"samples a step: {prompts} = {self.samples_per_step}",
+            f"updates a rollout: {updates}, {each}",
+            f"rows: {self.tokens_per_row} tokens, {packed}; "
+            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch, at most "
+            f"{_count(self.max_micro_batches, 'micro-batch', 'micro-batches')} an update",
+        ]
+        if self.num_iterations > 1:
+            lines.append(
+                f"optimizer steps a rollout: {self.updates_per_rollout} updates x num_iterations "
+                f"{self.num_iterations} = {self.updates_per_step}"
+            )
+        return lines + [f"warning: {warning}" for warning in self.warnings()]
+
+
+def validate_world(config: Config, world_size: int) -> None:
+    """Every role's layout against the number of ranks that run."""
+    train = config.actor_config.parallel_config
+    infer = config.generate_config.parallel_config
+    reference = config.ref_config.parallel_config
+    three = (train.data_parallel, train.model_parallel, train.pipeline_stage)
+    if math.prod(three) != world_size:
+        raise UserError(_wrong_layout("actor_config", three, world_size))
+    two = (infer.data_parallel, infer.model_parallel)
+    if math.prod(two) != world_size:
+        raise UserError(_wrong_layout("generate_config", two, world_size))
+    if reference is not None:
+        layout = (reference.data_parallel, reference.model_parallel, reference.pipeline_stage)
+        if math.prod(layout) > world_size:
+            sentence = _wrong_layout("ref_config", layout, world_size).rstrip(".")
+            raise UserError(f"{sentence}, or ref_config.parallel_config to null for the actor's.")
+
+
+def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) -> list[str]:
+    """Layouts of exactly `world_size` ranks, those first that change `wanted` least."""
+
+    def distance(layout: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+        steps = (abs(math.log2(a / b)) for a, b in zip(layout, wanted, strict=True))
+        return round(sum(steps), 6), layout
+
+    layouts = sorted(_factorisations(world_size, len(wanted)), key=distance)
+    return [_layout_name(layout) for layout in layouts[:count]]
+
+
+def _prompts(config: Config) -> tuple[int, str]:
+    rl, infer = config.rl_config, config.generate_config.parallel_config
+    generations = f"num_generations {rl.num_generations}"
+    if rl.prompts_per_step is not None:
+        formula = f"prompts_per_step {rl.prompts_per_step} x {generations}"
+        return rl.prompts_per_step, formula
+    chunk = rl.chunk_size or 1
+    formula = (
+        f"num_rollouts {rl.num_rollouts} x chunk_size {chunk} x generating data_parallel "
+        f"{infer.data_parallel} x {generations}"
+    )
+    return rl.num_rollouts * chunk * infer.data_parallel, formula
+
+
+def _updates(config: Config, samples: int) -> tuple[int, str]:
+    rl, train = config.rl_config, config.actor_config.parallel_config
+    derived = None
+    if train.micro_batch_num is not None:
+        pack = (rl.pack_num or 1) if rl.packing else 1
+        derived = math.ceil(
+            samples / (rl.batch_size * train.data_parallel * train.micro_batch_num * pack)
+        )
+        formula = (
+            f"ceil({samples} samples / (batch_size {rl.batch_size} x data_parallel "
+            f"{train.data_parallel} x micro_batch_num {train.micro_batch_num} x pack_num {pack})) "
+            f"= {derived}"
+        )
+    if rl.updates_per_rollout is None:
+        return (derived, formula) if derived else (1, "1")
+    if derived not in (None, rl.updates_per_rollout):
+        raise UserError(
+            f"rl_config.updates_per_rollout is {rl.updates_per_rollout}, but "
+            f"actor_config.parallel_config.micro_batch_num makes it {formula}; set one of the two "
+            "to null."
+        )
+    return rl.updates_per_rollout, f"updates_per_rollout {rl.updates_per_rollout}"
+
+
+def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) -> str:
+    rl = config.rl_config
+    generations = math.ceil(updates / prompts)
+    if rl.prompts_per_step is not None:
+        more = f"rl_config.prompts_per_step {math.ceil(updates / rl.num_generations)}"
+    else:
+        a_rollout = prompts // rl.num_rollouts * rl.num_generations
+        more = f"rl_config.num_rollouts {math.ceil(updates / a_rollout)}"
+    return (
+        f"rl_config.updates_per_rollout {updates} is above the {samples} samples of a step "
+        f"({_prompts(config)[1]}), and every update needs a sample; "
+        f"rl_config.updates_per_rollout {samples}, rl_config.num_generations {generations} or "
+        f"{more} would work."
+    )
+
+
+def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int) -> str:
+    axes = ("data_parallel", "model_parallel", "pipeline_stage")[: len(layout)]
+    asked = " x ".join(f"{axis} {size}" for axis, size in zip(axes, layout, strict=True))
+    start = math.prod(layout)
+    *first, last = nearest_layouts(layout, world_size)
+    choices = f"{', '.join(first)} or {last}" if first else last
+    return (
+        f"{role}.parallel_config asks for {asked} = {_count(start, 'rank')}, but the run has "
+        f"{_count(world_size, 'rank')}; start {start}, or set {role}.parallel_config "
+        f"({'/'.join(axes)}) to {choices}."
+    )
+
+
+def _layout_name(layout: tuple[int, ...]) -> str:
+    return "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
+
+
+def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (number,)
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorisations(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def _count(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

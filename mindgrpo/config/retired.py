@@ -1,0 +1,140 @@
+"""Keys that users' configurations carry and that are not live, as data.
+
+RETIRED keys are accepted without effect and told once at start: why, and what to use. PENDING keys
+will be live later: their inactive values are accepted, an active one is refused. A key is in one of
+RETIRED, PENDING and schema.LIVE; nothing else is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RETIRED: dict[str, str] = {
+    "rl_config.align_type": "all phases of a step are one program; leave it out",
+    "rl_config.sink_size": "the trainer hands over each batch itself; leave it out",
+    "rl_config.use_parallel": "the layouts decide; set the parallel_config sections",
+    "rl_config.parallel_mode": "parallelism is explicit; set the parallel_config sections",
+    "rl_config.load_ckpt_format": "models are Hugging Face directories; set actor_config.load",
+    "rl_config.save_strategy_dir": "layouts are computed, none are written to disk; leave it out",
+    "rl_config.save_checkpoint_dir": "use actor_config.save for the final model",
+    "rl_config.save_data_file": "every sample is in the run's completions.jsonl; leave it out",
+    "rl_config.gen_experience_kwargs": "use generate_config.sampling_config",
+    "rl_config.reshard_mem_opt_level": "resharding adds at most one bucket of bounded size",
+    "rl_config.reshard_mode": "resharding follows one plan; leave it out",
+    "rl_config.enable_reshard_optimizer": "a rank is never sent what it holds; leave it out",
+    "rl_config.micro_batch_interleaved": "use actor_config.parallel_config.micro_batch_num",
+    "rl_config.enable_full_monitor": "metrics.jsonl always has all of it; leave it out",
+    "rl_config.calculate_entropy": "metrics.jsonl always has it; leave it out",
+    "actor_config.enable_alltoall": "dense models have no expert exchange; leave it out",
+    "actor_config.use_eod_attn_mask_compression": "packed samples never meet in attention; leave it out",
+    "actor_config.enable_parallel_optimizer": "use parallel_config to lower memory a rank",
+    "actor_config.parallel_config.vocab_emb_dp": "model_parallel splits embeddings; leave it out",
+    "actor_config.recompute_config.select_comm_recompute": "use recompute or select_recompute",
+    "actor_config.recompute_config.parallel_optimizer_comm_recompute": "use recompute",
+    "actor_config.recompute_config.mp_comm_recompute": "use recompute or select_recompute",
+    "actor_config.recompute_config.recompute_slice_activation": "use recompute",
+    "ref_config.use_eod_attn_mask_compression": "packed samples never meet in attention; leave it out",
+    "ref_config.recompute_config": "the reference has no backward pass; leave it out",
+    "ref_config.parallel_config.vocab_emb_dp": "model_parallel splits embeddings; leave it out",
+    "ref_config.parallel_config.micro_batch_num": "use ref_config.ref_model_batch_size",
+    "generate_config.infer_model_batch_size": "use generate_config.max_num_seqs",
+    "generate_config.offset": "the generator has one pipeline stage; leave it out",
+    "generate_config.hf_config_path": "config.json is read from actor_config.load",
+    "generate_config.block_size": "the cache has one slot a sample; use max_num_seqs",
+    "generate_config.max_num_batched_tokens": "use generate_config.max_num_seqs",
+    "generate_config.num_scheduler_steps": "slots are refilled after every token; leave it out",
+    "generate_config.gpu_memory_utilization": "use context.max_device_memory and max_num_seqs",
+    "generate_config.parallel_config.vocab_emb_dp": "model_parallel splits embeddings; leave it out",
+    "generate_config.parallel_config.micro_batch_num": "use generate_config.max_num_seqs",
+    "generate_config.sampling_config.bos_token_id": "the chat template writes it; leave it out",
+    "generate_config.sampling_config.detokenize": "rewards always get text; leave it out",
+    "generate_config.sampling_config.logprobs": "log-probs are always kept; leave it out",
+    "context.max_call_depth": "graphs here nest only a few calls deep; leave it out",
+    "context.save_graphs": "set the environment variable MS_DEV_SAVE_GRAPHS=1 instead",
+    "context.save_graphs_path": "set the environment variable MS_DEV_SAVE_GRAPHS_PATH instead",
+    "context.device_id": "each rank takes the device of its place on its host; leave it out",
+}
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What an active value asks for, what to set instead, and which values are inactive."""
+
+    feature: str
+    set_to: object = None
+    accepts: Callable[[object], bool] = lambda value: True
+    verdict: str = "is not available yet"
+
+
+def _only(feature: str, value: object) -> Pending:
+    # bool is an int in Python, but `use_vllm: False` and `use_vllm: 0` are two things in YAML.
+    def accepts(given: object) -> bool:
+        return given == value and isinstance(given, bool) == isinstance(value, bool)
+
+    return Pending(feature, value, accepts)
+
+
+def _beside(switch: str) -> Pending:
+    """A key that matters only while `switch`, itself pending, is active."""
+    return Pending(f"a detail of {switch}")
+
+
+def _is_negative(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
+
+
+_PROFILER_DETAILS = (
+    "stage",
+    "profile_save_path",
+    "profile_step_start",
+    "profile_step_end",
+    "profile_level",
+    "profile_with_memory",
+    "profile_with_cpu",
+    "profile_with_npu",
+    "profile_with_stack",
+    "profile_analysis",
+    "profile_ranks",
+)
+
+PENDING: dict[str, Pending] = {
+    "rl_config.resume_training": _only("continuing an earlier run", False),
+    "rl_config.save_ckpt_interval": _only("checkpoints during a run", 0),
+    "rl_config.save_max_ckpt_num": _beside("save_ckpt_interval"),
+    "rl_config.save_ckpt_format": _beside("save_ckpt_interval"),
+    "actor_config.loss_scale_value": _only("loss scaling", 1),
+    "actor_config.optimizer.opt_offload": _only("an optimizer kept on the host", False),
+    "generate_config.use_vllm": _only("vLLM as the generator", 0),
+    "generate_config.trust_remote_code": Pending(
+        "running code from the model directory", False, lambda value: value is False, "is refused"
+    ),
+    "monitor_config.host_monitor_interval": Pending("host memory monitoring", -1.0, _is_negative),
+    "monitor_config.host_monitor_steps": _only("host memory monitoring", []),
+    "monitor_config.host_memory_protection": _only("host memory protection", False),
+    "monitor_config.host_max_memory_threshold": _beside("host_memory_protection"),
+    "profiler_config.profile": _only("profiling", False),
+    "profiler_config.mstx": _only("profiling marks", False),
+    "msprobe_config.msprobe": _only("msprobe", False),
+    "msprobe_config.dump_path": _beside("msprobe"),
+    "msprobe_config.key_data_dump": _beside("msprobe"),
+    "msprobe_config.configurations_dump": _beside("msprobe"),
+    "context.mode": _only("running without compiled graphs", 0),
+    "context.jit_config.jit_level": _only("another compile level", "O0"),
+    "context.memory_optimize_level": _only("another memory level", "O0"),
+    "context.ascend_config.precision_mode": _only(
+        "another precision mode", "must_keep_origin_dtype"
+    ),
+}
+PENDING.update({f"profiler_config.{name}": _beside("profile") for name in _PROFILER_DETAILS})
+for _role in ("actor_config", "ref_config", "generate_config"):
+    PENDING[f"{_role}.parallel_config.context_parallel"] = _only("context parallelism", 1)
+    PENDING[f"{_role}.parallel_config.expert_parallel"] = _only("expert parallelism", 1)
+    PENDING[f"{_role}.parallel_config.use_seq_parallel"] = _only("sequence parallelism", False)
+
+
+def retired_key(key: str) -> str | None:
+    """`key`, or the section above it, as it stands in RETIRED."""
+    parts = key.split(".")
+    candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((name for name in candidates if name in RETIRED), None)

@@ -1,0 +1,107 @@
+"""`rl_config`, `reward_config` and `context`: what a run does, scores and may use.
+
+Refuses values outside their range; what spans several keys is in checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from mindgrpo.config.section import BEFORE_ON_OFF, OptionalText, Section, memory_bytes
+
+
+class RLConfig(Section):
+    model_name: OptionalText = Field(None, description="a name for the run's model, for reports")
+    deterministic: Annotated[Literal["ON", "OFF"], BEFORE_ON_OFF] = Field(
+        "OFF", description="ON asks the device for bit-reproducible kernels"
+    )
+
+    dataset_file: OptionalText = Field(None, description="training prompts and answers")
+    eval_dataset_file: OptionalText = Field(None, description="held-out prompts and answers")
+    tokenizer_type: OptionalText = Field(None, description="the tokenizer's family, for reports")
+    tokenizer_dir: OptionalText = Field(None, description="default: actor_config.load")
+    system_prompt: OptionalText = Field(None, description="put before every prompt")
+    chat_template: OptionalText = Field(
+        None, description="path of a jinja file; default: the tokenizer's own template"
+    )
+    prompt_overflow: Literal["error", "drop"] = Field(
+        "error", description="what becomes of a prompt above generate_config.max_prompt_length"
+    )
+
+    epochs: int = Field(1, ge=1, description="passes over the data set")
+    max_steps: int | None = Field(None, ge=1, description="end after so many steps")
+    batch_size: int = Field(
+        4, ge=1, description="packed rows a micro-batch on each training data-parallel rank"
+    )
+    seq_length: int = Field(1024, ge=2, description="longest packed row in tokens")
+    packing: bool = Field(True, description="several samples a row; False means one")
+    pack_num: int | None = Field(
+        None, ge=1, description="at most so many samples a row; null: as many as fit"
+    )
+
+    prompts_per_step: int | None = Field(
+        None, ge=1, description="prompts a step whatever the layout, instead of chunk_size"
+    )
+    num_rollouts: int = Field(1, ge=1, description="batches of prompts a step")
+    chunk_size: int | None = Field(
+        None, ge=1, description="prompts a rollout on each generating data-parallel rank (1)"
+    )
+    num_generations: int = Field(8, ge=1, description="completions a prompt: the group")
+    num_iterations: int = Field(1, ge=1, description="passes over the same samples")
+    updates_per_rollout: int | None = Field(
+        None, ge=1, description="optimizer steps that share out a pass over the samples"
+    )
+
+    beta: float = Field(0.01, ge=0, description="weight of the KL term; 0 loads no reference")
+    epsilon_low: float = Field(0.2, gt=0, lt=1, description="clips the ratio at 1 - epsilon_low")
+    epsilon_high: float = Field(0.2, gt=0, description="clips the ratio at 1 + epsilon_high")
+    scale_rewards: Literal["group", "none"] = Field(
+        "group", description="divide advantages by the group's standard deviation, or do not"
+    )
+    enable_oldpolicy: bool = Field(
+        True, description="old log-probs where a rollout takes more than one update"
+    )
+    seed: int = Field(0, ge=0, description="of data order and sampling")
+
+    eval_steps: int = Field(
+        0, ge=0, description="evaluate every so many steps; 0: only before and after the run"
+    )
+    eval_samples: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
+    logprob_gap_limit: float | None = Field(
+        0.01, gt=0, description="largest generator/trainer log-prob difference; null: no limit"
+    )
+
+    save_prompt_completions_data: bool = Field(True, description="write completions.jsonl")
+    save_prompt_completions_interval: int = Field(1, ge=1, description="every so many steps")
+    save_prompt_completions_dir: OptionalText = Field(None, description="default: output_dir")
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+    tensorboard_dir: OptionalText = Field(None, description="default: in output_dir")
+    tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
+    performance_stats: bool = Field(False, description="print the seconds of every phase")
+    enable_compile_cache: bool = Field(False, description="keep compiled graphs between runs")
+
+
+class RewardConfig(Section):
+    verifier_function: list[str] = Field(
+        default=[], description="built-in names, module:function or file.py:function"
+    )
+    verifier_weight: list[float] | None = Field(
+        None, description="one weight a function; null: 1.0 each"
+    )
+
+
+class Context(Section):
+    device_target: OptionalText = Field(None, description="null: the device that is found")
+    max_device_memory: OptionalText = Field(
+        None, description="budget a device, such as 58GB; null: no budget"
+    )
+    transport: OptionalText = Field(None, description="null: the device's own choice")
+
+    @field_validator("max_device_memory")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            memory_bytes(value)
+        return value

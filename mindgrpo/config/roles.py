@@ -1,0 +1,130 @@
+"""`actor_config`, `ref_config` and `generate_config`: the model's roles and layouts.
+
+Refuses values outside their range; what spans several keys is in checks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from mindgrpo.config.section import BEFORE_TEXT, OptionalText, Section
+
+# pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
+_MODEL_YAML = "shapes in MindFormers' form, checked against the model's config.json"
+_OFFSET = "layers more or fewer on each pipeline stage, or one number for none"
+
+
+class ParallelConfig(Section):
+    data_parallel: int = Field(1, ge=1, description="replicas")
+    model_parallel: int = Field(1, ge=1, description="ranks that share each layer")
+    pipeline_stage: int = Field(1, ge=1, description="consecutive parts of the layers")
+
+
+class TrainParallelConfig(ParallelConfig):
+    micro_batch_num: int | None = Field(
+        None,
+        ge=1,
+        description="micro-batches an update; null: as many as the rollout needs, in one update",
+    )
+
+
+class GenerateParallelConfig(ParallelConfig):
+    @field_validator("pipeline_stage")
+    @classmethod
+    def _has_one_stage(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("must be 1, for the generator keeps all layers on each replica")
+        return value
+
+
+class RecomputeConfig(Section):
+    recompute: bool = Field(False, description="recompute whole layers in the backward pass")
+    select_recompute: bool = Field(False, description="recompute attention only")
+
+
+class OptimizerConfig(Section):
+    type: Literal["adamw"] = Field("adamw", description="decoupled weight decay")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    adam_beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.0, ge=0, description="not on norms and biases")
+    max_grad_norm: float = Field(1.0, gt=0, description="global norm that gradients are cut to")
+
+
+class LRSchedule(Section):
+    lr_decay_style: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="the way from lr to min_lr"
+    )
+    lr: float = Field(1e-6, gt=0, description="highest learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
+    warmup_step: int = Field(0, ge=0, description="updates from 0 to lr")
+    warmup_ratio: float | None = Field(
+        None, ge=0, le=1, description="warm-up as a share of the run, instead of warmup_step"
+    )
+    decay_steps: int | None = Field(None, ge=1, description="null: the length of the run")
+
+
+class ActorConfig(Section):
+    load: Annotated[str, BEFORE_TEXT] = Field(
+        "", description="Hugging Face directory of the model to train"
+    )
+    save: OptionalText = Field(None, description="where the final model goes; null: OUTPUT/hf")
+    model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
+    offset: int | list[int] = Field(0, description=_OFFSET)
+    parallel_config: TrainParallelConfig = TrainParallelConfig()
+    recompute_config: RecomputeConfig = RecomputeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LRSchedule = LRSchedule()
+
+
+class RefConfig(Section):
+    load: OptionalText = Field(None, description="Hugging Face directory; null: the actor's")
+    model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
+    offset: int | list[int] = Field(0, description=_OFFSET)
+    ref_model_batch_size: int = Field(
+        4, ge=1, description="packed rows a forward pass on each data-parallel rank"
+    )
+    sync_ref_model: bool = Field(False, description="move the reference towards the policy")
+    ref_model_sync_steps: int = Field(50, ge=1, description="every so many steps")
+    ref_model_mixup_alpha: float = Field(
+        1.0, gt=0, le=1, description="share of the policy in the new reference; 1 copies it"
+    )
+    parallel_config: ParallelConfig | None = Field(None, description="null: the actor's layout")
+
+
+class SamplingConfig(Section):
+    max_tokens: int = Field(128, ge=1, description="longest completion")
+    min_tokens: int = Field(0, ge=0, description="stop ids are held back until then")
+    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
+    repetition_penalty: float = Field(1.0, gt=0, description="1 is off")
+    top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
+    top_k: int = Field(0, ge=-1, description="0 or -1 is off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="0 is off")
+    eos_token_id: int | list[int] | None = Field(
+        None, description="stop ids; null: those of generation_config.json"
+    )
+    pad_token_id: int | None = Field(None, ge=0, description="null: the tokenizer's")
+
+    @field_validator("eos_token_id")
+    @classmethod
+    def _are_ids(cls, value: int | list[int] | None) -> int | list[int] | None:
+        ids = [value] if isinstance(value, int) else value
+        if ids is not None and (not ids or min(ids) < 0):
+            raise ValueError("must be one token id, 0 or more, or a list of at least one")
+        return value
+
+
+class GenerateConfig(Section):
+    load: OptionalText = Field(None, description="empty, or the same as actor_config.load")
+    model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
+    parallel_config: GenerateParallelConfig = GenerateParallelConfig()
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest prompt and completion; null: what the two limits add to"
+    )
+    max_num_seqs: int | None = Field(
+        None, ge=1, description="samples in flight on each data-parallel rank; null: all"
+    )
+    max_prompt_length: int = Field(512, ge=1, description="longest prompt in tokens")
+    sampling_config: SamplingConfig = SamplingConfig()

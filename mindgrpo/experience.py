@@ -1,0 +1,113 @@
+"""A step's samples, made on all ranks together: generated, scored once, and given the log-probs that a loss needs.
+
+Every rank ends with the same Samples. Refuses to update weights and to know where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm import packing
+from mindgrpo.algorithm.samples import Completion, Samples, collect
+from mindgrpo.backend import Backend
+from mindgrpo.data.prompts import Prompt, columns_of
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.generate.engine import Draw, Generator, Request
+from mindgrpo.layout.split import Layout
+from mindgrpo.reward.score import Scorer, Scores
+from mindgrpo.update.pipeline import Pipeline
+
+
+class ScoringFailed(RuntimeError):
+    """The reward side of rank 0 failed as a whole; told on every rank, so that none waits for it."""
+
+
+def generate(
+    generator: Generator,
+    layout: Layout,
+    backend: Backend,
+    prompts: Sequence[np.ndarray],
+    num_generations: int,
+    draw: Draw,
+    version: int,
+) -> Samples:
+    """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order."""
+    place = layout.grid.coordinates(backend.rank)
+    mine = np.array_split(np.arange(len(prompts)), layout.grid.data_parallel)[place.data]
+    requests = [
+        Request(
+            np.asarray(prompts[i], np.int32),
+            tuple(range(i * num_generations, (i + 1) * num_generations)),
+        )
+        for i in mine
+    ]
+    own = generator.generate(requests, draw, version)
+    shared: list[list[Completion] | None] = backend.world.gather_objects(
+        own if place.model == 0 else None
+    )
+    arrived = [completion for part in shared if part is not None for completion in part]
+    return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`texts` are empty but on rank 0, where they were scored."""
+
+    scores: Scores
+    texts: list[str]
+
+
+def score(
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    backend: Backend,
+    prompts: Sequence[Prompt],
+    samples: Samples,
+) -> Scored:
+    """Rewards of all samples, computed on rank 0 and the same everywhere. `prompts` one a sample."""
+    texts: list[str] = []
+    outcome: Any = None
+    if backend.rank == 0:
+        try:
+            texts = [tokenizer.decode(tokens.tolist()) for tokens in samples.completions]
+            answers = [prompt.answer for prompt in prompts]
+            outcome = scorer.score(texts, answers, columns_of(prompts))
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            outcome = f"{type(error).__name__}: {error}"
+    shared = backend.world.gather_objects(outcome)[0]
+    if isinstance(shared, str):
+        raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
+    return Scored(shared, texts)
+
+
+def sample_logps(
+    pipeline: Pipeline | None,
+    layout: Layout,
+    backend: Backend,
+    samples: Samples,
+    micro_rows: int,
+    row_length: int,
+    max_per_row: int | None,
+) -> list[np.ndarray]:
+    """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only."""
+    own: dict[int, np.ndarray] = {}
+    if pipeline is not None:
+        place = layout.grid.coordinates(backend.rank)
+        rows = packing.pack(samples, range(len(samples)), row_length, max_per_row)
+        batches = packing.micro_batches(
+            samples, rows, row_length, micro_rows, layout.grid.data_parallel, place.data
+        )
+        results = pipeline.logprobs(batches)
+        if results is not None and place.model == 0:
+            for batch, (logps, _) in zip(batches, results, strict=True):
+                own |= batch.gather(logps)
+    merged: dict[int, np.ndarray] = {}
+    for part in backend.world.gather_objects(own):
+        merged |= part
+    if len(merged) != len(samples):
+        raise ValueError(f"log-probs of {len(merged)} of {len(samples)} samples arrived")
+    return [merged[i] for i in range(len(samples))]

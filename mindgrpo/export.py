@@ -1,0 +1,76 @@
+"""The policy's weights as a Hugging Face directory that other libraries load.
+
+Gathered through memory onto rank 0 and written there. Refuses a directory that already holds weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from mindgrpo.backend import Backend
+from mindgrpo.errors import UserError
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.model.families import read_config
+from mindgrpo.model.weights import Weights
+from mindgrpo.reshard.execute import Resharder
+from mindgrpo.reshard.plan import plan_reshard
+
+# What a model directory holds beside weights and config.json.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+MAX_SHARD_BYTES = 2 << 30
+
+
+def export_policy(weights: Weights, backend: Backend, source: str, target: Path) -> None:
+    """All ranks together; `source` is the directory that the run started from."""
+    layout = weights.layout
+    num_layers = layout.stage_layers[-1].stop
+    whole = Layout(Grid(1, 1, 1), layout.specs, (range(num_layers),))
+    full = Weights(whole, backend.rank, backend)
+    Resharder(plan_reshard(layout, whole), weights, full, backend).run()
+    if backend.rank == 0:
+        with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
+            for spec in layout.specs:
+                writer.add(spec.name, full.parts[spec.name])
+        write_companions(Path(source), target, "float32")
+    full.pool.release()
+    backend.world.barrier()
+
+
+def write_companions(source: Path, target: Path, dtype: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype", None)
+    config["torch_dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def export_directory(source: Path, target: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
+    """A run's model, or any Hugging Face directory, in another dtype or other shards. Raises UserError."""
+    if (source / "hf").is_dir():
+        source = source / "hf"
+    read_config(source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(
+            f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
+        )
+    files = SafetensorsDirectory(source)
+    with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:
+        for name in files.names:
+            writer.add(name, files.read(name))
+    write_companions(source, target, dtype)
+    return sorted(target.iterdir())

@@ -1,0 +1,85 @@
+"""A model's dimensions in MindFormers' YAML form (`model: model_config:`), as users have them.
+
+Refuses a file that lacks a dimension, and one that disagrees with the config.json it is said to describe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindgrpo.errors import UserError
+from mindgrpo.model.families import DecoderConfig, decoder_config
+
+# MindFormers' key -> config.json's key.
+REQUIRED = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+}
+OPTIONAL = {
+    "n_kv_heads": "num_key_value_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "theta": "rope_theta",
+    "seq_length": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "head_dim": "head_dim",
+    "qkv_has_bias": "attention_bias",
+}
+COMPARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "qkv_bias",
+)
+
+
+def read_model_yaml(path: str | Path) -> DecoderConfig:
+    """Raises UserError where the file does not give a decoder's dimensions."""
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model_config '{path}' cannot be read as YAML ({reason}); give a MindFormers model YAML or leave "
+            "model_config out."
+        ) from None
+    section: Any = document
+    for key in ("model", "model_config"):
+        section = section.get(key) if isinstance(section, dict) else None
+    if not isinstance(section, dict):
+        raise UserError(
+            f"model_config '{path}' has no section model: model_config:, where MindFormers keeps the shapes; give "
+            "such a file or leave model_config out."
+        )
+    missing = [key for key in REQUIRED if key not in section]
+    if missing:
+        raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")
+    raw = {target: section[key] for key, target in REQUIRED.items()}
+    raw |= {target: section[key] for key, target in OPTIONAL.items() if key in section}
+    bias = bool(section.get("qkv_has_bias", False))
+    raw["model_type"] = section.get("model_type") or ("qwen2" if bias else "llama")
+    if raw["model_type"] == "qwen2":
+        raw.pop("attention_bias", None)
+    return decoder_config(raw, str(path))
+
+
+def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
+    """Raises UserError naming the first dimension in which the YAML and config.json differ."""
+    stated = read_model_yaml(model_yaml)
+    for name in COMPARED:
+        mine, theirs = getattr(stated, name), getattr(model, name)
+        if mine != theirs:
+            raise UserError(
+                f"{name} is {mine} in model_config '{model_yaml}' but {theirs} in {directory}/config.json; the "
+                "model's own file decides, so correct the YAML or leave model_config out."
+            )

@@ -1,0 +1,1 @@
+"""Scores for completions. Refuses to turn a failure into a 0."""

@@ -1,0 +1,151 @@
+"""The roles of a run on this rank (policy, reference, generator), built from a plan and moved between phases.
+
+Knows which role needs which memory when, and that the generator's weights are the policy's current ones. Refuses to
+know what a sample or a reward is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mindgrpo.backend import Backend
+from mindgrpo.config import memory_bytes
+from mindgrpo.generate.engine import Generator
+from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.model.decoder import Shard
+from mindgrpo.model.pretrained import fill_random, load_weights
+from mindgrpo.model.weights import Weights
+from mindgrpo.reshard.execute import Resharder, Traffic
+from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.residency import Place, Residency
+from mindgrpo.run_plan import RunPlan
+from mindgrpo.update.optimizer import AdamWSettings
+from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.update.policy import Policy, UpdateSettings
+
+
+@dataclass
+class Reference:
+    """`pipeline` is None on ranks outside the reference's grid."""
+
+    weights: Weights
+    pipeline: Pipeline | None
+
+
+class Roles:
+    def __init__(
+        self,
+        plan: RunPlan,
+        backend: Backend,
+        sampling: SamplingSettings,
+        random_weights: bool = False,
+    ) -> None:
+        self.plan, self.backend = plan, backend
+        budget = plan.config.context.max_device_memory
+        self.residency = Residency(memory_bytes(budget) if budget else None)
+        self._random = random_weights
+        self.policy = Policy(plan.model, plan.train, backend, update_settings(plan, sampling))
+        self.generator = Generator(
+            plan.model,
+            plan.infer,
+            backend,
+            sampling,
+            plan.slots,
+            plan.config.rl_config.num_generations,
+            plan.config.generate_config.max_prompt_length,
+        )
+        self._load(self.policy.weights, plan.config.actor_config.load)
+        self.reference = self._make_reference(sampling)
+        self._resharder = Resharder(
+            plan.reshard, self.policy.weights, self.generator.weights, backend
+        )
+        self._to_reference: Resharder | None = None
+        self.traffic = Traffic(0, 0.0)
+        self._own_memory()
+
+    def _load(self, weights: Weights, directory: str) -> None:
+        if self._random:
+            fill_random(weights, self.plan.config.rl_config.seed)
+        else:
+            load_weights(weights, directory)
+
+    def _make_reference(self, sampling: SamplingSettings) -> Reference | None:
+        plan = self.plan
+        if plan.reference is None:
+            return None
+        weights = Weights(plan.reference, self.backend.rank, self.backend)
+        pipeline = None
+        if plan.reference.grid.holds(self.backend.rank):
+            self._load(weights, plan.config.reference_load)
+            pipeline = Pipeline(
+                Shard(plan.model, weights, self.backend, "reference"),
+                self.backend,
+                "reference",
+                plan.config.ref_config.ref_model_batch_size,
+                plan.row_length,
+                sampling.trainer_temperature,
+            )
+        return Reference(weights, pipeline)
+
+    def _own_memory(self) -> None:
+        policy, residency = self.policy, self.residency
+        residency.own("policy", [policy.weights.pool], rebuilt=False, filled=True)
+        residency.own("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
+        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
+        residency.own("optimizer", moments, rebuilt=False, filled=True)
+        residency.own("generator", [self.generator.weights.pool], rebuilt=True, filled=False)
+        residency.own("kv_cache", [self.generator.cache], rebuilt=True, filled=False)
+        if self.reference is not None:
+            residency.own("reference", [self.reference.weights.pool], rebuilt=False, filled=True)
+        residency.check_budget()
+
+    def enter(self, phase: str) -> None:
+        self.residency.enter(phase)
+
+    def refresh_generator(self) -> None:
+        """Gives the generator the policy's current weights, unless it has them already."""
+        present = self.residency.roles["generator"].place is Place.ON_DEVICE
+        if present and self.generator.version == self.policy.version:
+            return
+        self.enter("reshard")
+        self.traffic = self._resharder.run()
+        self.generator.version = self.policy.version
+
+    def sync_reference(self, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference (arXiv:2404.09656, TR-DPO, equation 8)."""
+        if self.reference is None:
+            return
+        self.enter("sync_reference")
+        old = self.reference.weights
+        if share >= 1.0:
+            if self._to_reference is None:
+                self._to_reference = self._resharder_to(old)
+            self._to_reference.run()
+            return
+        fresh = Weights(old.layout, self.backend.rank, self.backend)
+        self._resharder_to(fresh).run()
+        for run, new in zip(old.runs, fresh.runs, strict=True):
+            run *= 1.0 - share
+            run += share * new
+        fresh.pool.release()
+
+    def _resharder_to(self, target: Weights) -> Resharder:
+        plan = plan_reshard(self.plan.train, target.layout)
+        return Resharder(plan, self.policy.weights, target, self.backend)
+
+
+def update_settings(plan: RunPlan, sampling: SamplingSettings) -> UpdateSettings:
+    rl, actor = plan.config.rl_config, plan.config.actor_config
+    optimizer = actor.optimizer
+    return UpdateSettings(
+        micro_rows=rl.batch_size,
+        row_length=plan.row_length,
+        temperature=sampling.trainer_temperature,
+        recompute=actor.recompute_config.recompute,
+        epsilon=(rl.epsilon_low, rl.epsilon_high),
+        beta=rl.beta,
+        max_grad_norm=optimizer.max_grad_norm,
+        adamw=AdamWSettings(
+            optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay
+        ),
+    )

@@ -1,0 +1,215 @@
+"""What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
+
+Only rank 0 writes and speaks; the other ranks call the same lines in vain. Refuses to compute figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindgrpo
+from mindgrpo.algorithm.samples import Samples
+from mindgrpo.backend import Backend
+from mindgrpo.config import Loaded, write_resolved
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.experience import Scored
+from mindgrpo.monitor import run_directory
+from mindgrpo.monitor.completions import CompletionsWriter, Sample
+from mindgrpo.monitor.console import Console
+from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.metrics import MetricsWriter
+from mindgrpo.preflight import Inputs
+from mindgrpo.run_plan import RunPlan
+
+STEPS_BETWEEN_PICTURES = 10
+
+
+class RunRecord:
+    """`launched` is when the launcher started, in seconds since the epoch."""
+
+    def __init__(
+        self, loaded: Loaded, name: str, plan: RunPlan, backend: Backend, launched: float
+    ) -> None:
+        self._loaded, self._plan, self._backend = loaded, plan, backend
+        self._launched = launched
+        self._is_writer = backend.rank == 0
+        self.console = Console(self._is_writer)
+        self._evaluations: list[dict[str, float | None]] = []
+        self._first_step_seconds: float | None = None
+        directory = None
+        if self._is_writer:
+            directory = run_directory.create(loaded.config.output_dir, name)
+        self.directory: Path = backend.world.gather_objects(directory)[0]
+        backend.compile_log.listener = self._compiling
+        if self._is_writer:
+            self._open()
+
+    def _open(self) -> None:
+        rl = self._loaded.config.rl_config
+        write_resolved(self._loaded, self.directory / "config_resolved.yaml")
+        board = None
+        if rl.tensorboard:
+            board = (
+                Path(rl.tensorboard_dir) if rl.tensorboard_dir else self.directory / "tensorboard"
+            )
+        self._metrics = MetricsWriter(self.directory, board, rl.tensorboard_queue_size)
+        self._completions = None
+        if rl.save_prompt_completions_data:
+            folder = Path(rl.save_prompt_completions_dir or self.directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._completions = CompletionsWriter(
+                folder / "completions.jsonl", rl.save_prompt_completions_interval
+            )
+
+    @property
+    def model_directory(self) -> Path:
+        save = self._loaded.config.actor_config.save
+        return Path(save) if save else self.directory / "hf"
+
+    def _compiling(self, name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self.console.line(f"  compiled {name}: {seconds:.1f} s")
+
+    def banner(self, num_steps: int, inputs: Inputs) -> None:
+        plan, backend = self._plan, self._backend
+        first = inputs.prompts.prompts[0]
+        stops = ", ".join(
+            f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
+            for i in inputs.sampling.stop_ids
+        )
+        held_out = "none" if inputs.held_out is None else f"{len(inputs.held_out)} held out"
+        sections: list[tuple[str, Sequence[str]]] = [
+            (
+                "run",
+                [
+                    f"{num_steps} steps on {backend.world_size} ranks ({backend.name}), {self.directory}"
+                ],
+            ),
+            (
+                "model",
+                [f"{plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"],
+            ),
+            ("layouts", plan.layout_lines()),
+            ("batch", plan.batch.lines()),
+            ("memory", plan.memory_lines()),
+            ("reshard", plan.reshard_lines()),
+            (
+                "data",
+                [
+                    f"{len(inputs.prompts)} prompts, {inputs.prompts.num_dropped} dropped; {held_out}"
+                ],
+            ),
+            ("prompt", [repr(first.text)]),
+            ("stops", [stops]),
+        ]
+        if self._loaded.notices:
+            sections.append(("retired", self._loaded.notices))
+        self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
+
+    def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
+        """`step` counts from 1."""
+        if self._first_step_seconds is None:
+            self._first_step_seconds = time.time() - self._launched
+            self.console.line(
+                f"  from launch to the end of the first step: {self._first_step_seconds:.1f} s"
+            )
+        if not self._is_writer:
+            return
+        self._metrics.write(step, figures)
+        self.console.step_line({"step": step, **figures}, num_steps)
+        if self._loaded.config.rl_config.performance_stats:
+            times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
+            self.console.line("  seconds: " + "  ".join(times))
+        if step % STEPS_BETWEEN_PICTURES == 0:
+            self._draw()
+
+    def evaluated(self, means: dict[str, float | None]) -> dict[str, float | None]:
+        """Keeps an evaluation for the summary; its figures as metrics name them."""
+        self._evaluations.append(means)
+        told = "  ".join(f"{name} {_figure(value)}" for name, value in means.items())
+        self.console.line(f"  held out:  {told}")
+        return {f"eval/{name}/mean": value for name, value in means.items()}
+
+    def completions(
+        self, step: int, owners: Sequence[Prompt], samples: Samples, scored: Scored
+    ) -> None:
+        if not self._is_writer:
+            return
+        for name, message in scored.scores.messages.items():
+            count = scored.scores.errors[name]
+            self.console.line(
+                f"  reward {name} failed on {count} of {len(samples)} samples: {message}"
+            )
+        if self._completions is None:
+            return
+        per_function = scored.scores.per_function
+        self._completions.write(
+            step,
+            (
+                Sample(
+                    prompt=owners[i].text,
+                    completion=scored.texts[i],
+                    answer=owners[i].answer,
+                    finish_reason=samples.finish_reasons[i],
+                    length=len(samples.completions[i]),
+                    rewards={name: _number(values[i]) for name, values in per_function.items()},
+                    advantage=float(samples.advantages[i]),
+                    token_ids=samples.completions[i].tolist(),
+                )
+                for i in range(len(samples))
+            ),
+        )
+
+    def _draw(self) -> None:
+        before = self._evaluations[0] if self._evaluations else None
+        draw_reward_curve(
+            self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
+        )
+
+    def close(self, num_steps: int) -> None:
+        if not self._is_writer:
+            return
+        self._metrics.close()
+        evaluations = self._evaluations
+        summary = {
+            "steps": num_steps,
+            "seconds": time.time() - self._launched,
+            "first_step_seconds": self._first_step_seconds,
+            "compiles": len(self._backend.compile_log.entries),
+            "eval_before": evaluations[0] if evaluations else {},
+            "eval_after": evaluations[-1] if evaluations else {},
+        }
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self._draw()
+        self.console.banner(
+            "done",
+            [
+                (
+                    "seconds",
+                    [f"{summary['seconds']:.0f}, {summary['compiles']} graphs compiled a rank"],
+                ),
+                (
+                    "held out",
+                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"] if evaluations else [],
+                ),
+                ("model", [str(self.model_directory)]),
+                ("curve", [str(self.directory / "reward_curve.png")]),
+            ],
+        )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _told(means: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {_figure(value)}" for name, value in means.items())

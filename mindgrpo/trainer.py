@@ -1,0 +1,296 @@
+"""The loop: rollout, score, reference, old log-probs, update, one call a phase, the same on every rank.
+
+Refuses tensor maths and device questions; those are in the rooms that it calls.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.advantage import group_advantages, zero_std_groups
+from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.backend import connect
+from mindgrpo.config import Config, Loaded
+from mindgrpo.data.prompts import Prompt, PromptSet
+from mindgrpo.experience import Scored, generate, sample_logps, score
+from mindgrpo.export import export_policy
+from mindgrpo.generate.engine import Draw
+from mindgrpo.generate.noise import EVALUATION, ROLLOUT
+from mindgrpo.monitor.memory import process_rss
+from mindgrpo.preflight import Reward, prepare
+from mindgrpo.roles import Roles
+from mindgrpo.run_record import RunRecord
+from mindgrpo.update.batches import UpdateReport, update
+
+
+class GapTooLarge(RuntimeError):
+    """The generator and the trainer disagree about the same tokens."""
+
+
+class GRPOTrainer:
+    """Trains as `config` says, on every rank that msrun started, or alone.
+
+    `reward_functions` (callables, built-in names, module:function or file.py:function) replace
+    reward_config.verifier_function; `name` names the output folder. Raises UserError for whatever the configuration gets wrong.
+    """
+
+    def __init__(
+        self,
+        config: Config | Loaded,
+        reward_functions: Sequence[Reward] | None = None,
+        name: str = "run",
+    ) -> None:
+        loaded = config if isinstance(config, Loaded) else Loaded(config, {}, [])
+        self.config = loaded.config
+        self._started = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
+        context = self.config.context
+        self.backend = connect(context.device_target, context.transport, dict(os.environ))
+        self.inputs = prepare(self.config, self.backend.world_size, reward_functions)
+        self.plan = self.inputs.plan
+        self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
+        self.num_steps = self._num_steps()
+        self.record.banner(self.num_steps, self.inputs)
+        with self.record.console.phase("loading weights"):
+            self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        self._times: dict[str, float] = {}
+
+    def _num_steps(self) -> int:
+        rl = self.config.rl_config
+        per_epoch = -(-len(self.inputs.prompts) // self.plan.batch.prompts_per_step)
+        return min(rl.max_steps or per_epoch * rl.epochs, per_epoch * rl.epochs)
+
+    @property
+    def _updates_per_step(self) -> int:
+        return self.plan.batch.updates_per_rollout * self.config.rl_config.num_iterations
+
+    def train(self) -> Path:
+        """Runs to the end and writes the model; the run's folder."""
+        every = self.config.rl_config.eval_steps
+        self._evaluate(0)
+        for step in range(self.num_steps):
+            figures = self._step(step)
+            if step + 1 == self.num_steps or (every and (step + 1) % every == 0):
+                figures |= self._evaluate(step + 1)
+            self.record.step(step + 1, self.num_steps, figures)
+        self.roles.enter("old_logps")
+        with self.record.console.phase("writing the model"):
+            export_policy(
+                self.roles.policy.weights,
+                self.backend,
+                self.config.actor_config.load,
+                self.record.model_directory,
+            )
+        self.record.close(self.num_steps)
+        self.backend.close()
+        return self.record.directory
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - started
+
+    def _step(self, step: int) -> dict[str, Any]:
+        self._times = {}
+        started = time.perf_counter()
+        rl = self.config.rl_config
+        prompts, _ = self.inputs.prompts.take(step, self.plan.batch.prompts_per_step, rl.seed)
+        samples = self._rollout(step, prompts)
+        owners = [prompt for prompt in prompts for _ in range(rl.num_generations)]
+        with self._phase("score"):
+            scored = score(self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples)
+            samples.advantages = group_advantages(
+                scored.scores.total, rl.num_generations, rl.scale_rewards
+            )
+        self._reference(samples)
+        self._old(samples)
+        reports, lr = self._update(step, samples)
+        self._sync_reference(step)
+        self._times["step"] = time.perf_counter() - started
+        self.record.completions(step + 1, owners, samples, scored)
+        return self._figures(samples, scored, reports, lr)
+
+    def _rollout(self, step: int, prompts: Sequence[Prompt]) -> Samples:
+        with self._phase("reshard"):
+            self.roles.refresh_generator()
+        with self._phase("rollout"):
+            self.roles.enter("rollout")
+            return generate(
+                self.roles.generator,
+                self.plan.infer,
+                self.backend,
+                [np.array(prompt.ids, np.int32) for prompt in prompts],
+                self.config.rl_config.num_generations,
+                Draw(self.config.rl_config.seed, ROLLOUT, step),
+                self.roles.policy.version,
+            )
+
+    def _reference(self, samples: Samples) -> None:
+        reference, layout = self.roles.reference, self.plan.reference
+        if reference is None or layout is None:
+            return
+        with self._phase("reference"):
+            self.roles.enter("reference")
+            samples.reference_logps = sample_logps(
+                reference.pipeline,
+                layout,
+                self.backend,
+                samples,
+                self.config.ref_config.ref_model_batch_size,
+                self.plan.row_length,
+                self._max_per_row,
+            )
+
+    def _old(self, samples: Samples) -> None:
+        if self._updates_per_step == 1 or not self.config.rl_config.enable_oldpolicy:
+            return
+        with self._phase("old_logps"):
+            self.roles.enter("old_logps")
+            samples.old_logps = sample_logps(
+                self.roles.policy.pipeline,
+                self.plan.train,
+                self.backend,
+                samples,
+                self.config.rl_config.batch_size,
+                self.plan.row_length,
+                self._max_per_row,
+            )
+
+    @property
+    def _max_per_row(self) -> int | None:
+        return self.config.rl_config.pack_num if self.config.rl_config.packing else 1
+
+    def _update(self, step: int, samples: Samples) -> tuple[list[UpdateReport], float]:
+        reports: list[UpdateReport] = []
+        lr = 0.0
+        with self._phase("update"):
+            self.roles.enter("update")
+            for _ in range(self.config.rl_config.num_iterations):
+                parts = np.array_split(np.arange(len(samples)), self.plan.batch.updates_per_rollout)
+                for members in parts:
+                    lr = self._learning_rate(step * self._updates_per_step + len(reports))
+                    reports.append(
+                        update(self.roles.policy, samples, members.tolist(), lr, self._max_per_row)
+                    )
+        return reports, lr
+
+    def _learning_rate(self, index: int) -> float:
+        schedule = self.config.actor_config.lr_schedule
+        run = self.num_steps * self._updates_per_step
+        warmup = schedule.warmup_step
+        if schedule.warmup_ratio is not None:
+            warmup = round(schedule.warmup_ratio * run)
+        return learning_rate(
+            index,
+            schedule.lr_decay_style,
+            schedule.lr,
+            schedule.min_lr,
+            warmup,
+            schedule.decay_steps or run,
+        )
+
+    def _sync_reference(self, step: int) -> None:
+        ref = self.config.ref_config
+        if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
+            with self._phase("sync_reference"):
+                self.roles.sync_reference(ref.ref_model_mixup_alpha)
+
+    def _figures(
+        self, samples: Samples, scored: Scored, reports: list[UpdateReport], lr: float
+    ) -> dict[str, Any]:
+        lengths = samples.completion_lengths
+        totals = scored.scores.total
+        gap_mean, gap_max = self._gap(samples, reports[0])
+        figures: dict[str, Any] = {
+            "reward/mean": float(totals.mean()),
+            "reward/std": float(totals.std()),
+        }
+        for name, values in scored.scores.per_function.items():
+            given = values[~np.isnan(values)]
+            figures[f"reward/{name}/mean"] = float(given.mean()) if given.size else None
+            figures[f"reward/{name}/errors"] = scored.scores.errors[name]
+        zero_std = zero_std_groups(totals, self.config.rl_config.num_generations)
+        figures |= {
+            "loss": float(np.mean([report.loss for report in reports])),
+            "kl": float(np.mean([report.kl for report in reports])),
+            "entropy": float(np.mean([report.entropy for report in reports])),
+            "grad_norm": float(np.mean([report.grad_norm for report in reports])),
+            "lr": lr,
+            "clip_fraction": float(np.mean([report.clip_fraction for report in reports])),
+            "zero_std_fraction": float(zero_std.mean()),
+            "completion_length/mean": float(lengths.mean()),
+            "completion_length/max": int(lengths.max()),
+            "truncated_fraction": samples.finish_reasons.count(LENGTH) / len(samples),
+            "logprob_gap/mean": gap_mean,
+            "logprob_gap/max": gap_max,
+            "updates_per_rollout": self._updates_per_step,
+            "padding_share": float(np.mean([report.padding_share for report in reports])),
+            "tokens": int(samples.total_lengths.sum()),
+            "weights_version": self.roles.policy.version,
+        }
+        return figures | self._resources()
+
+    def _resources(self) -> dict[str, Any]:
+        """Times of this rank; memory and traffic summed over ranks."""
+        traffic = self.roles.traffic
+        ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received))
+        peaks = self.roles.residency.ledger.peak_by_phase
+        return {
+            **{f"time/{name}": seconds for name, seconds in self._times.items()},
+            **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
+            "memory/rss": sum(rank[0] for rank in ranks),
+            "reshard/bytes": sum(rank[1] for rank in ranks),
+            "reshard/seconds": traffic.seconds,
+        }
+
+    def _gap(self, samples: Samples, first: UpdateReport) -> tuple[float, float]:
+        """|generator - trainer| log-probs of the same tokens, before the step's first update. Raises GapTooLarge."""
+        trainer = first.logps
+        if samples.old_logps is not None:
+            trainer = dict(enumerate(samples.old_logps))
+        gaps = [np.abs(logps - samples.generator_logps[i]) for i, logps in trainer.items()]
+        gap = np.concatenate(gaps) if gaps else np.zeros(0)
+        mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
+        limit = self.config.rl_config.logprob_gap_limit
+        if limit is not None and not largest <= limit:
+            raise GapTooLarge(
+                f"the generator's and the trainer's log-probs of the same tokens differ by up to {largest:.3g} "
+                f"(rl_config.logprob_gap_limit is {limit}); the weights were resharded wrongly, are stale, or the "
+                "two compute another model"
+            )
+        return mean, largest
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        held_out: PromptSet | None = self.inputs.held_out
+        if held_out is None:
+            return {}
+        count = self.config.rl_config.eval_samples
+        prompts = held_out.prompts[:count]
+        with self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts"):
+            self.roles.refresh_generator()
+            self.roles.enter("rollout")
+            samples = generate(
+                self.roles.generator,
+                self.plan.infer,
+                self.backend,
+                [np.array(prompt.ids, np.int32) for prompt in prompts],
+                1,
+                Draw(self.config.rl_config.seed, EVALUATION, step),
+                self.roles.policy.version,
+            )
+            scored = score(
+                self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
+            )
+        means = {
+            name: float(np.nanmean(values)) if not np.isnan(values).all() else None
+            for name, values in scored.scores.per_function.items()
+        }
+        return self.record.evaluated(means)

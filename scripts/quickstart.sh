@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Sets up and runs the main job on the bundled example: quickstart.sh [--ranks N] [main.py arguments].
+# Downloads no model and no data. --ranks is 8 (the layouts of the example's file), 4, 2 or 1; main.py
+# arguments that follow, dotted overrides above all, win over the layout that --ranks picks.
+set -euo pipefail
+
+ranks=8
+arguments=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+    --ranks)
+        ranks="${2:-}"
+        shift
+        ;;
+    --ranks=*) ranks="${1#--ranks=}" ;;
+    # The job runs in the repository's folder; where it writes is meant from the caller's.
+    --output_dir)
+        # Without a folder it goes on as it is, for main.py to refuse.
+        [ -z "${2:-}" ] && arguments+=("$1") || arguments+=("$1" "$(realpath -m -- "$2")")
+        shift
+        ;;
+    --output_dir=*) arguments+=(--output_dir "$(realpath -m -- "${1#--output_dir=}")") ;;
+    *) arguments+=("$1") ;;
+    esac
+    [ $# -gt 0 ] && shift
+done
+
+layout() { # SECTION data_parallel model_parallel pipeline_stage
+    local key="--$1.parallel_config"
+    layouts+=("$key.data_parallel" "$2" "$key.model_parallel" "$3" "$key.pipeline_stage" "$4")
+}
+
+layouts=()
+case "$ranks" in
+8) ;;
+4)
+    layout actor_config 1 2 2
+    layout generate_config 2 2 1
+    layout ref_config 2 2 1
+    ;;
+2)
+    layout actor_config 1 2 1
+    layout generate_config 1 2 1
+    layout ref_config 1 2 1
+    ;;
+1)
+    layout actor_config 1 1 1
+    layout generate_config 1 1 1
+    layout ref_config 1 1 1
+    ;;
+*)
+    echo "mindgrpo: --ranks ${ranks:-(nothing)} is not one of 1, 2, 4, 8: give one of these, or start scripts/launch.sh with layouts of your own." >&2
+    exit 2
+    ;;
+esac
+
+scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$scripts/setup_env.sh"
+example=examples/grpo
+cd "$MINDGRPO_ROOT"
+exec bash scripts/launch.sh --ranks "$ranks" -- "$example/qwen_grpo_tutorial/main.py" \
+    --config "$example/tiny_arithmetic/grpo_config.yaml" \
+    ${layouts[@]+"${layouts[@]}"} ${arguments[@]+"${arguments[@]}"}

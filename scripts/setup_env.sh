@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Makes .venv, installs mindgrpo into it and puts it first on PATH. Sourced: `source setup_env.sh [extra,...]`.
+# Installs only when setup.py changed since the last time; refuses every Python but 3.10, 3.11 and 3.12.
+# Leaves behind: MINDGRPO_ROOT, MINDGRPO_PYTHON, VIRTUAL_ENV, PATH.
+
+MINDGRPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+
+_refuse() {
+    echo "mindgrpo: $1" >&2
+    exit 2
+}
+
+_python_version() { # prints e.g. 3.11 when $1 runs and is one that mindgrpo works with
+    "$1" -c 'import sys
+v = sys.version_info
+print("%d.%d" % v[:2])
+sys.exit(not (3, 10) <= v[:2] < (3, 13))' 2>/dev/null
+}
+
+_find_python() {
+    local candidate version
+    if [ -n "${PYTHON:-}" ]; then
+        version="$(_python_version "$PYTHON")" || _refuse \
+            "PYTHON=$PYTHON is ${version:+Python }${version:-not a Python that runs}, but mindgrpo needs Python 3.10, 3.11 or 3.12: set PYTHON to one of these or unset it."
+        echo "$PYTHON"
+        return
+    fi
+    # Each candidate is run, not only looked up: a shim on PATH may have no Python behind it.
+    for candidate in python3.12 python3.11 python3.10 python3; do
+        if _python_version "$candidate" >/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    version="$(_python_version python3)"
+    _refuse "no Python 3.10, 3.11 or 3.12 on PATH (python3 is ${version:-missing}): install one, for example with 'apt-get install python3 python3-venv', or set PYTHON=/path/to/python3.11."
+}
+
+_make_venv() {
+    local python version
+    python="$(_find_python)" || exit 2
+    version="$(_python_version "$python")"
+    "$python" -c 'import venv' 2>/dev/null || _refuse \
+        "$python has no venv module: install it, for example with 'apt-get install python$version-venv', or set PYTHON to another Python 3.10-3.12."
+    "$python" -c 'import ensurepip' 2>/dev/null || _refuse \
+        "$python cannot put pip into a virtual environment (no ensurepip module): install it, for example with 'apt-get install python$version-venv', or set PYTHON to another Python 3.10-3.12."
+    echo "mindgrpo: making .venv with Python $version"
+    "$python" -m venv "$1" || _refuse \
+        "$python -m venv $1 failed (see above): free some disk space or set PYTHON to another Python 3.10-3.12."
+}
+
+_install() { # $1: extras, $2: stamp file, $3: what it shall hold
+    echo "mindgrpo: installing packages into .venv (once; some minutes the first time)"
+    "$MINDGRPO_PYTHON" -m pip install --quiet --disable-pip-version-check --no-input \
+        --editable "$MINDGRPO_ROOT${1:+[$1]}" || _refuse \
+        "pip could not install mindgrpo${1:+[$1]} into $VIRTUAL_ENV (see above): check the network or the package index that pip is set to, then run the command again."
+    echo "$3" >"$2"
+}
+
+_setup_env() {
+    local extras="${1:-}" venv="$MINDGRPO_ROOT/.venv" stamp wanted
+    [ -e "$venv/bin/python" ] || _make_venv "$venv"
+    export VIRTUAL_ENV="$venv" MINDGRPO_PYTHON="$venv/bin/python" PATH="$venv/bin:$PATH"
+    _python_version "$MINDGRPO_PYTHON" >/dev/null || _refuse \
+        "$venv does not run a Python 3.10, 3.11 or 3.12: remove it with 'rm -r $venv' and run the command again."
+    "$MINDGRPO_PYTHON" -m pip --version >/dev/null 2>&1 || _refuse \
+        "$venv has no working pip: remove it with 'rm -r $venv' and run the command again."
+    stamp="$venv/.mindgrpo-installed${extras:+-${extras//,/-}}"
+    # The folder belongs in the stamp: an editable install points to it, and clones get moved.
+    wanted="$(sha256sum "$MINDGRPO_ROOT/setup.py" | cut -d ' ' -f 1) $MINDGRPO_ROOT"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        _install "$extras" "$stamp" "$wanted"
+    fi
+}
+
+_setup_env "$@"

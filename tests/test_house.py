@@ -1,0 +1,223 @@
+"""The rules of the house, read from the sources: levels, device words, sizes, names, README.
+
+Does not prove that a module does what its docstring says, nor that README's figures are right.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "mindgrpo"
+
+# Rooms and modules of mindgrpo/, lowest first: each may import itself and what stands before it.
+LEVELS = (
+    "errors",
+    "config",
+    "layout",
+    "backend",
+    "data",
+    "model",
+    "generate",
+    "reward",
+    "algorithm",
+    "reshard",
+    "residency",
+    "update",
+    "checkpoint",
+    "monitor",
+    "doctor",
+    "trainer",
+    "__main__",
+)
+FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
+WITHOUT_MINDSPORE = (
+    "errors",
+    "config",
+    "layout",
+    "reward",
+    "algorithm",
+    "reshard/plan.py",
+    "doctor",
+)
+DEVICE_WORDS = (
+    "cpu|ascend|npu|hccl|mccl|lccl|cann|madvise|empty_cache|FlashAttentionScore"
+    "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
+)
+FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)$")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def repository_files() -> list[str]:
+    """What git tracks or would track: what a run leaves behind does not count."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("not a git clone: what belongs to the repository is not known")
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path, on_import: bool = False) -> Iterator[str]:
+    """Full names of what a file imports; `from a import b` gives a.b, which may be a module.
+
+    With on_import only those at the file's top: one inside a function closes no circle.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body if on_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module: str) -> str | None:
+    """The part of mindgrpo/ that an import goes to; None for the package itself and for others."""
+    parts = module.split(".")
+    if parts[0] != "mindgrpo" or len(parts) < 2:
+        return None
+    inside = (PACKAGE / parts[1]).is_dir() or (PACKAGE / f"{parts[1]}.py").is_file()
+    return parts[1] if inside else None
+
+
+def rooms() -> list[str]:
+    folders = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    return sorted(folders + [path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"])
+
+
+def test_every_room_has_a_level() -> None:
+    assert set(rooms()) <= set(LEVELS), "give the new room its place in LEVELS"
+
+
+def test_imports_go_down_only() -> None:
+    wrong = []
+    for path in sources("mindgrpo"):
+        here = room_of(module_of(path))
+        for target in imports_of(path):
+            there = room_of(target)
+            if here and there and LEVELS.index(there) > LEVELS.index(here):
+                wrong.append(f"{name_of(path)} imports {target}")
+            if (here, ".".join(target.split(".")[:2])) in FORBIDDEN_IMPORTS:
+                wrong.append(f"{name_of(path)} imports {target}")
+    assert wrong == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    known = {module_of(path): path for path in sources("mindgrpo")}
+    edges: dict[str, set[str]] = {}
+    for module, path in known.items():
+        targets = set(imports_of(path, on_import=True))
+        reached = {name if name in known else name.rpartition(".")[0] for name in targets}
+        edges[module] = (reached & known.keys()) - {module, "mindgrpo"}
+    # What imports nothing that is left can be taken away; what remains then is a circle.
+    while free := {module for module in edges if not edges[module]}:
+        edges = {module: edges[module] - free for module in edges if module not in free}
+    assert sorted(edges) == []
+
+
+def test_rooms_that_need_no_mindspore_do_not_import_it() -> None:
+    wrong = [
+        f"{name_of(path)} imports {target}"
+        for part in WITHOUT_MINDSPORE
+        for path in [PACKAGE / part, PACKAGE / f"{part}.py", *(PACKAGE / part).rglob("*.py")]
+        if path.is_file()
+        for target in imports_of(path)
+        if target.split(".")[0] in ("mindspore", "mindformers")
+    ]
+    assert wrong == []
+
+
+def test_device_words_are_said_in_the_backend_only() -> None:
+    word = re.compile(rf"\b({DEVICE_WORDS})\b", re.IGNORECASE)
+    wrong = [
+        f"{name_of(path)}:{number} says {found.group()!r}"
+        for path in sources("mindgrpo")
+        if path.relative_to(PACKAGE).parts[0] != "backend"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        for found in word.finditer(line)
+    ]
+    assert wrong == []
+
+
+def test_files_and_functions_are_short_enough_to_read() -> None:
+    wrong = []
+    for path in sources("mindgrpo", "scripts", "examples", "tests"):
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > MAX_FILE_LINES:
+            wrong.append(f"{name_of(path)} has {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if num_lines > MAX_FUNCTION_LINES:
+                    wrong.append(f"{name_of(path)}:{node.lineno} {node.name} has {num_lines} lines")
+    assert wrong == []
+
+
+def test_no_file_has_a_name_that_says_nothing() -> None:
+    names = {part for name in repository_files() for part in Path(name).with_suffix("").parts}
+    assert [name for name in sorted(names) if FORBIDDEN_NAMES.search(name)] == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    files = sources("mindgrpo", "scripts", "examples", "tests")
+    dumb = [path for path in files if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]
+    assert [name_of(path) for path in dumb] == []
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def readme_tree() -> dict[str, str]:
+    """Path and comment of each line of README's tree."""
+    blocks = re.findall(r"^```tree\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1, "README has one block that starts with ```tree"
+    pairs = [(line.split(maxsplit=1) + [""])[:2] for line in blocks[0].splitlines() if line.strip()]
+    return {path: comment for path, comment in pairs}
+
+
+def test_readme_tree_names_only_what_exists_and_says_what_it_is() -> None:
+    for path, comment in readme_tree().items():
+        assert (ROOT / path).exists(), f"README's tree names {path}, which is not there"
+        assert (ROOT / path).is_dir() == path.endswith("/"), f"{path}: folders end with a slash"
+        assert comment.strip(), f"README's tree does not say what {path} is"
+
+
+def test_readme_tree_leaves_nothing_out() -> None:
+    named = {path.rstrip("/") for path in readme_tree()}
+    prefixes = named | {path.split("/")[0] for path in named}
+    top = {name.split("/")[0] for name in repository_files()}
+    assert sorted(top - prefixes) == []
+    paths = {f"mindgrpo/{room}" for room in rooms()}
+    paths = {path if (ROOT / path).is_dir() else f"{path}.py" for path in paths}
+    assert sorted(paths - named) == []
+
+
+def test_commands_in_readme_exist() -> None:
+    scripts = set(re.findall(r"\b(?:bash|source|python) ((?:scripts|examples)/[\w./-]+)", readme()))
+    assert {"scripts/quickstart.sh", "scripts/run_tests.sh"} <= scripts
+    assert [name for name in sorted(scripts) if not (ROOT / name).is_file()] == []
+    tree = ast.parse((PACKAGE / "__main__.py").read_text(encoding="utf-8"))
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    verbs = set(re.findall(r"\bpython -m mindgrpo ([a-z]+)", readme()))
+    assert sorted(verbs - words) == []
