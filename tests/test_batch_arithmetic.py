@@ -1,0 +1,187 @@
+"""Samples, updates and ranks that a configuration means.
+
+Does not prove that the trainer takes as many updates, nor that a layout divides a model's heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.config import BatchPlan, Config, validate_world
+from mindgrpo.config.arithmetic import nearest_layouts
+from mindgrpo.errors import UserError
+
+
+def config_of(
+    train: dict[str, Any] | None = None,
+    infer: dict[str, Any] | None = None,
+    reference: dict[str, Any] | None = None,
+    **rl: Any,
+) -> Config:
+    return Config.model_validate(
+        {
+            "rl_config": rl,
+            "actor_config": {"parallel_config": train or {}},
+            "generate_config": {"parallel_config": infer or {}},
+            "ref_config": {"parallel_config": reference},
+        }
+    )
+
+
+def users_config(**rl: Any) -> Config:
+    return config_of(
+        train={"model_parallel": 4, "pipeline_stage": 2, "micro_batch_num": 2},
+        infer={"data_parallel": 2, "model_parallel": 4},
+        **{"batch_size": 1, "pack_num": 1, "num_rollouts": 4, "chunk_size": 1} | rl,
+    )
+
+
+def test_samples_a_step_are_rollouts_times_chunk_times_infer_replicas_times_generations() -> None:
+    plan = BatchPlan.of(users_config())
+    assert (plan.prompts_per_step, plan.samples_per_step) == (8, 64)
+
+
+def test_micro_batches_give_the_updates_that_users_got_before() -> None:
+    plan = BatchPlan.of(users_config())
+    assert (plan.updates_per_rollout, plan.samples_per_update) == (32, 2)
+
+
+def test_prompts_per_step_does_not_depend_on_the_layout() -> None:
+    for replicas in (1, 2, 8):
+        plan = BatchPlan.of(config_of(infer={"data_parallel": replicas}, prompts_per_step=6))
+        assert (plan.prompts_per_step, plan.samples_per_step) == (6, 48)
+
+
+def test_one_update_a_rollout_where_nothing_says_otherwise() -> None:
+    plan = BatchPlan.of(config_of(chunk_size=5))
+    assert (plan.samples_per_step, plan.updates_per_rollout, plan.samples_per_update) == (40, 1, 40)
+
+
+@pytest.mark.parametrize(("pack_num", "packing", "updates"), [(4, True, 8), (1, False, 32)])
+def test_packed_rows_count_their_samples(pack_num: int, packing: bool, updates: int) -> None:
+    plan = BatchPlan.of(users_config(pack_num=pack_num, packing=packing))
+    assert plan.updates_per_rollout == updates
+
+
+@pytest.mark.parametrize(("samples", "updates"), [(64, 32), (10, 3), (7, 7), (8, 5), (5, 1)])
+def test_updates_take_the_samples_as_array_split_does(samples: int, updates: int) -> None:
+    plan = BatchPlan.of(
+        config_of(prompts_per_step=samples, num_generations=1, updates_per_rollout=updates)
+    )
+    split = np.array_split(np.arange(samples), updates)
+    assert [list(taken) for taken in plan.update_ranges()] == [part.tolist() for part in split]
+    assert plan.samples_per_update == max(len(part) for part in split)
+
+
+def test_iterations_multiply_the_optimizer_steps() -> None:
+    plan = BatchPlan.of(config_of(prompts_per_step=2, updates_per_rollout=2, num_iterations=3))
+    assert (plan.updates_per_rollout, plan.updates_per_step) == (2, 6)
+    assert any("num_iterations 3 = 6" in line for line in plan.lines())
+
+
+def test_the_lines_hold_the_users_numbers() -> None:
+    lines = BatchPlan.of(users_config()).lines()
+    assert lines[0] == (
+        "samples a step: num_rollouts 4 x chunk_size 1 x generating data_parallel 2 x "
+        "num_generations 8 = 64"
+    )
+    assert lines[1] == (
+        "updates a rollout: ceil(64 samples / (batch_size 1 x data_parallel 1 x micro_batch_num 2 "
+        "x pack_num 1)) = 32, 2 samples each"
+    )
+    assert lines[2].startswith("rows: 1024 tokens, at most 1 sample; 1 row a micro-batch")
+
+
+@pytest.mark.parametrize(("updates", "warned"), [(4, False), (5, True)])
+def test_more_than_four_updates_a_rollout_are_warned_of(updates: int, warned: bool) -> None:
+    plan = BatchPlan.of(config_of(prompts_per_step=4, updates_per_rollout=updates))
+    assert bool(plan.warnings()) is warned
+    assert any(line.startswith("warning: ") for line in plan.lines()) is warned
+
+
+@pytest.mark.parametrize(
+    ("rl", "choices"),
+    [
+        (
+            {"prompts_per_step": 2, "num_generations": 4, "updates_per_rollout": 20},
+            ({"updates_per_rollout": 8}, {"num_generations": 10}, {"prompts_per_step": 5}),
+        ),
+        (
+            {"num_rollouts": 2, "num_generations": 4, "updates_per_rollout": 20},
+            ({"updates_per_rollout": 8}, {"num_generations": 10}, {"num_rollouts": 5}),
+        ),
+    ],
+)
+def test_more_updates_than_samples_are_refused_with_three_settings_that_work(
+    rl: dict[str, Any], choices: tuple[dict[str, int], ...]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        BatchPlan.of(config_of(**rl))
+    for choice in choices:
+        ((name, value),) = choice.items()
+        assert f"rl_config.{name} {value}" in str(refused.value)
+        BatchPlan.of(config_of(**rl | choice))
+
+
+def test_updates_and_micro_batches_that_disagree_are_refused() -> None:
+    with pytest.raises(UserError, match="= 32; set one of the two to null"):
+        BatchPlan.of(users_config(updates_per_rollout=2))
+    assert BatchPlan.of(users_config(updates_per_rollout=32)).updates_per_rollout == 32
+
+
+def test_layouts_that_fill_the_world_pass() -> None:
+    validate_world(users_config(), 8)
+    validate_world(config_of(), 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "layout"),
+    [
+        (config_of(train={"model_parallel": 4}), "actor_config.parallel_config", "DP1/MP4/PP2"),
+        (
+            config_of(train={"data_parallel": 8}, infer={"data_parallel": 4}),
+            "generate_config.parallel_config",
+            "DP4/MP2",
+        ),
+        (
+            config_of(
+                train={"data_parallel": 8},
+                infer={"data_parallel": 8},
+                reference={"model_parallel": 16},
+            ),
+            "ref_config.parallel_config",
+            "DP1/MP8/PP1",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fill_the_world_names_its_keys_and_three_others(
+    config: Config, key: str, layout: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        validate_world(config, 8)
+    message = str(refused.value)
+    assert message.startswith(key) and "data_parallel" in message and "8 ranks" in message
+    assert layout in message
+    assert message.count("DP") == 3
+
+
+def test_the_reference_may_use_fewer_ranks() -> None:
+    validate_world(
+        config_of(train={"data_parallel": 8}, infer={"data_parallel": 8}, reference={}), 8
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 8, 1024])
+def test_nearest_layouts_fill_the_world_and_differ(world: int) -> None:
+    layouts = nearest_layouts((1, 4, 2), world)
+    assert len(set(layouts)) == len(layouts) == (1 if world == 1 else 3)
+    for layout in layouts:
+        degrees = [int(part[2:]) for part in layout.split("/")]
+        assert np.prod(degrees) == world
+
+
+def test_the_layout_asked_for_is_the_nearest_where_it_fits() -> None:
+    assert nearest_layouts((1, 4, 2), 8)[0] == "DP1/MP4/PP2"
