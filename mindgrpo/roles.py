@@ -127,6 +127,7 @@ class Roles:
         for run, new in zip(old.runs, fresh.runs, strict=True):
             run *= 1.0 - share
             run += share * new
+        old.pool.push()
         fresh.pool.release()
 
     def _resharder_to(self, target: Weights) -> Resharder:

@@ -39,7 +39,8 @@ class GRPOTrainer:
     """Trains as `config` says, on every rank that msrun started, or alone.
 
     `reward_functions` (callables, built-in names, module:function or file.py:function) replace
-    reward_config.verifier_function; `name` names the output folder. Raises UserError for whatever the configuration gets wrong.
+    reward_config.verifier_function; `name` names the output folder. Raises UserError for whatever
+    the configuration gets wrong.
     """
 
     def __init__(

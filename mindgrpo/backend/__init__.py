@@ -77,6 +77,14 @@ class Pool(ABC):
         """float32 [shape] starting `offset` elements into the pool."""
 
     @abstractmethod
+    def pull(self) -> None:
+        """Makes the views show what graphs have written; nothing to do where both are one memory."""
+
+    @abstractmethod
+    def push(self) -> None:
+        """Makes graphs see what was written to the views; nothing to do where both are one memory."""
+
+    @abstractmethod
     def offload(self) -> None: ...
 
     @abstractmethod

@@ -27,6 +27,12 @@ class HostPool(Pool):
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self._device, np.float32, count, 4 * offset).reshape(shape)
 
+    def pull(self) -> None:
+        """The views and the graphs share one memory."""
+
+    def push(self) -> None:
+        """The views and the graphs share one memory."""
+
     def offload(self) -> None:
         if self._host is None:
             self._host = mmap.mmap(-1, self._length)

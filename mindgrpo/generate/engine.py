@@ -71,9 +71,8 @@ class Generator:
         self._kv = shard.kv_heads
         shape = (slots * shard.kv_heads * self._length, config.head_dim)
         size = shape[0] * shape[1]
-        seen_size = slots * shard.local_vocab if settings.repetition_penalty != 1.0 else 0
         num_layers = len(shard.layers)
-        self.cache: Pool = backend.pool((2 * num_layers * size + seen_size) * FLOAT_BYTES)
+        self.cache: Pool = backend.pool(2 * num_layers * size * FLOAT_BYTES)
 
         def cache(index: int, name: str) -> object:
             return backend.parameter(self.cache.view(index * size, shape), name, False)
@@ -81,11 +80,13 @@ class Generator:
         caches = [
             (cache(2 * i, f"keys{i}"), cache(2 * i + 1, f"values{i}")) for i in range(num_layers)
         ]
-        self._seen = None
-        if seen_size:
-            view = self.cache.view(2 * num_layers * size, (slots, shard.local_vocab))
-            self._seen = view
-        seen = None if self._seen is None else backend.parameter(self._seen, "seen", False)
+        self._seen: np.ndarray | None = None
+        seen = None
+        if settings.repetition_penalty != 1.0:
+            # Apart from the cache, as the host writes it before every wave.
+            self._seen_pool = backend.pool(slots * shard.local_vocab * FLOAT_BYTES)
+            self._seen = self._seen_pool.view(0, (slots, shard.local_vocab))
+            seen = backend.parameter(self._seen, "seen", False)
         decode = Decode(shard, caches, slots, self._length, settings, seen)
         self._decode = backend.graph(decode, "decode")
         self._prefill = backend.graph(Prefill(shard, caches, max_prompt), "prefill")
@@ -174,3 +175,4 @@ class Generator:
         for slot, prompt in enumerate(prompts):
             local = prompt[(prompt >= first) & (prompt < first + count)] - first
             self._seen[slot, local] = 1.0
+        self._seen_pool.push()

@@ -51,6 +51,7 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
     files = check_tensors(directory, weights.layout.specs)
     for name, part in weights.parts.items():
         part[...] = files.read(name, weights.boxes[name])
+    weights.pool.push()
 
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
@@ -67,3 +68,4 @@ def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
             spec.shape, dtype=np.float32
         )
         part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)
+    weights.pool.push()

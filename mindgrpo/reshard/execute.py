@@ -54,6 +54,7 @@ class Resharder:
 
     def run(self) -> Traffic:
         started = time.perf_counter()
+        self._source.pool.pull()
         arrived = 0
         for move in self._moves.keep:
             _view(self._target, move.name, move.box)[...] = _view(self._source, move.name, move.box)
@@ -65,6 +66,7 @@ class Resharder:
             raise ReshardError(
                 f"{arrived} of {wanted} elements arrived on rank {self._backend.rank}"
             )
+        self._target.pool.push()
         return Traffic(self._received, time.perf_counter() - started)
 
     def _round(self, pieces: list[Piece]) -> int:

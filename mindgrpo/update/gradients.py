@@ -58,6 +58,7 @@ class GradientSync:
         return []
 
     def sum(self) -> None:
+        self._gradients.pool.pull()
         parts = self._gradients.parts
         for group, names in self._shared:
             flat = np.concatenate([parts[name].reshape(-1) for name in names])
@@ -70,6 +71,7 @@ class GradientSync:
         if self._data.size > 1:
             for run in self._gradients.runs:
                 self._data.sum_array(run)
+        self._gradients.pool.push()
 
     def global_norm(self) -> float:
         """The 2-norm over the model's parameters, each counted once."""

@@ -74,14 +74,24 @@ class AdamW:
         self._settings = settings
         roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
         runs = []
-        for index, decays in enumerate((True, False)):
-            if weights.runs[index].size:
-                tensors = [
-                    backend.parameter(role.runs[index], f"{name}.run{index}", False)
-                    for name, role in roles.items()
-                ]
-                runs.append((*tensors, decays))
+        for name, decays in self._names(weights, backend):
+            tensors = [
+                backend.parameter(self._array(role, name), f"{label}.{name}", False)
+                for label, role in roles.items()
+            ]
+            runs.append((*tensors, decays))
         self._graph = backend.graph(_AdamWGraph(runs, settings), "optimizer")
+
+    @staticmethod
+    def _names(weights: Weights, backend: Backend) -> list[tuple[str | int, bool]]:
+        """What one operation updates at once: a whole run where memory is shared, else each tensor."""
+        if backend.shares_memory:
+            return [(i, i == 0) for i, run in enumerate(weights.runs) if run.size]
+        return [(entry.key, entry.decay) for entry in weights.stored]
+
+    @staticmethod
+    def _array(weights: Weights, name: str | int) -> np.ndarray:
+        return weights.runs[name] if isinstance(name, int) else weights.tensors[name]
 
     def step(self, update: int, lr: float, scale: float) -> None:
         settings = self._settings

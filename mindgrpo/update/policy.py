@@ -113,3 +113,4 @@ class Policy:
     def clear_gradients(self) -> None:
         for run in self.gradients.runs:
             run[...] = 0.0
+        self.gradients.pool.push()

@@ -1,0 +1,154 @@
+"""Makes tests/golden/<family>/: three tiny random models and what transformers computes with them.
+
+Run by hand, in an environment with torch and transformers 4.57.1, when a family is added or a golden value is wanted:
+`python tests/golden/make_models.py`. Refuses golden tokens that a rounding error could change.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+HERE = Path(__file__).resolve().parent
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attn_implementation": "eager",
+}
+# Wavelengths of head_dim 12 lie on both sides of this scaling's borders and between them.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen2": Qwen2Config(**SIZES, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
+    "llama": LlamaConfig(
+        **SIZES, head_dim=12, rope_scaling=LLAMA3, rms_norm_eps=1e-5, attention_bias=False
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False),
+}
+ROWS, LENGTH = 2, 24
+PROMPT_LENGTHS = (3, 11, 7)
+NEW_TOKENS = 16
+# The arguments of `generate` for each set of golden tokens.
+GENERATIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalised": {"repetition_penalty": 1.2},
+    "held_back": {"min_new_tokens": 9},
+}
+SMALLEST_MARGIN = 1e-3
+
+
+def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+    """Every tensor away from its usual start, so that none can be left out unseen."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif name.endswith(".bias"):
+                parameter.copy_(0.5 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(0.25 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def save(model: PreTrainedModel, family: str) -> PreTrainedModel:
+    """llama in shards with an index, qwen3 in bfloat16; the model as it is read back, in float32."""
+    directory = HERE / family
+    shutil.rmtree(directory, ignore_errors=True)
+    if family == "qwen3":
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size="20KB" if family == "llama" else "1GB")
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    read = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    return read.eval()
+
+
+def scores(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Logits, log-probs of the next tokens, and the gradient of these log-probs' sum."""
+    ids = rng.integers(0, SIZES["vocab_size"], (ROWS, LENGTH))
+    logits = model(torch.from_numpy(ids)).logits
+    labels = torch.from_numpy(ids[:, 1:, None])
+    logps = torch.log_softmax(logits[:, :-1], -1).gather(2, labels)[:, :, 0]
+    logps.sum().backward()
+    golden = {
+        "input_ids": ids.astype(np.int32),
+        "logits": logits.detach().numpy(),
+        "logps": logps.detach().numpy(),
+    }
+    for name, parameter in model.named_parameters():
+        golden[f"gradient/{name}"] = parameter.grad.numpy()
+    return golden
+
+
+def generate(model: PreTrainedModel, prompt: np.ndarray, **how: Any) -> np.ndarray:
+    """The tokens after the prompt, the stop id included."""
+    ids = torch.from_numpy(prompt[None].astype(np.int64))
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        pad_token_id=0,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **how,
+    )
+    best = torch.stack(out.scores).topk(2, -1).values
+    margin = float((best[..., 0] - best[..., 1]).min())
+    if margin < SMALLEST_MARGIN:
+        raise SystemExit(f"make_models: two tokens are within {margin:g}; choose another seed")
+    return out.sequences[0, len(prompt) :].numpy().astype(np.int32)
+
+
+def generations(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    prompts = [rng.integers(0, SIZES["vocab_size"], n).astype(np.int32) for n in PROMPT_LENGTHS]
+    # A stop id that ends one prompt's completion early, so that slots stop at different times.
+    stop = int(generate(model, prompts[1])[4])
+    golden = {"stop_ids": np.array([stop], np.int32)}
+    for index, prompt in enumerate(prompts):
+        golden[f"prompt/{index}"] = prompt
+        for name, how in GENERATIONS.items():
+            golden[f"{name}/{index}"] = generate(model, prompt, eos_token_id=[stop], **how)
+    return golden
+
+
+def main() -> None:
+    for seed, (family, config) in enumerate(CONFIGS.items()):
+        model = save(random_model(config, seed), family)
+        rng = np.random.default_rng(seed)
+        golden = scores(model, rng) | generations(model, rng)
+        np.savez_compressed(HERE / family / "golden.npz", **golden)
+        lengths = {n: [len(golden[f"{n}/{i}"]) for i in range(3)] for n in GENERATIONS}
+        size = sum(file.stat().st_size for file in (HERE / family).iterdir())
+        print(family, f"{size / 1024:.0f} KiB, tokens", lengths, "stop", golden["stop_ids"])
+
+
+if __name__ == "__main__":
+    main()

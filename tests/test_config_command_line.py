@@ -1,0 +1,143 @@
+"""Flags and overrides: which reach which key, as what value, and which are refused.
+
+Does not prove that the programs hand their arguments over; their own tests do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindgrpo.config import Config, Loaded, load_config, parse_command_line
+from mindgrpo.errors import UserError
+
+
+class Loader:
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "grpo_config.yaml"
+
+    def __call__(self, text: str, *overrides: str, **flags: object) -> Loaded:
+        self.path.write_text(text, encoding="utf-8")
+        return load_config(self.path, overrides, flags)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)
+
+
+def section(key: str, value: str) -> str:
+    """YAML that gives one dotted key."""
+    parts = key.split(".")
+    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
+    return "\n".join(lines) + f" {value}\n"
+
+
+def test_an_override_wins_and_says_where_it_came_from(load: Loader) -> None:
+    loaded = load(
+        "rl_config:\n  beta: 0.5\n  seed: 3\n", "--rl_config.beta=0.0", "--rl_config.max_steps", "3"
+    )
+    assert loaded.config.rl_config.beta == 0.0
+    assert loaded.config.rl_config.max_steps == 3
+    assert loaded.origins["rl_config.beta"] == "command line --rl_config.beta"
+    assert loaded.origins["rl_config.seed"] == "grpo_config.yaml line 3"
+    assert loaded.origins["rl_config.epochs"] == "default"
+
+
+def test_flags_given_in_python_stand_between_file_and_overrides(load: Loader) -> None:
+    flags: dict[str, object] = {"rl_config.beta": 0.2, "rl_config.seed": 4}
+    loaded = load("rl_config:\n  beta: 0.5\n", "--rl_config.beta", "0.0", **flags)
+    assert (loaded.config.rl_config.beta, loaded.config.rl_config.seed) == (0.0, 4)
+    assert loaded.origins["rl_config.seed"] == "argument rl_config.seed"
+
+
+def test_the_users_flags_reach_their_keys(load: Loader) -> None:
+    config = load(
+        "",
+        *("--dataset_file", "2024", "--tokenizer_dir", "a: b", "--model_name", "qwen"),
+        *("--actor_checkpoint_path", "m", "--ref_checkpoint_path", "r"),
+        *("--generate_checkpoint_path", "m", "--save_checkpoint_dir", "s", "--output_dir", "o"),
+        *("--verifier_function", "qwen_accuracy_reward, f.py:g", "--verifier_weight", "1,0.5"),
+        *("--tensorboard", "false"),
+    ).config
+    assert config.rl_config.dataset_file == "2024"
+    assert config.tokenizer_dir == "a: b"
+    assert (config.actor_config.load, config.reference_load) == ("m", "r")
+    assert (config.actor_config.save, config.output_dir) == ("s", "o")
+    assert config.reward_config.verifier_function == ["qwen_accuracy_reward", "f.py:g"]
+    assert config.verifier_weights == [1.0, 0.5]
+    assert config.rl_config.tensorboard is False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--actor_config.offset", "1,-1"], [1, -1]),
+        (["--actor_config.offset", "[1, -1]"], [1, -1]),
+        (["--actor_config.offset", "0"], 0),
+    ],
+)
+def test_a_list_is_written_with_commas_or_in_brackets(
+    load: Loader, words: list[str], expected: object
+) -> None:
+    text = section("actor_config.parallel_config.pipeline_stage", "2")
+    assert load(text, *words).config.actor_config.offset == expected
+
+
+def test_one_weight_is_a_list_of_one(load: Loader) -> None:
+    config = load("", "--verifier_function", "a", "--verifier_weight", "1.0").config
+    assert config.reward_config.verifier_function == ["a"]
+    assert config.reward_config.verifier_weight == [1.0]
+
+
+def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
+    text = "ref_config:\n  parallel_config:\n    data_parallel: 2\n"
+    assert (
+        load(text, "--ref_config.parallel_config", "null").config.ref_config == Config().ref_config
+    )
+    merged = load(text, "--ref_config.parallel_config", "{model_parallel: 4}").config
+    assert merged.reference_parallel.data_parallel == 2
+    assert merged.reference_parallel.model_parallel == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--beta", "1"], "--beta is no flag of this program; did you mean --rl_config.beta."),
+        (["--dataset_fil", "x"], "did you mean --dataset_file."),
+        (["--max_completion_length=3"], "--generate_config.sampling_config.max_tokens here"),
+        (["--save_strategy_dir", "x"], "(which is retired: "),
+        (["--rl_config.bta", "1"], "did you mean rl_config.beta (command line --rl_config.bta)"),
+        (["--rl_config.beta"], "--rl_config.beta on the command line has no value"),
+        (["--rl_config.epochs", "0"], "(command line --rl_config.epochs)"),
+        (["beta", "1"], "'beta' on the command line belongs to no flag"),
+        (["--resume_training"], "continuing an earlier run, which is not available yet"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(load: Loader, words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load("", *words)
+    assert sentence in str(refused.value)
+
+
+def test_the_command_line_is_parted_into_file_and_overrides(load: Loader) -> None:
+    path, overrides = parse_command_line(
+        [
+            "--config",
+            "a.yaml",
+            "--rl_config.beta=0.5",
+            "--output_dir",
+            "o",
+            "--rl_config.tensorboard",
+        ]
+    )
+    assert path == Path("a.yaml")
+    config = load("", *overrides).config
+    assert (config.rl_config.beta, config.output_dir) == (0.5, "o")
+    assert config.rl_config.tensorboard is True
+
+
+def test_a_command_line_without_configuration_says_so() -> None:
+    with pytest.raises(UserError, match="add --config FILE.yaml"):
+        parse_command_line(["--rl_config.beta", "0.5"])
