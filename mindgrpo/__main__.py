@@ -46,11 +46,20 @@ def _run_name(path: Path) -> str:
     )
 
 
+def _number_of_ranks(words: Sequence[str]) -> int:
+    text = words[0] if words else ""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            f"--ranks is '{text}', but must be a whole number from 1 up; write --ranks 8."
+        )
+    return int(text)
+
+
 def check(argv: Sequence[str]) -> None:
     words = list(argv)
     world_size = None
     if words and words[0] == "--ranks":
-        world_size = int(words[1])
+        world_size = _number_of_ranks(words[1:2])
         words = words[2:]
     path, overrides = parse_command_line(words)
     loaded = load_config(path, overrides)

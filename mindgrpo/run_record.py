@@ -78,6 +78,7 @@ class RunRecord:
     def banner(self, num_steps: int, inputs: Inputs) -> None:
         plan, backend = self._plan, self._backend
         first = inputs.prompts.prompts[0]
+        name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
         stops = ", ".join(
             f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
             for i in inputs.sampling.stop_ids
@@ -92,7 +93,9 @@ class RunRecord:
             ),
             (
                 "model",
-                [f"{plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"],
+                [
+                    f"{name}: {plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"
+                ],
             ),
             ("layouts", plan.layout_lines()),
             ("batch", plan.batch.lines()),

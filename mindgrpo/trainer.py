@@ -53,7 +53,12 @@ class GRPOTrainer:
         self.config = loaded.config
         self._started = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
         context = self.config.context
-        self.backend = connect(context.device_target, context.transport, dict(os.environ))
+        self.backend = connect(
+            context.device_target,
+            context.transport,
+            dict(os.environ),
+            self.config.rl_config.deterministic == "ON",
+        )
         self.inputs = prepare(self.config, self.backend.world_size, reward_functions)
         self.plan = self.inputs.plan
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)

@@ -83,7 +83,7 @@ def test_only_the_careful_path_earns_the_format_reward(make_data: ModuleType) ->
 
 def test_the_tokenizer_is_small_short_and_loses_nothing(make_data: ModuleType) -> None:
     tokenizer = load_tokenizer(EXAMPLE / "model")
-    assert tokenizer.vocab_size == 384
+    assert tokenizer.vocab_size == 352
     assert tokenizer.decode(tokenizer.stop_ids, skip_special_tokens=False) == (
         "<|im_end|><|endoftext|>"
     )

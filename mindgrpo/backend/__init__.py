@@ -160,11 +160,21 @@ def check_target(device_target: str | None, transport: str | None) -> str:
 
 
 def connect(
-    device_target: str | None, transport: str | None, environment: dict[str, str]
+    device_target: str | None,
+    transport: str | None,
+    environment: dict[str, str],
+    deterministic: bool = False,
 ) -> Backend:
-    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of."""
+    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
+
+    `deterministic` asks for kernels that give the same bits on every run.
+    """
     target = check_target(device_target, transport)
     # Each device's libraries are imported only where that device is asked for.
+    if deterministic:
+        import mindspore
+
+        mindspore.set_deterministic(True)
     if target == "Ascend":
         from mindgrpo.backend.ascend import AscendBackend
 

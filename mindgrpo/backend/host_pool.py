@@ -16,11 +16,16 @@ from mindgrpo.backend import Pool
 ALIGN_BYTES = 4096
 
 
+def _private_pages(num_bytes: int) -> mmap.mmap:
+    # Python's default is shared pages: given up, they would leave the process and still be kept by the system.
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class HostPool(Pool):
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._length = max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
-        self._device = mmap.mmap(-1, self._length)
+        self._device = _private_pages(self._length)
         self._host: mmap.mmap | None = None
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
@@ -35,7 +40,7 @@ class HostPool(Pool):
 
     def offload(self) -> None:
         if self._host is None:
-            self._host = mmap.mmap(-1, self._length)
+            self._host = _private_pages(self._length)
         self._copy(self._device, self._host)
         self._device.madvise(mmap.MADV_DONTNEED)
 

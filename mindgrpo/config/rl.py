@@ -20,7 +20,6 @@ class RLConfig(Section):
 
     dataset_file: OptionalText = Field(None, description="training prompts and answers")
     eval_dataset_file: OptionalText = Field(None, description="held-out prompts and answers")
-    tokenizer_type: OptionalText = Field(None, description="the tokenizer's family, for reports")
     tokenizer_dir: OptionalText = Field(None, description="default: actor_config.load")
     system_prompt: OptionalText = Field(None, description="put before every prompt")
     chat_template: OptionalText = Field(
@@ -80,7 +79,6 @@ class RLConfig(Section):
     tensorboard_dir: OptionalText = Field(None, description="default: in output_dir")
     tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
     performance_stats: bool = Field(False, description="print the seconds of every phase")
-    enable_compile_cache: bool = Field(False, description="keep compiled graphs between runs")
 
 
 class RewardConfig(Section):

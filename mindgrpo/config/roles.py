@@ -41,7 +41,6 @@ class GenerateParallelConfig(ParallelConfig):
 
 class RecomputeConfig(Section):
     recompute: bool = Field(False, description="recompute whole layers in the backward pass")
-    select_recompute: bool = Field(False, description="recompute attention only")
 
 
 class OptimizerConfig(Section):
@@ -105,7 +104,6 @@ class SamplingConfig(Section):
     eos_token_id: int | list[int] | None = Field(
         None, description="stop ids; null: those of generation_config.json"
     )
-    pad_token_id: int | None = Field(None, ge=0, description="null: the tokenizer's")
 
     @field_validator("eos_token_id")
     @classmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.generate.sampling import Sampler
@@ -129,19 +130,15 @@ class Prefill(nn.Cell):
         self.layers = nn.CellList([Layer(shard, i) for i in shard.layers])
         self.keys = ms.ParameterTuple([cache[0] for cache in caches])
         self.values = ms.ParameterTuple([cache[1] for cache in caches])
-        self.angles = Tensor(rotary_table(shard.config, length))
+        self.angles = Tensor(rotary_table(shard.config, length)[:, None, :])
+        causal = np.tril(np.ones((1, 1, length, length), np.float32))
+        self.mask = Tensor((causal - 1.0) * np.float32(-NEVER))
         self.kv, self.dim = shard.kv_heads, shard.config.head_dim
         self.queries = shard.query_heads
 
     def construct(self, tokens: Any, source: Any, cache_rows: Any) -> Any:
         prompts, length = tokens.shape
-        order = ops.arange(length)
-        before = ops.expand_dims(order, 1) >= ops.expand_dims(order, 0)
-        mask = (before.astype(ms.float32) - 1.0) * -NEVER
-        mask = ops.broadcast_to(
-            ops.reshape(mask, (1, 1, length, length)), (prompts, 1, length, length)
-        )
-        angles = ops.tile(ops.expand_dims(self.angles[:length], 1), (prompts, 1, 1))
+        angles = ops.tile(self.angles, (prompts, 1, 1))
         x = self.embed(tokens.reshape(-1))
         for i in range(len(self.layers)):
             layer = self.layers[i]
@@ -150,7 +147,7 @@ class Prefill(nn.Cell):
                 self.keys[i], turned[:, self.queries :], prompts, length, source, cache_rows
             )
             self._store(self.values[i], values, prompts, length, source, cache_rows)
-            x = layer(x, angles, mask)
+            x = layer(x, angles, self.mask)
         return x[:1, :1]
 
     def _store(

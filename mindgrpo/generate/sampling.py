@@ -129,5 +129,7 @@ class Sampler(nn.Cell):
         owner = self._first_of(ends > aim)[:, self.index : self.index + 1]
         begin = (shares * self.before).sum(axis=1, keepdims=True)
         sums = self.cumulate(mass, 1)
-        within = ops.minimum(aim - begin, sums[:, -1:] * (1.0 - 1e-7))
+        # `begin` and `ends` round apart; below zero, a token without mass would be first past the aim.
+        within = ops.maximum(aim - begin, ops.zeros_like(begin))
+        within = ops.minimum(within, sums[:, -1:] * (1.0 - 1e-7))
         return self._first_of(sums > within), owner

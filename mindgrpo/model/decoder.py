@@ -138,7 +138,8 @@ class Attention(nn.Cell):
         self.has_out_bias = self.out_bias is not None
 
     def construct(self, x: Any, angles: Any, mask: Any) -> Any:
-        rows, length = mask.shape[0], mask.shape[3]
+        length = mask.shape[3]
+        rows = x.shape[0] // length
         turned, values = self.project(self.copy(x), angles)
         queries = turned[:, : self.kv * self.share].reshape(
             rows, length, self.kv, self.share, self.dim
@@ -196,26 +197,29 @@ class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, positions [R, T], segments [R, T]) -> x_NH.
 
     `segments` numbers the samples of a packed row from 1; 0 is padding, which only sees itself.
+    T is always `row_length`.
     """
 
-    def __init__(self, shard: Shard, num_positions: int, recompute: bool = False) -> None:
+    def __init__(self, shard: Shard, row_length: int, recompute: bool = False) -> None:
         super().__init__()
         self.is_first = shard.is_first
         if shard.is_first:
             table = shard["model.embed_tokens.weight"]
             self.embed = VocabParallelEmbedding(table, shard.first_token, shard.group)
-        self.angles = Tensor(rotary_table(shard.config, num_positions))
+        self.angles = Tensor(rotary_table(shard.config, row_length))
+        # Constants: asking for them in the graph costs half a second of compiling each.
+        order = np.arange(row_length, dtype=np.int32)
+        self.row_order = Tensor(order.reshape(1, -1, 1))
+        self.column_order = Tensor(order.reshape(1, 1, -1))
         self.layers = nn.CellList([Layer(shard, index) for index in shard.layers])
         if recompute:
             for layer in self.layers:
                 layer.recompute()
 
     def construct(self, x: Any, positions: Any, segments: Any) -> Any:
-        length = segments.shape[1]
-        order = ops.arange(length)
         together = ops.equal(ops.expand_dims(segments, 2), ops.expand_dims(segments, 1))
-        before = ops.expand_dims(order, 1) >= ops.expand_dims(order, 0)
-        seen = ops.logical_and(together, ops.expand_dims(before, 0)).astype(ms.float32)
+        before = self.row_order >= self.column_order
+        seen = ops.logical_and(together, before).astype(ms.float32)
         mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
         angles = ops.expand_dims(ops.gather(self.angles, positions.reshape(-1), 0), 1)
         if self.is_first:

@@ -18,6 +18,8 @@ class GrpoLoss(nn.Cell):
 
     def construct(self, logp: Any, old: Any, reference: Any, advantages: Any, weights: Any) -> Any:
         counted = weights > 0
+        # 0 * infinity is no zero, so what is not counted goes before anything is multiplied.
+        advantages = ops.where(counted, advantages, ops.zeros_like(advantages))
         if not self.has_old:
             old = ops.stop_gradient(logp)
         ratio = ops.exp(ops.where(counted, logp - old, ops.zeros_like(logp)))

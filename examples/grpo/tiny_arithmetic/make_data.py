@@ -2,7 +2,7 @@
 
     python make_data.py            # writes train.jsonl and heldout.jsonl beside this file
 
-Additions, subtractions and two-step sums whose every intermediate result lies in 0..99. No set of
+Additions, subtractions and two-step sums whose every intermediate result lies in 0..59. No set of
 numbers stands in both splits, whatever the operation or the wording, and `sample_problem` refuses
 numbers that it is told to keep out, so a warm start on fresh problems cannot see the held-out ones.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LARGEST = 99
+LARGEST = 59
 NAMES = ("Tom", "Mia", "Ben", "Zoe", "Ann", "Sam")
 THINGS = ("apples", "books", "coins", "eggs", "cards", "pens")
 TEMPLATES = {
@@ -126,7 +126,7 @@ def careful(problem: Problem, _rng: random.Random) -> str:
 
 
 def careless(problem: Problem, rng: random.Random) -> str:
-    """A guess (neither reward) or right working without the format (accuracy only), half each."""
+    """A guess (neither reward) or right work without answer tags (accuracy only), half each."""
     return rng.choice((guessed, unformatted))(problem, rng)
 
 
@@ -137,7 +137,8 @@ def guessed(problem: Problem, rng: random.Random) -> str:
 
 
 def unformatted(problem: Problem, _rng: random.Random) -> str:
-    return f"{', '.join(problem.steps)}. The answer is {problem.result}"
+    """Goes astray only where the careful path would open its answer: a choice that can be compared."""
+    return f"<think>{', '.join(problem.steps)}</think>{problem.result}"
 
 
 def write_rows(path: Path, problems: Sequence[Problem]) -> None:

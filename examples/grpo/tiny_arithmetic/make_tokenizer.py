@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer of 384 entries for the word problems, with its chat template.
+"""A byte-level BPE tokenizer of 352 entries for the word problems, with its chat template.
 
     python make_tokenizer.py       # writes model/tokenizer.json and its company
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from make_data import HERE, careful, guessed, make_splits, unformatted
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB_SIZE = 384
+VOCAB_SIZE = 352
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # A tag is one piece, a word takes its leading space, a digit stands alone.
 PIECES = r"</?(?:think|answer)>| ?\p{L}+|\p{N}|\s*[\r\n]+| ?[^\s\p{L}\p{N}<]+|<|\s+"

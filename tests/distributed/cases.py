@@ -1,0 +1,114 @@
+"""What the distributed job runs, as data: models, recipes, layouts by world size, and pairs of layouts.
+
+Imports no device and no project code, so that tests can be parametrised over it. Refuses to run anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+# (number of ranks, transport inside graphs): one start of msrun each, except for the world of one.
+WORLDS = (
+    (1, "shared_memory"),
+    (2, "shared_memory"),
+    (4, "shared_memory"),
+    (8, "shared_memory"),
+    (4, "mccl"),
+)
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 67,  # divisible by no model axis: padded columns everywhere
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,  # 2 + 1 layers over two stages
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,  # repeated where the model axis is 4
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+QWEN2 = {"model_type": "qwen2", **_SMALL}
+QWEN3 = {"model_type": "qwen3", **_SMALL, "head_dim": 8}
+# Only moved, never computed with: 5 layers make stages of 3 + 2 and of 2 + 1 + 1 + 1.
+MOVED = QWEN2 | {"num_hidden_layers": 5, "num_attention_heads": 8}
+
+NUM_STEPS = 3
+NUM_PROMPTS = 4
+NUM_GENERATIONS = 4
+MAX_PROMPT = 8
+MAX_TOKENS = 12
+ROW_LENGTH = 32
+MICRO_ROWS = 2
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+# Adam divides by sqrt(v) + eps: with 1e-8 an element whose gradient is all rounding would move by a whole lr.
+ADAM_EPS = 1e-4
+MAX_GRAD_NORM = 0.5
+TEMPERATURE = 0.9
+BETA = 0.05
+EPSILON = (0.1, 0.15)
+SLOTS = 8  # fewer than the samples of one process: they are generated in waves
+STOP_IDS = (2, 0)
+INITIAL_SCALE = 0.2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained; `sampling` adds to the settings above."""
+
+    model: dict[str, Any]
+    num_iterations: int = 1
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+RECIPES = {
+    "one update": Recipe(QWEN2),
+    "two iterations": Recipe(QWEN2, num_iterations=2),
+    "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`train` is (data, model, stage), `infer` (data, model): also the reference's layout."""
+
+    recipe: str
+    train: tuple[int, int, int]
+    infer: tuple[int, int]
+    recompute: bool = False
+    transport: str = "shared_memory"
+
+    @property
+    def world(self) -> tuple[int, str]:
+        data, model, stage = self.train
+        return data * model * stage, self.transport
+
+    @property
+    def name(self) -> str:
+        train, infer = "x".join(map(str, self.train)), "x".join(map(str, self.infer))
+        over = "" if self.transport == "shared_memory" else f", {self.transport}"
+        return f"{self.recipe}, train {train}, generate {infer}{over}"
+
+
+ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
+SPREAD = (
+    Case("one update", (2, 1, 1), (1, 2)),
+    Case("one update", (1, 1, 2), (2, 1)),
+    Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
+    Case("one update", (1, 4, 1), (2, 2)),
+    Case("one update", (1, 4, 2), (2, 4)),
+    Case("two iterations", (2, 2, 2), (8, 1)),
+    Case("qk norm", (1, 4, 1), (4, 1), transport="mccl"),
+)
+CASES = ALONE + SPREAD
+
+MOVED_WORLD = (8, "shared_memory")
+_POWERS = (1, 2, 4, 8)
+TRAIN_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
+INFER_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
+PAIRS = tuple(product(TRAIN_GRIDS, INFER_GRIDS))
+
+
+def pair_name(train: tuple[int, ...], infer: tuple[int, ...]) -> str:
+    return "x".join(map(str, train)) + " and " + "x".join(map(str, infer[:2]))

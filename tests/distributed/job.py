@@ -1,0 +1,341 @@
+"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT, or --write-golden.
+
+Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
+rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the golden trajectory from several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases as c
+import numpy as np
+from mindspore import Tensor, nn
+
+from mindgrpo.algorithm.advantage import group_advantages
+from mindgrpo.algorithm.samples import Samples
+from mindgrpo.backend import Backend, connect
+from mindgrpo.experience import generate, sample_logps
+from mindgrpo.generate.engine import Draw, Generator
+from mindgrpo.generate.noise import ROLLOUT
+from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout, layers_of_stage
+from mindgrpo.model.decoder import Shard
+from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.model.weights import Weights
+from mindgrpo.reshard.execute import Resharder, checksums
+from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.update.batches import UpdateReport, update
+from mindgrpo.update.optimizer import AdamWSettings
+from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.update.policy import Policy, UpdateSettings
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
+BUCKET_BYTES = 32 << 10  # several rounds a pair
+SEED = 5
+
+
+def layout_of(config: DecoderConfig, grid: Grid) -> Layout:
+    stages = layers_of_stage(config.num_hidden_layers, grid.pipeline_stage)
+    return Layout(grid, parameter_specs(config), tuple(stages))
+
+
+def prompts() -> list[np.ndarray]:
+    draw = np.random.RandomState(3)
+    return [
+        draw.randint(3, 67, draw.randint(2, c.MAX_PROMPT + 1)).astype(np.int32)
+        for _ in range(c.NUM_PROMPTS)
+    ]
+
+
+def rewards(samples: Samples) -> np.ndarray:
+    """float64 [samples], a function of the tokens alone."""
+    return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in samples.completions])
+
+
+class Run:
+    """One case on this rank: the roles, and what its steps brought."""
+
+    def __init__(self, case: c.Case, backend: Backend) -> None:
+        self.case, self.backend = case, backend
+        self.recipe = c.RECIPES[case.recipe]
+        self.config = decoder_config(self.recipe.model, "the test's model")
+        self.train = layout_of(self.config, Grid(*case.train))
+        self.infer = layout_of(self.config, Grid(*case.infer))
+        self.policy = self._policy()
+        self.generator = self._generator()
+        self.reference = self._reference()
+        plan = plan_reshard(self.train, self.infer)
+        self.resharder = Resharder(plan, self.policy.weights, self.generator.weights, backend)
+
+    def _policy(self) -> Policy:
+        settings = UpdateSettings(
+            micro_rows=c.MICRO_ROWS,
+            row_length=c.ROW_LENGTH,
+            temperature=c.TEMPERATURE,
+            recompute=self.case.recompute,
+            epsilon=c.EPSILON,
+            beta=c.BETA,
+            max_grad_norm=c.MAX_GRAD_NORM,
+            adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
+        )
+        policy = Policy(self.config, self.train, self.backend, settings)
+        fill_random(policy.weights, SEED, c.INITIAL_SCALE)
+        return policy
+
+    def _generator(self) -> Generator:
+        sampling = SamplingSettings(
+            temperature=c.TEMPERATURE,
+            min_tokens=2,
+            max_tokens=c.MAX_TOKENS,
+            stop_ids=c.STOP_IDS,
+            **self.recipe.sampling,
+        )
+        return Generator(
+            self.config,
+            self.infer,
+            self.backend,
+            sampling,
+            c.SLOTS,
+            c.NUM_GENERATIONS,
+            c.MAX_PROMPT,
+        )
+
+    def _reference(self) -> Pipeline:
+        """Other weights than the policy starts with, so that the loss is not zero at first."""
+        weights = Weights(self.infer, self.backend.rank, self.backend)
+        fill_random(weights, SEED + 1, c.INITIAL_SCALE)
+        return Pipeline(
+            Shard(self.config, weights, self.backend, "reference"),
+            self.backend,
+            "reference",
+            c.MICRO_ROWS,
+            c.ROW_LENGTH,
+            c.TEMPERATURE,
+        )
+
+    def step(self, number: int) -> dict[str, Any]:
+        self.resharder.run()
+        self.generator.version = version = self.policy.version
+        draw = Draw(SEED, ROLLOUT, number)
+        samples = generate(
+            self.generator,
+            self.infer,
+            self.backend,
+            prompts(),
+            c.NUM_GENERATIONS,
+            draw,
+            version,
+        )
+        samples.advantages = group_advantages(rewards(samples), c.NUM_GENERATIONS, "group")
+        samples.reference_logps = self._logps(self.reference, self.infer, samples)
+        if self.recipe.num_iterations > 1:
+            samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
+        everyone = range(len(samples))
+        reports = [
+            update(self.policy, samples, everyone, c.LEARNING_RATE, None)
+            for _ in range(self.recipe.num_iterations)
+        ]
+        return _figures(samples, reports)
+
+    def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
+        return sample_logps(
+            pipeline, layout, self.backend, samples, c.MICRO_ROWS, c.ROW_LENGTH, None
+        )
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The policy's, whole, on rank 0; nothing on the others."""
+        whole = layout_of(self.config, Grid(1, 1, 1))
+        weights = Weights(whole, self.backend.rank, self.backend)
+        plan = plan_reshard(self.train, whole)
+        Resharder(plan, self.policy.weights, weights, self.backend).run()
+        return {name: np.array(part) for name, part in weights.parts.items()}
+
+
+def _figures(samples: Samples, reports: list[UpdateReport]) -> dict[str, Any]:
+    first = reports[0].logps
+    gaps = [np.abs(first[i] - logps).max() for i, logps in enumerate(samples.generator_logps)]
+    names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
+    return {
+        "tokens": [zlib.crc32(tokens.tobytes()) for tokens in samples.completions],
+        "lengths": samples.completion_lengths.tolist(),
+        "gap": float(max(gaps)),
+        **{name: [float(getattr(report, name)) for report in reports] for name in names},
+    }
+
+
+def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    started = time.perf_counter()
+    run = Run(case, backend)
+    steps = [run.step(number) for number in range(c.NUM_STEPS)]
+    parameters = run.parameters()
+    result: dict[str, Any] = {
+        "steps": steps,
+        "sums": {name: float(p.sum(dtype=np.float64)) for name, p in parameters.items()},
+        "norms": {name: float(np.linalg.norm(p.astype(float))) for name, p in parameters.items()},
+        "seconds": time.perf_counter() - started,
+    }
+    return result, parameters
+
+
+class Mover:
+    """Moves random weights there and back between two layouts, against fresh ones of the target."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.config = decoder_config(c.MOVED, "the test's model")
+        self.filled = {g: self._filled(g) for g in dict.fromkeys(c.TRAIN_GRIDS + c.INFER_GRIDS)}
+        self.sums = {grid: checksums(weights) for grid, weights in self.filled.items()}
+
+    def _filled(self, grid: tuple[int, int, int]) -> Weights:
+        weights = Weights(layout_of(self.config, Grid(*grid)), self.backend.rank, self.backend)
+        fill_random(weights, SEED)
+        return weights
+
+    def move(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> dict[str, Any]:
+        given = self.filled[source]
+        taken = Weights(self.filled[target].layout, self.backend.rank, self.backend)
+        for run in taken.runs:
+            run[...] = np.nan
+        plan = plan_reshard(given.layout, taken.layout)
+        traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()
+        found = checksums(taken)
+        wrong = [name for name, total in self.sums[target].items() if found.get(name) != total]
+        return {
+            "wrong": wrong + sorted(set(found) - set(self.sums[target])),
+            "received": traffic.bytes_received,
+            "lower_bound": plan.lower_bound,
+            "held": len(found),
+        }
+
+
+def round_trips(backend: Backend) -> dict[str, Any]:
+    mover = Mover(backend)
+    return {
+        c.pair_name(train, infer): [mover.move(train, infer), mover.move(infer, train)]
+        for train, infer in c.PAIRS
+    }
+
+
+def communication(backend: Backend) -> dict[str, Any]:
+    """What groups and links carry, more than one buffer of it where that is possible."""
+    rank, size = backend.rank, backend.world_size
+    half = range(0, size // 2) if rank < size // 2 else range(size // 2, size)
+    whole = np.arange(700_000, dtype=np.float32) % 1000 * (rank + 1)
+    noise = np.random.RandomState(rank).standard_normal(100_003).astype(np.float32)
+    sent = ("x" * (3 << 20)) if rank == size - 1 else rank
+    gathered = backend.world.gather_objects(sent)
+    return {
+        "sum": bool(
+            (
+                backend.world.sum_array(whole)
+                == np.arange(700_000, dtype=np.float32) % 1000 * (size * (size + 1) // 2)
+            ).all()
+        ),
+        "half": float(backend.group(half).sum_array(np.array([float(rank)]))[0]),
+        "half_expected": float(sum(half)),
+        "noise": zlib.crc32(backend.world.sum_array(noise).tobytes()),
+        "gathered": gathered[:-1] == list(range(size - 1)) and gathered[-1] == "x" * (3 << 20),
+        "link": _through_link(backend),
+    }
+
+
+def _through_link(backend: Backend) -> list[int]:
+    """Twenty arrays of changing shape from rank 0 to rank 1, which begins late; their marks, in order."""
+    link = backend.link(0, 1, 4096) if backend.rank < 2 else None
+    shapes = [(1 + i % 5, 1 + i % 3) for i in range(20)]
+    marks = []
+    for i, shape in enumerate(shapes):
+        if link is not None and backend.rank == 0:
+            link.send(np.full(shape, i, np.int32))
+        elif link is not None:
+            if i == 0:
+                time.sleep(0.2)
+            array = link.receive(shape, np.int32)
+            marks.append(int(array[0, 0]) if (array == array[0, 0]).all() else -1)
+    return marks
+
+
+class Summed(nn.Cell):
+    def __init__(self, world: nn.Cell, half: nn.Cell) -> None:
+        super().__init__()
+        self.world = world
+        self.half = half
+
+    def construct(self, x: Any) -> Any:
+        return self.half(self.world(x * 2.0) + x)
+
+
+def sum_in_graph(backend: Backend) -> dict[str, Any]:
+    """A small graph with sums over the world and over half of it."""
+    size, index = backend.world_size, backend.rank
+    half = range(0, size // 2) if index < size // 2 else range(size // 2, size)
+    draws = [
+        np.random.RandomState(rank).standard_normal((37, 11)).astype(np.float32)
+        for rank in range(size)
+    ]
+    cell = Summed(backend.world.sum_cell(), backend.group(half).sum_cell())
+    found = backend.graph(cell, "summed")(Tensor(draws[index])).asnumpy()
+    everyone = np.sum(draws, axis=0, dtype=np.float64)
+    mine = np.sum([draws[rank] for rank in half], axis=0, dtype=np.float64)
+    exact = len(half) * 2.0 * everyone + mine
+    return {"error": float(np.abs(found - exact).max()), "largest": float(np.abs(exact).max())}
+
+
+def run_all(folder: Path, backend: Backend, transport: str) -> None:
+    world = (backend.world_size, transport)
+    result: dict[str, Any] = {
+        "rank": backend.rank,
+        "segments": f"mindgrpo-{os.getppid()}-{os.environ.get('MS_SCHED_PORT', '0')}-",
+        "cases": {},
+        "seconds": {},
+    }
+    for case in c.CASES:
+        if case.world == world:
+            outcome, parameters = trajectory(case, backend)
+            result["cases"][case.name] = outcome
+            if backend.rank == 0:
+                np.savez(folder / f"{case.name}.npz", **parameters)
+    parts: dict[str, Callable[[Backend], Any]] = {}
+    if backend.world_size > 1:
+        parts |= {"communication": communication, "sum_in_graph": sum_in_graph}
+    if world == c.MOVED_WORLD:
+        parts |= {"round_trips": round_trips}
+    for name, part in parts.items():
+        started = time.perf_counter()
+        result[name] = part(backend)
+        result["seconds"][name] = time.perf_counter() - started
+    (folder / f"rank_{backend.rank}.json").write_text(json.dumps(result))
+    backend.close()
+
+
+def write_golden(backend: Backend) -> None:
+    if backend.world_size > 1:
+        sys.exit("the golden trajectory is that of one process: start job.py without msrun")
+    golden = {}
+    for case in c.ALONE:
+        outcome, _ = trajectory(case, backend)
+        outcome.pop("seconds")
+        golden[case.recipe] = outcome
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+
+
+def main() -> None:
+    if sys.argv[1] == "--write-golden":
+        write_golden(connect(None, None, dict(os.environ)))
+    else:
+        folder, transport = sys.argv[1:]
+        run_all(Path(folder), connect(None, transport, dict(os.environ)), transport)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Whole GRPO runs on 2, 4 and 8 ranks against one process and against a committed trajectory, and weights moved
+between every pair of layouts of up to 8 ranks, through the real rooms under the real launcher.
+
+Does not prove that the shared algorithm is right (one process could be wrong alike: the tests against independent
+oracles say), nor anything of other devices, several hosts, the trainer's own loop or speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import cases as c
+
+HERE = Path(__file__).resolve().parent
+JOB = HERE / "distributed" / "job.py"
+GOLDEN: dict[str, Any] = json.loads((HERE / "golden" / "trajectory.json").read_text())
+LAUNCH_SECONDS = 400
+# float32 carries 1.2e-7 relative; sums over some 100 terms, 3 layers and 3 updates widen it by two to three orders.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+World = list[dict[str, Any]]
+Which = tuple[int, str]
+Launch = Callable[[Which], tuple[Path, World]]
+
+
+def _command(which: Which, folder: Path) -> list[str]:
+    world, transport = which
+    program = [str(JOB), str(folder), transport]
+    if world == 1:
+        return [sys.executable, *program]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    beside = Path(sys.executable).with_name("msrun")
+    msrun = str(beside) if beside.exists() else shutil.which("msrun") or "msrun"
+    counts = [f"--worker_num={world}", f"--local_worker_num={world}"]
+    place = [f"--master_port={port}", "--join=True", f"--log_dir={folder / 'logs'}"]
+    return [msrun, *counts, *place, *program]
+
+
+def _last_words(folder: Path) -> str:
+    logs = sorted((folder / "logs").glob("worker_*.log")) + [folder / "output.log"]
+    tails = [f"== {log.name}\n" + log.read_text()[-1500:] for log in logs if log.exists()]
+    return "\n".join(tails)
+
+
+def _launch(which: Which, folder: Path) -> World:
+    environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    # The scheduler and every rank find the programs and mindgrpo as this process does.
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+    environment["PYTHONPATH"] = f"{HERE.parent}:{environment.get('PYTHONPATH', '')}"
+    with (folder / "output.log").open("w") as output:
+        process = subprocess.Popen(
+            _command(which, folder),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=folder,
+            start_new_session=True,
+        )
+        try:
+            status: int | str = process.wait(LAUNCH_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = f"nothing after {LAUNCH_SECONDS} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    results = [folder / f"rank_{rank}.json" for rank in range(which[0])]
+    if status != 0 or not all(path.exists() for path in results):
+        pytest.fail(
+            f"{which[0]} ranks over {which[1]} ended with {status}\n{_last_words(folder)}",
+            pytrace=False,
+        )
+    return [json.loads(path.read_text()) for path in results]
+
+
+@pytest.fixture(scope="session")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """Starts a world once, whichever test asks first; a world that failed fails all its tests at once."""
+
+    @cache
+    def attempt(which: Which) -> tuple[Path, World | BaseException]:
+        folder = tmp_path_factory.mktemp("world_{}_{}".format(*which))
+        try:
+            return folder, _launch(which, folder)
+        except BaseException as error:
+            return folder, error
+
+    def launched(which: Which) -> tuple[Path, World]:
+        folder, outcome = attempt(which)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return folder, outcome
+
+    return launched
+
+
+def _alone(case: c.Case) -> c.Case:
+    return next(each for each in c.ALONE if each.recipe == case.recipe)
+
+
+def _steps(launch: Launch, case: c.Case, rank: int = 0) -> list[dict[str, Any]]:
+    _, ranks = launch(case.world)
+    steps: list[dict[str, Any]] = ranks[rank]["cases"][case.name]["steps"]
+    return steps
+
+
+def _numbers(steps: list[dict[str, Any]], name: str) -> np.ndarray:
+    return np.array([step[name] for step in steps])
+
+
+every_case = pytest.mark.parametrize("case", c.CASES, ids=lambda case: case.name)
+spread_case = pytest.mark.parametrize("case", c.SPREAD, ids=lambda case: case.name)
+several_ranks = pytest.mark.parametrize("world", c.WORLDS[1:], ids=lambda w: f"{w[0]} over {w[1]}")
+
+
+@every_case
+def test_the_golden_tokens_are_sampled_at_every_step(launch: Launch, case: c.Case) -> None:
+    for found, expected in zip(_steps(launch, case), GOLDEN[case.recipe]["steps"], strict=True):
+        assert found["lengths"] == expected["lengths"]
+        assert found["tokens"] == expected["tokens"]
+
+
+@every_case
+@pytest.mark.parametrize("figure", ["loss", "grad_norm", "kl", "entropy"])
+def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figure: str) -> None:
+    expected = _numbers(GOLDEN[case.recipe]["steps"], figure)
+    np.testing.assert_allclose(_numbers(_steps(launch, case), figure), expected, **CLOSE)
+
+
+@every_case
+def test_the_same_tokens_are_clipped(launch: Launch, case: c.Case) -> None:
+    expected = _numbers(GOLDEN[case.recipe]["steps"], "clip_fraction")
+    np.testing.assert_allclose(_numbers(_steps(launch, case), "clip_fraction"), expected, rtol=1e-9)
+
+
+@every_case
+def test_the_trained_parameters_have_the_golden_sums_and_norms(
+    launch: Launch, case: c.Case
+) -> None:
+    _, ranks = launch(case.world)
+    found, expected = ranks[0]["cases"][case.name], GOLDEN[case.recipe]
+    assert found["norms"].keys() == expected["norms"].keys()
+    for name, norm in expected["norms"].items():
+        np.testing.assert_allclose(found["norms"][name], norm, err_msg=name, **CLOSE)
+        # A sum of n elements that are each within atol.
+        slack = CLOSE["atol"] * 67 * 32
+        np.testing.assert_allclose(found["sums"][name], expected["sums"][name], atol=slack)
+
+
+@spread_case
+def test_every_parameter_element_is_that_of_one_process(launch: Launch, case: c.Case) -> None:
+    folder, _ = launch(case.world)
+    alone, _ = launch((1, "shared_memory"))
+    with (
+        np.load(folder / f"{case.name}.npz") as found,
+        np.load(alone / f"{_alone(case).name}.npz") as expected,
+    ):
+        assert set(found) == set(expected)
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], err_msg=name, **CLOSE)
+
+
+@spread_case
+def test_every_rank_reports_the_same_bits(launch: Launch, case: c.Case) -> None:
+    first = _steps(launch, case)
+    assert all(_steps(launch, case, rank) == first for rank in range(1, case.world[0]))
+
+
+@every_case
+def test_generator_and_trainer_agree_on_log_probs_after_every_reshard(
+    launch: Launch, case: c.Case
+) -> None:
+    assert _numbers(_steps(launch, case), "gap").max() < 1e-4
+
+
+@pytest.mark.parametrize("recipe", c.RECIPES)
+def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
+    steps = GOLDEN[recipe]["steps"]
+    assert len(steps) == c.NUM_STEPS
+    assert _numbers(steps, "grad_norm").min() > c.MAX_GRAD_NORM
+    assert _numbers(steps, "kl").min() > 0
+    assert len({tuple(step["tokens"]) for step in steps}) == c.NUM_STEPS
+    assert len(set(steps[0]["lengths"])) > 1
+
+
+def test_the_golden_trajectory_clips_ratios_in_second_iterations_only() -> None:
+    fractions = _numbers(GOLDEN["two iterations"]["steps"], "clip_fraction")
+    assert (fractions[:, 0] == 0).all() and (fractions[:, 1] > 0).all()
+    assert (fractions[:, 1] < 1).all()
+
+
+@pytest.mark.parametrize(("train", "infer"), c.PAIRS, ids=lambda g: "x".join(map(str, g)))
+def test_weights_moved_there_and_back_are_bit_for_bit_a_fresh_fill(
+    launch: Launch, train: tuple[int, ...], infer: tuple[int, ...]
+) -> None:
+    _, ranks = launch(c.MOVED_WORLD)
+    trips = [rank["round_trips"][c.pair_name(train, infer)] for rank in ranks]
+    for way, target in enumerate((infer, train)):
+        assert [trip[way]["wrong"] for trip in trips] == [[]] * len(ranks)
+        holding = [trip[way]["held"] > 0 for trip in trips]
+        assert holding == [rank < np.prod(target) for rank in range(len(ranks))]
+        received = sum(trip[way]["received"] for trip in trips)
+        assert received == trips[0][way]["lower_bound"]
+
+
+@several_ranks
+def test_sums_between_graphs_are_exact_and_the_same_bits_everywhere(
+    launch: Launch, world: Which
+) -> None:
+    found = [rank["communication"] for rank in launch(world)[1]]
+    assert all(part["sum"] for part in found)
+    assert all(part["half"] == part["half_expected"] for part in found)
+    assert len({part["noise"] for part in found}) == 1
+
+
+@several_ranks
+def test_an_object_larger_than_the_buffers_reaches_every_rank(launch: Launch, world: Which) -> None:
+    assert all(rank["communication"]["gathered"] for rank in launch(world)[1])
+
+
+@several_ranks
+def test_a_link_delivers_in_order_though_its_receiver_begins_late(
+    launch: Launch, world: Which
+) -> None:
+    marks = [rank["communication"]["link"] for rank in launch(world)[1]]
+    assert marks == [[], list(range(20))] + [[]] * (world[0] - 2)
+
+
+@several_ranks
+def test_sums_inside_a_graph_are_right_over_either_transport(launch: Launch, world: Which) -> None:
+    for rank in launch(world)[1]:
+        found = rank["sum_in_graph"]
+        assert found["error"] <= 1e-6 * found["largest"]
+
+
+@several_ranks
+def test_nothing_of_a_run_is_left_in_shared_memory(launch: Launch, world: Which) -> None:
+    names = {rank["segments"] for rank in launch(world)[1]}
+    assert len(names) == 1
+    assert not list(Path("/dev/shm").glob(names.pop() + "*"))

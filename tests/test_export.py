@@ -1,0 +1,132 @@
+"""The exported directory: every tensor bit for bit, its dtype, its shards, and what lies beside the weights.
+
+Does not prove that another library loads it (scripts/bench/compare_with_transformers.py shows that where torch is
+installed), nor that several ranks gather their shares rightly.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
+from safetensors import safe_open
+
+from mindgrpo.__main__ import main
+from mindgrpo.backend import Backend, connect
+from mindgrpo.export import export_policy
+from mindgrpo.model.checkpoint_files import SafetensorsDirectory
+from mindgrpo.model.families import read_config
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    alone = connect("CPU", None, {})
+    yield alone
+    alone.close()
+
+
+def tensors(directory: Path) -> dict[str, np.ndarray]:
+    files = SafetensorsDirectory(directory)
+    return {name: files.read(name) for name in files.names}
+
+
+def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, array in expected.items():
+        assert found[name].shape == array.shape, name
+        assert found[name].tobytes() == array.tobytes(), name
+
+
+def dtypes(directory: Path) -> set[str]:
+    found = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def rounded_to_bfloat16(array: np.ndarray) -> np.ndarray:
+    """To nearest, ties to even, by another way than the writer's: of the two neighbours, the nearer."""
+    low = (array.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    high = (low.view(np.uint32) + 0x10000).view(np.float32)
+    exact = array.astype(np.float64)
+    below, above = np.abs(exact - low), np.abs(high - exact)
+    odd = (low.view(np.uint32) >> 16) % 2 == 1
+    return np.where((above < below) | ((above == below) & odd), high, low)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_policy_is_its_source_bit_for_bit(
+    backend: Backend, family: str, tmp_path: Path
+) -> None:
+    golden = read_golden(family)
+    weights = loaded_weights(golden, backend)
+    export_policy(weights, backend, str(golden.directory), tmp_path / "hf")
+    assert_same_bits(tensors(tmp_path / "hf"), tensors(golden.directory))
+    assert dtypes(tmp_path / "hf") == {"F32"}
+    # The weights are still there after what was gathered has been given up.
+    assert_same_bits(dict(weights.parts), tensors(golden.directory))
+
+
+def test_an_export_has_the_sources_configuration_in_the_dtype_written(
+    backend: Backend, tmp_path: Path
+) -> None:
+    golden = read_golden("qwen3")
+    weights = loaded_weights(golden, backend)
+    export_policy(weights, backend, str(golden.directory), tmp_path / "hf")
+    before = json.loads((golden.directory / "config.json").read_text())
+    after = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert before.pop("dtype") == "bfloat16" and after.pop("torch_dtype") == "float32"
+    assert after == before
+
+
+def test_export_takes_what_was_trained_and_not_the_source(backend: Backend, tmp_path: Path) -> None:
+    golden = read_golden("llama")
+    weights = loaded_weights(golden, backend)
+    for part in weights.parts.values():
+        part += np.float32(0.125)
+    export_policy(weights, backend, str(golden.directory), tmp_path / "hf")
+    expected = {name: a + np.float32(0.125) for name, a in tensors(golden.directory).items()}
+    assert_same_bits(tensors(tmp_path / "hf"), expected)
+
+
+def test_the_export_command_rounds_to_bfloat16_and_the_round_trip_changes_nothing_more(
+    tmp_path: Path,
+) -> None:
+    source, brain, back = FOLDER / "llama", tmp_path / "brain", tmp_path / "back"
+    command = [sys.executable, "-m", "mindgrpo", "export", "--from", str(source)]
+    command += ["--output", str(brain), "--dtype", "bfloat16"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == sorted(str(path) for path in brain.iterdir())
+    assert dtypes(brain) == {"BF16"}
+    assert json.loads((brain / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    expected = {name: rounded_to_bfloat16(array) for name, array in tensors(source).items()}
+    assert_same_bits(tensors(brain), expected)
+    assert main(["export", "--from", str(brain), "--output", str(back)]) == 0
+    assert dtypes(back) == {"F32"}
+    assert_same_bits(tensors(back), expected)
+    assert read_config(back).num_parameters == read_config(source).num_parameters
+
+
+def test_shards_of_the_asked_size_hold_the_same_tensors(tmp_path: Path) -> None:
+    source, target = FOLDER / "qwen2", tmp_path / "shards"
+    words = ["--from", str(source), "--output", str(target), "--max_shard_bytes", "16000"]
+    assert main(["export", *words]) == 0
+    assert len(list(target.glob("model-*.safetensors"))) > 2
+    assert_same_bits(tensors(target), tensors(source))
+
+
+def test_a_folder_that_holds_something_is_not_written_into(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert main(["export", "--from", str(FOLDER / "qwen2"), "--output", str(tmp_path)]) == 2
+    assert "nothing is written over" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

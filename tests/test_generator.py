@@ -1,0 +1,305 @@
+"""The generator of one process: its log-probs are the trainer's, and its tokens depend on the request alone.
+
+One qwen2 model of two layers with random weights. Does not prove that either agrees with another implementation of the
+model, nor anything about several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion, Samples
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.experience import sample_logps
+from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
+from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.decoder import Shard
+from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.model.weights import Weights
+from mindgrpo.update.pipeline import Pipeline
+
+VOCAB, GROUP, VERSION = 67, 4, 7
+MAX_PROMPT, MAX_TOKENS = 6, 10
+ROW = MAX_PROMPT + MAX_TOKENS  # the longest sample ends at the last column
+# 0 also fills what is padding, in the generator and in packed rows.
+STOPS = (0, 5, 17, 44)
+SETTINGS = SamplingSettings(temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=STOPS)
+CONFIG = decoder_config(
+    {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "here",
+)
+LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+
+MakeGenerator = Callable[..., Generator]
+TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return CpuBackend({}, "shared_memory")
+
+
+@pytest.fixture(scope="module")
+def weights(backend: CpuBackend) -> Weights:
+    made = Weights(LAYOUT, 0, backend)
+    fill_random(made, seed=1, scale=0.25)
+    return made
+
+
+@pytest.fixture(scope="module")
+def generator_of(backend: CpuBackend, weights: Weights) -> MakeGenerator:
+    """One generator, compiled once, for each combination of arguments."""
+    made: dict[tuple[SamplingSettings, int, int], Generator] = {}
+
+    def of(
+        settings: SamplingSettings = SETTINGS, slots: int = 16, copies: int = GROUP
+    ) -> Generator:
+        key = (settings, slots, copies)
+        if key not in made:
+            made[key] = Generator(CONFIG, LAYOUT, backend, settings, slots, copies, MAX_PROMPT)
+            for target, source in zip(made[key].weights.runs, weights.runs, strict=True):
+                target[...] = source
+            made[key].version = VERSION
+        return made[key]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
+    shard = Shard(CONFIG, weights, backend, "policy")
+    pipeline = Pipeline(shard, backend, "policy", 4, ROW, SETTINGS.temperature)
+
+    def of(requests: Sequence[Request], completions: Sequence[Completion]) -> list[np.ndarray]:
+        samples = Samples(
+            prompts=[request.prompt for request in requests for _ in request.samples],
+            completions=[completion.tokens for completion in completions],
+            finish_reasons=[completion.finish_reason for completion in completions],
+            generator_logps=[completion.logps for completion in completions],
+        )
+        return sample_logps(pipeline, LAYOUT, backend, samples, 4, ROW, None)
+
+    return of
+
+
+def requests_of(group: int = GROUP) -> list[Request]:
+    """Prompts of every length from one token to the longest, and one of nothing but padding's token."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, VOCAB, n).astype(np.int32) for n in range(1, MAX_PROMPT + 1)]
+    prompts.append(np.zeros(3, np.int32))
+    return [
+        Request(prompt, tuple(range(i * group, (i + 1) * group)))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(generator: Generator, requests: Sequence[Request], step: int = 0) -> list[Completion]:
+    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION)
+
+
+def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
+    assert len({completion.sample for completion in completions}) == len(completions)
+    return {completion.sample: completion for completion in completions}
+
+
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    one, other = by_sample(found), by_sample(expected)
+    assert one.keys() == other.keys()
+    for sample, completion in one.items():
+        np.testing.assert_array_equal(completion.tokens, other[sample].tokens)
+        np.testing.assert_allclose(completion.logps, other[sample].logps, rtol=0, atol=1e-5)
+        assert completion.finish_reason == other[sample].finish_reason
+
+
+def assert_logps_agree(
+    trainer_logps: TrainerLogps, requests: Sequence[Request], completions: Sequence[Completion]
+) -> None:
+    trained = trainer_logps(requests, completions)
+    assert len(trained) == len(completions)
+    for completion, logps in zip(completions, trained, strict=True):
+        np.testing.assert_allclose(completion.logps, logps, rtol=0, atol=1e-4)
+
+
+def test_log_probs_are_the_trainers_though_the_stop_id_is_paddings_token(
+    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+) -> None:
+    requests = requests_of()
+    ended_by_padding = False
+    for step in range(3):
+        completions = run(generator_of(), requests, step)
+        assert_logps_agree(trainer_logps, requests, completions)
+        ended_by_padding |= any(
+            c.finish_reason == STOPPED and c.tokens[-1] == 0 for c in completions
+        )
+    assert ended_by_padding
+    assert min(float(c.logps.min()) for c in completions) < -4, "the distributions are too sharp"
+
+
+def test_log_probs_are_the_trainers_up_to_the_very_last_position(
+    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+) -> None:
+    requests = requests_of()
+    completions = run(generator_of(), requests)
+    longest = [
+        completion
+        for completion in completions
+        if len(requests[completion.sample // GROUP].prompt) == MAX_PROMPT
+        and len(completion.tokens) == MAX_TOKENS
+    ]
+    assert longest, "no sample fills its row"
+    assert_logps_agree(trainer_logps, requests, completions)
+
+
+def test_a_group_of_one_has_the_trainers_log_probs(
+    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+) -> None:
+    requests = requests_of(group=1)
+    completions = run(generator_of(slots=4, copies=1), requests)
+    assert [completion.sample for completion in completions] == list(range(len(requests)))
+    assert_logps_agree(trainer_logps, requests, completions)
+
+
+def test_the_samples_of_a_group_differ(generator_of: MakeGenerator) -> None:
+    completions = run(generator_of(), requests_of())
+    for start in range(0, len(completions), GROUP):
+        drawn = {c.tokens.tobytes() for c in completions[start : start + GROUP]}
+        assert len(drawn) == GROUP
+
+
+def test_the_same_request_is_answered_alike_again_and_otherwise_at_another_step(
+    generator_of: MakeGenerator,
+) -> None:
+    generator, requests = generator_of(), requests_of()
+    first = run(generator, requests, 0)
+    other = run(generator, requests, 1)
+    assert [c.tokens.tobytes() for c in first] != [c.tokens.tobytes() for c in other]
+    assert_same(run(generator, requests, 0), first)
+
+
+@pytest.mark.parametrize("slots, copies", [(4, 4), (4, 1)])
+def test_the_number_of_slots_does_not_change_what_is_drawn(
+    generator_of: MakeGenerator, slots: int, copies: int
+) -> None:
+    requests = requests_of(group=copies)
+    whole = run(generator_of(slots=16), requests)
+    assert_same(run(generator_of(slots=slots, copies=copies), requests), whole)
+
+
+def test_the_order_of_requests_does_not_change_what_is_drawn(generator_of: MakeGenerator) -> None:
+    requests = requests_of()
+    expected = run(generator_of(), requests)
+    for order in (requests[::-1], requests[3:] + requests[:3]):
+        assert_same(run(generator_of(), order), expected)
+    assert_same(run(generator_of(), [requests[4]]), expected[4 * GROUP : 5 * GROUP])
+
+
+def test_a_stop_id_ends_a_sample_and_every_id_of_the_list_does(
+    generator_of: MakeGenerator,
+) -> None:
+    last: set[int] = set()
+    for step in range(6):
+        for completion in run(generator_of(), requests_of(), step):
+            tokens = completion.tokens
+            assert tokens.shape == completion.logps.shape
+            assert not np.isin(tokens[:-1], STOPS).any()
+            if completion.finish_reason == STOPPED:
+                last.add(int(tokens[-1]))
+            else:
+                assert completion.finish_reason == LENGTH
+                assert len(tokens) == MAX_TOKENS and tokens[-1] not in STOPS
+    assert last == set(STOPS)
+
+
+def test_a_stop_id_at_the_last_token_counts_as_stopped(generator_of: MakeGenerator) -> None:
+    completions = [c for step in range(6) for c in run(generator_of(), requests_of(), step)]
+    full = [c for c in completions if len(c.tokens) == MAX_TOKENS]
+    assert {c.finish_reason for c in full} == {STOPPED, LENGTH}
+    for completion in full:
+        stopped = completion.tokens[-1] in STOPS
+        assert completion.finish_reason == (STOPPED if stopped else LENGTH)
+
+
+def test_no_sample_stops_before_its_least_number_of_tokens(
+    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+) -> None:
+    generator = generator_of(replace(SETTINGS, min_tokens=4))
+    requests = requests_of()
+    completions = [c for step in range(4) for c in run(generator, requests, step)]
+    assert not any(np.isin(c.tokens[:4], STOPS).any() for c in completions)
+    assert min(len(c.tokens) for c in completions) == 5
+    # The ban does not enter the log-probs, or the trainer's would be others.
+    assert_logps_agree(trainer_logps, requests, run(generator, requests))
+
+
+def test_the_penalty_sees_prompt_and_completion_and_forgets_other_samples(
+    generator_of: MakeGenerator,
+) -> None:
+    """So strong a penalty that the likeliest token is always one that has not been seen."""
+    settings = SamplingSettings(
+        temperature=0.0, repetition_penalty=1e6, max_tokens=MAX_TOKENS, stop_ids=()
+    )
+    generator, requests = generator_of(settings, 4), requests_of()
+    completions = run(generator, requests)
+    for completion in completions:
+        prompt = requests[completion.sample // GROUP].prompt
+        assert not np.isin(completion.tokens, prompt).any()
+        assert len(set(completion.tokens.tolist())) == MAX_TOKENS
+    assert_same(run(generator, requests[::-1]), completions)
+
+
+def test_greedy_samples_of_a_group_are_alike(generator_of: MakeGenerator) -> None:
+    settings = SamplingSettings(
+        temperature=0.0, repetition_penalty=1e6, max_tokens=MAX_TOKENS, stop_ids=()
+    )
+    completions = run(generator_of(settings, 4), requests_of()[:2])
+    assert len({c.tokens.tobytes() for c in completions[:GROUP]}) == 1
+
+
+@pytest.mark.parametrize("wanted", [VERSION - 1, VERSION + 1])
+def test_weights_of_another_version_are_refused_with_both_versions(
+    generator_of: MakeGenerator, wanted: int
+) -> None:
+    with pytest.raises(StaleWeights, match=f"weights {VERSION}, the policy {wanted}"):
+        generator_of().generate(requests_of(), Draw(0, 0, 0), wanted)
+
+
+def test_a_generator_without_weights_refuses_to_run(backend: CpuBackend) -> None:
+    empty = Generator(CONFIG, LAYOUT, backend, SETTINGS, 4, 4, MAX_PROMPT)
+    with pytest.raises(StaleWeights, match="weights None"):
+        empty.generate(requests_of(), Draw(0, 0, 0), 0)
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_not_cut(generator_of: MakeGenerator) -> None:
+    request = Request(np.ones(MAX_PROMPT + 1, np.int32), (0,))
+    with pytest.raises(ValueError, match="7 tokens in a cache for 6"):
+        run(generator_of(), [request])
+
+
+def test_other_weights_in_the_same_memory_are_used_at_once(
+    generator_of: MakeGenerator, weights: Weights
+) -> None:
+    generator, requests = generator_of(), requests_of()
+    before = run(generator, requests)
+    for target in generator.weights.runs:
+        target *= 1.5
+    changed = run(generator, requests)
+    for target, source in zip(generator.weights.runs, weights.runs, strict=True):
+        target[...] = source
+    assert [c.tokens.tobytes() for c in changed] != [c.tokens.tobytes() for c in before]
+    assert_same(run(generator, requests), before)

@@ -1,0 +1,156 @@
+"""Where roles' bytes are between phases, on real pools of this process's memory.
+
+Does not prove that a graph refuses to run on released weights, nor anything about another device's memory.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import psutil
+import pytest
+
+from mindgrpo.backend import Pool
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.errors import UserError
+from mindgrpo.residency import PHASES, Place, Residency
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return CpuBackend({}, "shared_memory")
+
+
+def filled(backend: CpuBackend, num_bytes: int, seed: int = 0) -> tuple[Pool, np.ndarray]:
+    """A pool of random bits (NaNs among them), and a view of them."""
+    pool = backend.pool(num_bytes)
+    view = pool.view(0, (num_bytes // 4,))
+    view.view(np.uint32)[...] = np.random.default_rng(seed).integers(
+        0, 2**32, view.size, dtype=np.uint32
+    )
+    return pool, view
+
+
+def rss() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_what_leaves_the_device_comes_back_bit_for_bit(backend: CpuBackend) -> None:
+    residency = Residency()
+    kept: dict[str, tuple[np.ndarray, bytes]] = {}
+    for seed, name in enumerate(("policy", "optimizer", "reference")):
+        pool, view = filled(backend, 3 * MIB + 4 * seed, seed)
+        residency.own(name, [pool], rebuilt=False, filled=True)
+        kept[name] = view, view.tobytes()
+    for phase in ("reference", "update", "rollout", "old_logps", "reference", "sync_reference"):
+        residency.enter(phase)
+        for name, (view, bits) in kept.items():
+            here = name in PHASES[phase]
+            place = Place.ON_DEVICE if here else Place.ON_HOST
+            assert residency.roles[name].place is place
+            assert (view.tobytes() == bits) is here
+
+
+def test_a_parameter_sees_its_weights_again_after_they_were_away(backend: CpuBackend) -> None:
+    pool, view = filled(backend, MIB)
+    view[...] = np.arange(view.size)
+    parameter = backend.parameter(view, "here")
+    pool.offload()
+    pool.load()
+    np.testing.assert_array_equal(parameter.asnumpy(), np.arange(view.size))
+
+
+def test_a_rebuilt_role_is_absent_after_its_phases_and_its_memory_is_given_back(
+    backend: CpuBackend,
+) -> None:
+    size = 64 * MIB
+    residency = Residency()
+    pool, view = filled(backend, size)
+    small, _ = filled(backend, MIB)
+    residency.own("kv_cache", [pool], rebuilt=True, filled=True)
+    residency.own("policy", [small], rebuilt=False, filled=True)
+    before = rss()
+    residency.enter("update")
+    fallen = before - rss()
+    assert residency.roles["kv_cache"].place is Place.ABSENT
+    assert fallen == pytest.approx(size, abs=4 * MIB)
+    assert not view.any(), "the bytes are still kept somewhere"
+
+
+def test_a_role_on_the_host_does_not_stay_on_the_device_too(backend: CpuBackend) -> None:
+    size = 64 * MIB
+    pool, view = filled(backend, size)
+    bits = view[:1000].tobytes()
+    before = rss()
+    pool.offload()
+    assert rss() - before == pytest.approx(0, abs=4 * MIB)
+    pool.load()
+    assert rss() - before == pytest.approx(0, abs=4 * MIB)
+    assert view[:1000].tobytes() == bits
+
+
+def test_loading_what_was_never_offloaded_is_refused(backend: CpuBackend) -> None:
+    with pytest.raises(RuntimeError, match="never offloaded"):
+        backend.pool(MIB).load()
+
+
+def budgeted(backend: CpuBackend, budget: int) -> Residency:
+    residency = Residency(budget)
+    for name, size in (("policy", 2), ("gradients", 2), ("optimizer", 4), ("generator", 1)):
+        residency.own(name, [backend.pool(size * MIB)], rebuilt=False, filled=True)
+    return residency
+
+
+def test_a_budget_that_is_too_small_is_told_in_one_sentence_with_the_remedy(
+    backend: CpuBackend,
+) -> None:
+    residency = budgeted(backend, 7 * MIB)
+    with pytest.raises(UserError) as raised:
+        residency.check_budget()
+    sentence = str(raised.value)
+    assert "\n" not in sentence
+    for part in (
+        "Phase update needs 8.0 MiB",
+        "policy 2.0 MiB",
+        "gradients 2.0 MiB",
+        "optimizer 4.0 MiB",
+        "context.max_device_memory allows 7.0 MiB",
+        "parallel_config.model_parallel",
+    ):
+        assert part in sentence
+
+
+def test_a_phase_over_budget_moves_nothing(backend: CpuBackend) -> None:
+    residency = budgeted(backend, 7 * MIB)
+    places = {name: role.place for name, role in residency.roles.items()}
+    with pytest.raises(UserError):
+        residency.enter("update")
+    assert {name: role.place for name, role in residency.roles.items()} == places
+    residency.enter("reshard")
+
+
+def test_a_budget_that_is_just_enough_is_accepted(backend: CpuBackend) -> None:
+    budgeted(backend, 8 * MIB).check_budget()
+
+
+def test_the_ledger_has_the_peak_of_each_phase_and_what_was_moved(backend: CpuBackend) -> None:
+    residency = budgeted(backend, 8 * MIB)
+    for phase in ("update", "reshard", "update"):
+        residency.enter(phase)
+    ledger = residency.ledger
+    assert ledger.peak_by_phase == {"update": 8 * MIB, "reshard": 3 * MIB}
+    # Out: the generator; then gradients and moments out and the generator in; then all of it back.
+    assert ledger.transfer_bytes == (1 + 7 + 7) * MIB
+    assert ledger.transfer_seconds > 0
+
+
+def test_roles_that_a_run_lacks_are_passed_over(backend: CpuBackend) -> None:
+    residency = budgeted(backend, 8 * MIB)
+    residency.enter("reference")
+    assert all(role.place is Place.ON_HOST for role in residency.roles.values())
+    phases = {phase: size for phase, size, _ in residency.table()}
+    assert phases["reference"] == 0 and phases["reshard"] == 3 * MIB

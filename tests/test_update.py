@@ -1,0 +1,194 @@
+"""One update of a tiny model in one process: how its samples are arranged must not change what is learnt.
+
+Does not prove that the update is right for one arrangement, nor anything about several ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from mindgrpo.algorithm.loss import grpo_loss, token_weights
+from mindgrpo.algorithm.samples import Samples
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.update.batches import UpdateReport, update
+from mindgrpo.update.optimizer import AdamWSettings
+from mindgrpo.update.policy import NotFinite, Policy, UpdateSettings
+
+CONFIG = decoder_config(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "here",
+)
+LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+# An eps well above rounding: Adam's first step would make noise in a zero gradient as large as any other.
+SETTINGS = UpdateSettings(
+    micro_rows=2,
+    row_length=24,
+    temperature=0.9,
+    recompute=False,
+    epsilon=(0.2, 0.3),
+    beta=0.05,
+    max_grad_norm=0.5,
+    adamw=AdamWSettings(0.9, 0.95, 1e-2, 0.1),
+)
+LENGTHS = ((3, 5), (1, 8), (6, 0), (4, 20), (2, 2), (5, 9), (3, 1), (7, 4))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    report: UpdateReport
+    weights: dict[str, np.ndarray]
+
+
+def samples() -> Samples:
+    rng = np.random.default_rng(0)
+    lengths = [c for _, c in LENGTHS]
+    made = Samples(
+        prompts=[rng.integers(0, 67, p).astype(np.int32) for p, _ in LENGTHS],
+        completions=[rng.integers(0, 67, c).astype(np.int32) for c in lengths],
+        finish_reasons=["stop"] * len(lengths),
+        generator_logps=[np.zeros(c, np.float32) for c in lengths],
+    )
+    made.advantages = rng.normal(size=len(lengths)).astype(np.float32)
+    made.reference_logps = [rng.normal(-4.2, 0.3, c).astype(np.float32) for c in lengths]
+    return made
+
+
+PolicyOf = Callable[[UpdateSettings], Policy]
+
+
+@pytest.fixture(scope="module")
+def policy_of() -> PolicyOf:
+    """A policy with the same random weights and no past, compiled once for each settings."""
+    backend = CpuBackend({}, "shared_memory")
+    made: dict[UpdateSettings, Policy] = {}
+
+    def of(settings: UpdateSettings) -> Policy:
+        if settings not in made:
+            made[settings] = Policy(CONFIG, LAYOUT, backend, settings)
+        policy = made[settings]
+        fill_random(policy.weights, seed=2, scale=0.1)
+        for past in (policy.optimizer.first, policy.optimizer.second):
+            for run in past.runs:
+                run[...] = 0.0
+        policy.clear_gradients()
+        policy.updates = policy.version = 0
+        return policy
+
+    return of
+
+
+def one_update(
+    policy: Policy, given: Samples, max_per_row: int | None = None, members: range | None = None
+) -> Outcome:
+    report = update(policy, given, members or range(len(given)), 1e-2, max_per_row)
+    return Outcome(report, {name: part.copy() for name, part in policy.weights.parts.items()})
+
+
+@pytest.fixture(scope="module")
+def packed(policy_of: PolicyOf) -> Outcome:
+    return one_update(policy_of(SETTINGS), samples())
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    for figure in ("loss", "grad_norm", "kl", "entropy"):
+        pair = getattr(found.report, figure), getattr(expected.report, figure)
+        assert pair[0] == pytest.approx(pair[1], rel=1e-5, abs=1e-7), figure
+    assert found.report.logps.keys() == expected.report.logps.keys()
+    for i, logps in found.report.logps.items():
+        np.testing.assert_allclose(logps, expected.report.logps[i], rtol=0, atol=1e-5)
+    for name, weight in found.weights.items():
+        np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=2e-6, err_msg=name)
+
+
+def test_the_update_is_large_enough_to_tell_arrangements_apart(
+    policy_of: PolicyOf, packed: Outcome
+) -> None:
+    before = policy_of(SETTINGS).weights.parts
+    moved = max(float(np.abs(packed.weights[n] - part).max()) for n, part in before.items())
+    assert moved > 1e-3 and packed.report.grad_norm > 0.1
+    assert packed.report.padding_share < 0.4
+
+
+def test_one_sample_a_row_learns_the_same_as_packed_rows(
+    policy_of: PolicyOf, packed: Outcome
+) -> None:
+    unpacked = one_update(policy_of(SETTINGS), samples(), max_per_row=1)
+    assert unpacked.report.padding_share > packed.report.padding_share
+    assert_same(unpacked, packed)
+
+
+def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed: Outcome) -> None:
+    whole = replace(SETTINGS, micro_rows=8)
+    assert_same(one_update(policy_of(whole), samples(), max_per_row=1), packed)
+
+
+def test_recomputing_layers_changes_nothing(policy_of: PolicyOf, packed: Outcome) -> None:
+    assert_same(one_update(policy_of(replace(SETTINGS, recompute=True)), samples()), packed)
+
+
+def test_old_log_probs_that_are_the_policys_own_change_nothing(
+    policy_of: PolicyOf, packed: Outcome
+) -> None:
+    given = samples()
+    given.old_logps = [packed.report.logps[i] for i in range(len(given))]
+    assert_same(one_update(policy_of(SETTINGS), given), packed)
+
+
+def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) -> None:
+    given = samples()
+    assert given.reference_logps is not None
+    weights = token_weights(given.completion_lengths)
+    total = 0.0
+    for i, logps in packed.report.logps.items():
+        sample = np.full(len(logps), given.advantages[i]), np.full(len(logps), weights[i])
+        total += grpo_loss(
+            logps, logps, given.reference_logps[i], *sample, SETTINGS.epsilon, SETTINGS.beta
+        )
+    assert packed.report.loss == pytest.approx(total, abs=1e-6)
+
+
+def test_samples_that_are_not_members_have_no_part_in_the_update(policy_of: PolicyOf) -> None:
+    some = one_update(policy_of(SETTINGS), samples(), members=range(0, 4))
+    assert sorted(some.report.logps) == [0, 1, 2, 3]
+    given = samples()
+    given.advantages[4:] = 1e6
+    assert given.reference_logps is not None
+    given.reference_logps[4:] = [np.full(c, -1e3, np.float32) for _, c in LENGTHS[4:]]
+    assert_same(one_update(policy_of(SETTINGS), given, members=range(0, 4)), some)
+
+
+def test_gradients_are_zero_after_an_update_and_versions_count_up(policy_of: PolicyOf) -> None:
+    policy = policy_of(SETTINGS)
+    one_update(policy, samples())
+    assert not any(run.any() for run in policy.gradients.runs)
+    one_update(policy, samples())
+    assert (policy.version, policy.updates) == (2, 2)
+
+
+def test_an_infinite_gradient_leaves_weights_and_moments_untouched(policy_of: PolicyOf) -> None:
+    policy = policy_of(SETTINGS)
+    before = {name: part.copy() for name, part in policy.weights.parts.items()}
+    given = samples()
+    given.advantages[0] = np.inf
+    with pytest.raises(NotFinite, match="the update was not made"):
+        one_update(policy, given)
+    for name, part in policy.weights.parts.items():
+        np.testing.assert_array_equal(part, before[name])
+    assert not any(run.any() for run in policy.optimizer.first.runs)
+    assert (policy.version, policy.updates) == (0, 0)

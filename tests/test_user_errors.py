@@ -1,0 +1,238 @@
+"""Mistakes in what a run is given end as one sentence and status 2, before any device is touched.
+
+Does not prove that every mistake is found, nor what happens once a run has started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from mindgrpo.__main__ import main
+from mindgrpo.model.checkpoint_files import SafetensorsWriter
+from mindgrpo.model.families import decoder_config, parameter_specs
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+)
+RAW = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+Check = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(RAW))
+    with SafetensorsWriter(folder, 1 << 30) as writer:
+        for spec in parameter_specs(decoder_config(RAW, "here")):
+            writer.add(spec.name, np.zeros(spec.shape, np.float32))
+    for name in TOKENIZER_FILES:
+        shutil.copy(EXAMPLE / "model" / name, folder / name)
+    return folder
+
+
+@pytest.fixture
+def configuration(model: Path, tmp_path: Path) -> Path:
+    """The bundled example with this module's model; other files import nothing of it."""
+    document = yaml.safe_load((EXAMPLE / "grpo_config.yaml").read_text())
+    document["actor_config"]["load"] = str(model)
+    path = tmp_path / "grpo_config.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.fixture
+def refused(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Check:
+    """Runs `check` in this process and returns its sentence."""
+    monkeypatch.chdir(ROOT)
+
+    def check(*overrides: str, ranks: str | None = None) -> str:
+        world = [] if ranks is None else ["--ranks", ranks]
+        status = main(["check", *world, "--config", str(configuration), *overrides])
+        printed = capsys.readouterr()
+        assert (status, printed.out) == (2, "")
+        return only_sentence(printed.err)
+
+    return check
+
+
+def only_sentence(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("mindgrpo: ")
+    assert "Traceback" not in stderr
+    return lines[0]
+
+
+def edit(configuration: Path, old: str, new: str) -> int:
+    """Replaces the first `old` and returns its line number."""
+    text = configuration.read_text()
+    assert old in text
+    configuration.write_text(text.replace(old, new, 1))
+    return text[: text.index(old)].count("\n") + 1
+
+
+def test_the_example_with_a_sound_model_is_accepted(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["check", "--ranks", "8", "--config", str(configuration)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_key_is_told_with_its_line_and_the_nearest_name(
+    refused: Check, configuration: Path
+) -> None:
+    line = edit(configuration, "num_generations: 8", "num_generation: 8")
+    sentence = refused()
+    assert "rl_config.num_generation" in sentence and "num_generations" in sentence
+    assert f"({configuration.name} line {line})" in sentence
+
+
+def test_a_wrong_value_is_told_with_its_key_and_place(refused: Check, configuration: Path) -> None:
+    line = edit(configuration, "beta: 0.01", "beta: -0.5")
+    sentence = refused()
+    for part in ("rl_config.beta", "-0.5", f"({configuration.name} line {line})"):
+        assert part in sentence
+
+
+def test_a_wrong_value_on_the_command_line_is_told_as_such(refused: Check) -> None:
+    sentence = refused("--rl_config.num_generations", "many")
+    for part in ("rl_config.num_generations", "many", "command line"):
+        assert part in sentence
+
+
+def test_a_model_parallel_degree_that_cuts_heads_is_told_with_both_numbers(refused: Check) -> None:
+    sentence = refused("--actor_config.parallel_config.model_parallel", "3")
+    for part in ("model_parallel 3", "num_attention_heads 4", "parallel_config.model_parallel"):
+        assert part in sentence
+
+
+def test_a_pipeline_longer_than_the_model_is_told(refused: Check) -> None:
+    sentence = refused("--actor_config.parallel_config.pipeline_stage", "4")
+    assert "pipeline_stage 4" in sentence and "2 layers" in sentence
+
+
+@pytest.mark.parametrize("ranks", ["4", "16"])
+def test_a_world_that_does_not_fit_the_layout_is_told_with_both_sizes(
+    refused: Check, ranks: str
+) -> None:
+    sentence = refused(ranks=ranks)
+    assert ranks in sentence and "8" in sentence
+    assert "model_parallel" in sentence or "parallel_config" in sentence
+
+
+@pytest.mark.parametrize("ranks", ["many", "0", "--config"])
+def test_a_number_of_ranks_that_is_none_is_told(refused: Check, ranks: str) -> None:
+    sentence = refused(ranks=ranks)
+    assert "--ranks" in sentence and ranks in sentence
+
+
+def test_a_missing_model_directory_is_told_with_its_key(refused: Check, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone")
+    sentence = refused("--actor_config.load", gone)
+    assert gone in sentence and "actor_config.load" in sentence
+
+
+def test_a_model_directory_without_a_tokenizer_is_told(
+    refused: Check, model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*token*"))
+    sentence = refused("--actor_config.load", str(bare))
+    assert str(bare) in sentence and "tokenizer" in sentence
+
+
+def test_a_model_directory_without_weights_is_told(
+    refused: Check, model: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    sentence = refused("--actor_config.load", str(bare))
+    assert str(bare) in sentence and "safetensors" in sentence
+
+
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_told(
+    refused: Check, model: Path, tmp_path: Path
+) -> None:
+    raw = RAW | {"vocab_size": 67}
+    small = tmp_path / "small"
+    shutil.copytree(model, small, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    (small / "config.json").write_text(json.dumps(raw))
+    with SafetensorsWriter(small, 1 << 30) as writer:
+        for spec in parameter_specs(decoder_config(raw, "here")):
+            writer.add(spec.name, np.zeros(spec.shape, np.float32))
+    sentence = refused("--actor_config.load", str(small))
+    for part in (str(small), "vocab_size is 67", "tokenizer_dir"):
+        assert part in sentence
+
+
+def test_a_reward_that_does_not_import_is_told_with_the_error(
+    refused: Check, tmp_path: Path
+) -> None:
+    source = tmp_path / "my_reward.py"
+    source.write_text("import nowhere_to_be_found\n\ndef judge(completions):\n    return []\n")
+    given = f"{source}:judge"
+    sentence = refused("--reward_config.verifier_function", given, "--verifier_weight", "1.0")
+    for part in (given, "nowhere_to_be_found", "my_reward.py:1", "verifier_function"):
+        assert part in sentence
+
+
+def test_a_reward_that_is_not_built_in_is_told_with_the_nearest_name(refused: Check) -> None:
+    given = ("--verifier_function", "acuracy_reward", "--verifier_weight", "1.0")
+    sentence = refused(*given)
+    assert "acuracy_reward" in sentence and "'accuracy_reward'" in sentence
+
+
+def test_a_missing_data_set_is_told(refused: Check, tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.jsonl")
+    assert gone in refused("--rl_config.dataset_file", gone)
+
+
+def test_a_device_that_does_not_exist_is_told(refused: Check) -> None:
+    sentence = refused("--context.device_target", "Abacus")
+    assert "context.device_target is 'Abacus'" in sentence
+
+
+def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "'trian' is no verb" in only_sentence(capsys.readouterr().err)
+
+
+def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Path) -> None:
+    edit(configuration, "beta: 0.01", "beta: lots")
+    command = [sys.executable, "-m", "mindgrpo", "check", "--config", str(configuration)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "lots" in only_sentence(ended.stderr)
