@@ -18,7 +18,7 @@ SEED = 0
 
 
 def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
-    from mindspore import Tensor, nn
+    from mindspore import Tensor
 
     from mindgrpo.backend import connect
     from mindgrpo.layout.grid import Grid
@@ -36,10 +36,10 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     drawn = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens)
     tokens = np.array([ids or drawn], np.int32)
     shard = Shard(config, weights, backend, "compared")
-    net = nn.SequentialCell([Stage(shard, tokens.shape[1]), Head(shard, 1.0)])
+    stage, head = Stage(shard, tokens.shape[1]), Head(shard, 1.0)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    hidden = net[0](Tensor(tokens), Tensor(positions), Tensor(np.ones_like(tokens)))
-    np.savez(output, input_ids=tokens, logits=net[1](hidden).asnumpy()[None])
+    hidden = stage(Tensor(tokens), Tensor(positions), Tensor(np.ones_like(tokens)))
+    np.savez(output, input_ids=tokens, logits=head(hidden).asnumpy()[None])
     print(f"{output}: logits of {tokens.shape[1]} tokens")
     return 0
 
@@ -50,7 +50,7 @@ def compare(model: Path, stored: Path, tolerance: float) -> int:
 
     with np.load(stored) as values:
         ids, expected = values["input_ids"], values["logits"]
-    network = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32).eval()
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = network(torch.from_numpy(ids.astype(np.int64))).logits.numpy()
     gap = float(np.abs(logits - expected).max())
