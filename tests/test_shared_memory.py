@@ -169,7 +169,7 @@ def test_nobody_passes_a_barrier_before_the_last_has_arrived() -> None:
 
 
 def _link(job: str, rank: int, size: int) -> SharedLink:
-    return SharedLink(job, rank, 0, 1, 4096, Peers())
+    return SharedLink(job, rank, 0, 1, 4096, 0, Peers())
 
 
 SHAPES = [(1 + i % 7, 1 + i % 4) for i in range(50)]

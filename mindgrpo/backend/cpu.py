@@ -7,6 +7,7 @@ memory is held equal to; between graphs ranks of one host always use shared memo
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -114,6 +115,7 @@ class CpuBackend(Backend):
         self._peers = Peers()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
+        self._num_links: Counter[tuple[int, int]] = Counter()
 
     def _join(self, environment: dict[str, str]) -> None:
         from mindspore.communication import get_rank, init
@@ -149,7 +151,11 @@ class CpuBackend(Backend):
         return name
 
     def link(self, source: int, target: int, slot_bytes: int) -> CpuLink:
-        return CpuLink(SharedLink(self._job, self.rank, source, target, slot_bytes, self._peers))
+        # Both ends count alike, so that a second link between them has a name of its own.
+        serial = self._num_links[source, target]
+        self._num_links[source, target] += 1
+        shared = SharedLink(self._job, self.rank, source, target, slot_bytes, serial, self._peers)
+        return CpuLink(shared)
 
     def pool(self, num_bytes: int) -> Pool:
         return HostPool(num_bytes)

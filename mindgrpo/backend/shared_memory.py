@@ -24,7 +24,7 @@ from mindgrpo.errors import UserError
 
 SHM = Path("/dev/shm")
 LINE = 64  # bytes between two ranks' counters: a cache line each
-HEADER_BYTES = 4096
+PAGE_BYTES = 4096
 YIELDS_BEFORE_SLEEP = 40
 NAP_SECONDS = 50e-6
 LIFE_CHECK_SECONDS = 0.5
@@ -84,23 +84,25 @@ class Wait:
 
 
 class Segment:
-    """`num_bytes` of memory shared by `ranks`, behind a header of counters."""
+    """`num_bytes` of memory shared by `ranks`, behind a header: a counter a rank, then a process id a rank."""
 
     def __init__(
         self, job: str, name: str, rank: int, ranks: Sequence[int], num_bytes: int, peers: Peers
     ) -> None:
         path = SHM / f"mindgrpo-{job}-{name}"
-        total = HEADER_BYTES + num_bytes
+        size = len(ranks)
+        self._header_bytes = -(-size * (LINE + 8) // PAGE_BYTES) * PAGE_BYTES
+        total = self._header_bytes + num_bytes
         leader = rank == ranks[0]
         descriptor = self._create(path, total) if leader else self._open(path, peers, ranks)
         self.memory = mmap.mmap(descriptor, total)
         os.close(descriptor)
-        self.counters = memoryview(self.memory)[:HEADER_BYTES].cast("q")
-        # The header's second half holds process ids: non-zero means attached.
-        base = HEADER_BYTES // 16
+        self.counters = memoryview(self.memory)[: self._header_bytes].cast("q")
+        # A process id that is not zero means attached.
+        base = size * LINE // 8
         index = list(ranks).index(rank)
         self.counters[base + index] = os.getpid()
-        positions = [base + i for i in range(len(ranks))]
+        positions = [base + i for i in range(size)]
         Wait(peers, ranks).until_at_least(self.counters, positions, 1)
         for member, position in zip(ranks, positions, strict=True):
             peers.know(member, self.counters[position])
@@ -109,7 +111,7 @@ class Segment:
 
     def array(self, start: int, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes], a view."""
-        return np.frombuffer(self.memory, np.uint8, num_bytes, HEADER_BYTES + start)
+        return np.frombuffer(self.memory, np.uint8, num_bytes, self._header_bytes + start)
 
     @staticmethod
     def _create(path: Path, total: int) -> int:
@@ -237,12 +239,19 @@ class SharedLink:
     SLOTS = 4
 
     def __init__(
-        self, job: str, rank: int, source: int, target: int, slot_bytes: int, peers: Peers
+        self,
+        job: str,
+        rank: int,
+        source: int,
+        target: int,
+        slot_bytes: int,
+        serial: int,
+        peers: Peers,
     ) -> None:
         ranks = (source, target)
         self._slot_bytes = slot_bytes
         self._segment = Segment(
-            job, f"link-{source}_{target}", rank, ranks, self.SLOTS * slot_bytes, peers
+            job, f"link-{source}_{target}-{serial}", rank, ranks, self.SLOTS * slot_bytes, peers
         )
         self._wait = Wait(peers, ranks)
         self._counters = self._segment.counters
