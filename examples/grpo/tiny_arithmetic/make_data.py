@@ -2,7 +2,7 @@
 
     python make_data.py            # writes train.jsonl and heldout.jsonl beside this file
 
-Additions, subtractions and two-step sums whose every intermediate result lies in 0..59. No set of
+Additions, subtractions and two-step sums whose every intermediate result lies in 0..29. No set of
 numbers stands in both splits, whatever the operation or the wording, and `sample_problem` refuses
 numbers that it is told to keep out, so a warm start on fresh problems cannot see the held-out ones.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LARGEST = 59
+LARGEST = 29
 NAMES = ("Tom", "Mia", "Ben", "Zoe", "Ann", "Sam")
 THINGS = ("apples", "books", "coins", "eggs", "cards", "pens")
 TEMPLATES = {
