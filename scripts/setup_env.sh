@@ -26,7 +26,7 @@ _find_python() {
         return
     fi
     # Each candidate is run, not only looked up: a shim on PATH may have no Python behind it.
-    for candidate in python3.12 python3.11 python3.10 python3; do
+    for candidate in python3 python3.11 python3.12 python3.10; do
         if _python_version "$candidate" >/dev/null; then
             echo "$candidate"
             return
