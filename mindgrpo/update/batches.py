@@ -18,7 +18,7 @@ from mindgrpo.update.policy import Policy
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`logps` by sample, before the update; `tokens` counts the rows' tokens, padding included."""
+    """`logps` by sample, before the update; `padding_share` of the rows' tokens."""
 
     loss: float
     kl: float
@@ -57,12 +57,12 @@ def update(
         for batch, result in zip(batches, results, strict=True):
             logps |= batch.gather(result.logps)
             entropy |= batch.gather(result.entropy)
-        own = (sum(result.loss for result in results), logps, entropy)
+        own = (logps, entropy)
     parts = [part for part in backend.world.gather_objects(own) if part is not None]
     norm = policy.apply(lr)
     total_rows = len(batches) * settings.micro_rows * grid.data_parallel
     padding = packing.padding_share(rows, settings.row_length, total_rows)
-    return _report(policy, samples, parts, norm, padding)
+    return _report(policy, samples, parts, weights, norm, padding)
 
 
 def _extras(batch: MicroBatch, samples: Samples, weights: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -75,13 +75,14 @@ def _extras(batch: MicroBatch, samples: Samples, weights: np.ndarray) -> tuple[n
 def _report(
     policy: Policy,
     samples: Samples,
-    parts: Sequence[tuple[float, dict[int, np.ndarray], dict[int, np.ndarray]]],
+    parts: Sequence[tuple[dict[int, np.ndarray], dict[int, np.ndarray]]],
+    weights: np.ndarray,
     norm: float,
     padding: float,
 ) -> UpdateReport:
     logps: dict[int, np.ndarray] = {}
     entropy: dict[int, np.ndarray] = {}
-    for _, part_logps, part_entropy in parts:
+    for part_logps, part_entropy in parts:
         logps |= part_logps
         entropy |= part_entropy
     kl, clipped = [], []
@@ -92,11 +93,39 @@ def _report(
         advantage = float(samples.advantages[i])
         clipped.append(loss.is_clipped(values, old, advantage, policy.settings.epsilon))
     return UpdateReport(
-        loss=float(sum(part[0] for part in parts)),
+        loss=_loss(policy, samples, logps, weights),
         kl=loss.token_mean(kl),
         entropy=loss.token_mean(list(entropy.values())),
         clip_fraction=loss.token_mean(clipped),
         grad_norm=norm,
         logps=logps,
         padding_share=padding,
+    )
+
+
+def _loss(
+    policy: Policy, samples: Samples, logps: dict[int, np.ndarray], weights: np.ndarray
+) -> float:
+    """The graph's loss again, in float64 and in the order of the samples.
+
+    On-policy it is a sum that cancels to nearly nothing, where float32 would show the order of the
+    rows, and so the layout, in every digit.
+    """
+
+    def tokens(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+        parts = [np.broadcast_to(values[i], logps[i].shape) for i in sorted(logps)]
+        return np.concatenate(parts).astype(np.float64)
+
+    settings = policy.settings
+    own = tokens([logps.get(i, np.zeros(0)) for i in range(len(samples))])
+    old = own if samples.old_logps is None else tokens(samples.old_logps)
+    reference = own if samples.reference_logps is None else tokens(samples.reference_logps)
+    return loss.grpo_loss(
+        own,
+        old,
+        reference,
+        tokens(samples.advantages),
+        tokens(weights),
+        settings.epsilon,
+        settings.beta,
     )
