@@ -112,7 +112,7 @@ class Roles:
         self.generator.version = self.policy.version
 
     def sync_reference(self, share: float) -> None:
-        """reference = share * policy + (1 - share) * reference (arXiv:2404.09656, TR-DPO, equation 8)."""
+        """reference = share * policy + (1 - share) * reference (TR-DPO, arXiv:2404.09656)."""
         if self.reference is None:
             return
         self.enter("sync_reference")

@@ -19,6 +19,7 @@ from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded
+from mindgrpo.config.schema import LIVE
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.experience import Scored, generate, sample_logps, score
 from mindgrpo.export import export_policy
@@ -49,7 +50,9 @@ class GRPOTrainer:
         reward_functions: Sequence[Reward] | None = None,
         name: str = "run",
     ) -> None:
-        loaded = config if isinstance(config, Loaded) else Loaded(config, {}, [])
+        loaded = config
+        if not isinstance(loaded, Loaded):
+            loaded = Loaded(loaded, dict.fromkeys(LIVE, "given in code"), [])
         self.config = loaded.config
         self._started = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
         context = self.config.context

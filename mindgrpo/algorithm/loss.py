@@ -41,7 +41,8 @@ def grpo_loss(
 ) -> float:
     """sum_t w_t (-min(rho A, clip(rho, 1 - low, 1 + high) A) + beta k3), rho = exp(logp - old).
 
-    All arrays float [tokens]; arXiv:2402.03300, equation 3, with separate clip ends (arXiv:2503.14476, equation 8).
+    All arrays float [tokens]; arXiv:2402.03300, equation 3, with the separate clip ends of DAPO
+    (arXiv:2503.14476, section 3.1).
     """
     ratio = np.exp(logps - old)
     clipped = np.clip(ratio, 1.0 - epsilon[0], 1.0 + epsilon[1])
