@@ -39,9 +39,12 @@ class Inputs:
 
 
 def prepare(
-    config: Config, world_size: int | None, reward_functions: Sequence[Reward] | None = None
+    config: Config,
+    world_size: int | None,
+    reward_functions: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
 ) -> Inputs:
-    """Raises UserError. `reward_functions` stand in for reward_config.verifier_function."""
+    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included."""
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -60,7 +63,7 @@ def prepare(
             f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
         )
-    scorer = _scorer(config, reward_functions)
+    scorer = _scorer(config, reward_functions, reward_weights)
     _check_save(config)
     prompts = _prompts(config, tokenizer, config.rl_config.dataset_file, "rl_config.dataset_file")
     held_out = None
@@ -88,13 +91,15 @@ def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
     )
 
 
-def _scorer(config: Config, reward_functions: Sequence[Reward] | None) -> Scorer:
+def _scorer(
+    config: Config,
+    reward_functions: Sequence[Reward] | None,
+    reward_weights: Sequence[float] | None,
+) -> Scorer:
     functions: Sequence[Reward] = config.reward_config.verifier_function
-    weights = config.verifier_weights
+    weights: Sequence[float] | None = config.verifier_weights
     if reward_functions is not None:
-        functions = reward_functions
-        given = config.reward_config.verifier_weight
-        weights = list(given) if given is not None else [1.0] * len(functions)
+        functions, weights = reward_functions, reward_weights
     if not functions:
         raise UserError(
             "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "

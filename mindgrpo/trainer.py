@@ -40,8 +40,8 @@ class GRPOTrainer:
     """Trains as `config` says, on every rank that msrun started, or alone.
 
     `reward_functions` (callables, built-in names, module:function or file.py:function) replace
-    reward_config.verifier_function; `name` names the output folder. Raises UserError for whatever
-    the configuration gets wrong.
+    those of reward_config, each with weight 1.0 unless `reward_weights` says. `name` names the
+    output folder. Raises UserError for whatever the configuration gets wrong.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class GRPOTrainer:
         config: Config | Loaded,
         reward_functions: Sequence[Reward] | None = None,
         name: str = "run",
+        reward_weights: Sequence[float] | None = None,
     ) -> None:
         loaded = config
         if not isinstance(loaded, Loaded):
@@ -62,7 +63,9 @@ class GRPOTrainer:
             dict(os.environ),
             self.config.rl_config.deterministic == "ON",
         )
-        self.inputs = prepare(self.config, self.backend.world_size, reward_functions)
+        self.inputs = prepare(
+            self.config, self.backend.world_size, reward_functions, reward_weights
+        )
         self.plan = self.inputs.plan
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
         self.num_steps = self._num_steps()
