@@ -6,7 +6,6 @@ Pure numpy. The graph that is differentiated is update/loss_cell.py; `grpo_loss`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,16 +47,6 @@ def grpo_loss(
     clipped = np.clip(ratio, 1.0 - epsilon[0], 1.0 + epsilon[1])
     surrogate = np.minimum(ratio * advantages, clipped * advantages)
     return float((weights * (beta * k3(logps, reference) - surrogate)).sum())
-
-
-@dataclass(frozen=True)
-class UpdateFigures:
-    """Means over an update's completion tokens, but for `loss`, the minimised sum."""
-
-    loss: float
-    kl: float
-    entropy: float
-    clip_fraction: float
 
 
 def is_clipped(

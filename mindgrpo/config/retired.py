@@ -44,7 +44,7 @@ RETIRED: dict[str, str] = {
     "generate_config.hf_config_path": "config.json is read from actor_config.load",
     "generate_config.block_size": "the cache has one slot a sample; use max_num_seqs",
     "generate_config.max_num_batched_tokens": "use generate_config.max_num_seqs",
-    "generate_config.num_scheduler_steps": "slots are refilled after every token; leave it out",
+    "generate_config.num_scheduler_steps": "a graph call draws one token a slot; leave it out",
     "generate_config.gpu_memory_utilization": "use context.max_device_memory and max_num_seqs",
     "generate_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "generate_config.parallel_config.micro_batch_num": "use generate_config.max_num_seqs",
