@@ -101,3 +101,36 @@ int gated_grad(KERNEL_ARGS) {
     }
     return 0;
 }
+
+/* (tokens int32 [N], table [V, H], first int32 [1]) -> rows [N, H], zero where the token is not of this table */
+int embed(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    const int32_t *tokens = params[0], first = *(const int32_t *)params[2];
+    const float *table = params[1];
+    float *rows = params[3];
+    int64_t count = shapes[0][0], vocab = shapes[1][0], width = shapes[1][1];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = (int64_t)tokens[i] - first;
+        if (at >= 0 && at < vocab)
+            memcpy(rows + i * width, table + at * width, width * sizeof(float));
+        else
+            memset(rows + i * width, 0, width * sizeof(float));
+    }
+    return 0;
+}
+
+/* (tokens int32 [N], dy [N, H], table [V, H], first int32 [1]) -> dtable [V, H] */
+int embed_grad(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    const int32_t *tokens = params[0], first = *(const int32_t *)params[3];
+    const float *dy = params[1];
+    float *dtable = params[4];
+    int64_t count = shapes[0][0], vocab = shapes[2][0], width = shapes[2][1];
+    memset(dtable, 0, vocab * width * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = (int64_t)tokens[i] - first;
+        if (at < 0 || at >= vocab) continue;
+        for (int64_t j = 0; j < width; j++) dtable[at * width + j] += dy[i * width + j];
+    }
+    return 0;
+}
