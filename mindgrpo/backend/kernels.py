@@ -34,6 +34,16 @@ class Heads:
         return (self.queries + 2 * self.kv) * self.dim
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding."""
+
+    first: int
+    width: int
+    real: int
+    scale: float = 1.0
+
+
 class Kernels(ABC):
     """Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T."""
 
@@ -57,22 +67,31 @@ class Kernels(ABC):
         """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
 
     @abstractmethod
-    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        """(qkv [N, heads.width], bias [heads.width], q_norm [D], k_norm [D], *places) -> mixed values [N, queries D].
-
-        Adds the bias, norms and turns queries and keys, and attends. `rotary` float32 [positions, 2 D] holds cos,
-        then sin. `bias` and the norms may be any tensor [1] where `heads` has none. `places` are what the `places`
-        cell gave.
-        """
-
-    @abstractmethod
     def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        """(positions int32 [R, T], spans int32 [R, T, 3]) -> what all layers' attention cells take.
+        """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
 
-        A span is (first column of a shared prefix, its length, first column of the token's own run): token i of a
-        row sees the prefix and the columns from its run's first up to i.
+        A span is (first column of a shared prefix, its length, first column of the token's own run): a token sees
+        the prefix, and its run from the first column up to itself. A run with a prefix stands after it, and between
+        them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin.
         """
 
     @abstractmethod
-    def log_probs(self, first_token: int) -> tuple[nn.Cell, nn.Cell]:
-        """Cells `local` and `joined`: see model/logprobs.py, which sums over ranks between them."""
+    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+        """(qkv [N, heads.width], bias, q_norm, k_norm, two of `places`) -> mixed values [N, queries D].
+
+        Adds the bias [heads.width], norms queries and keys with weights [D] and turns them, and attends; `bias` and
+        the norms are any tensors [1] where `heads` has none.
+        """
+
+    @abstractmethod
+    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+        """(logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
+        top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it.
+        """
+
+    @abstractmethod
+    def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
+        """(logits, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits [M, V].
+
+        dlogp/dl = onehot - p; dH/dl = -p (log p + H).
+        """

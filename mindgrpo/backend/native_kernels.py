@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import Heads, Kernels
+from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
 from mindgrpo.backend.native_library import operation
 
 
@@ -99,3 +99,134 @@ class _Embedding(nn.Cell):
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         return ops.zeros_like(tokens), self.back(tokens, dout, table, self.first)
+
+
+class _Places(nn.Cell):
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return positions, spans
+
+
+class _Attention(nn.Cell):
+    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        queries, dim = heads.queries, heads.dim
+
+        def mixed_shapes(qkv: Any, *others: Any) -> Any:
+            return [qkv[0], queries * dim], [qkv[0], queries]
+
+        def gradient_shapes(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        def gradient_types(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        self.run = operation("attention", mixed_shapes, _as_first_twice)
+        self.back = operation("attention_grad", gradient_shapes, gradient_types)
+        self.rotary = Tensor(rotary)
+        flags = (int(heads.has_bias), int(heads.norm_eps is not None))
+        self.sizes = Tensor([queries, heads.kv, dim, *flags], ms.int32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, dim**-0.5], ms.float32)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        return self.run(
+            qkv, bias, q_norm, k_norm, positions, spans, self.rotary, self.sizes, self.numbers
+        )
+
+    def bprop(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        out: Any,
+        dout: Any,
+    ) -> Any:
+        dqkv, dbias, dq_norm, dk_norm = self.back(
+            qkv,
+            bias,
+            q_norm,
+            k_norm,
+            positions,
+            spans,
+            self.rotary,
+            self.sizes,
+            self.numbers,
+            out[0],
+            out[1],
+            dout[0],
+        )
+        return dqkv, dbias, dq_norm, dk_norm, ops.zeros_like(positions), ops.zeros_like(spans)
+
+
+class _Mixed(nn.Cell):
+    """Hides the log-sum-exp, which only the backward wants."""
+
+    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.attention = _Attention(heads, rotary)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans)
+        return mixed
+
+
+def _four_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 4]
+
+
+class _LogProbPieces(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_pieces", _four_a_row, _as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale)
+
+
+class _LogProbGrad(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_grad", _as_first, _as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(
+        self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
+    ) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
+
+
+class NativeKernels(Kernels):
+    ragged = True
+
+    def rms_norm(self, eps: float) -> nn.Cell:
+        return _RmsNorm(eps)
+
+    def add_rms_norm(self, eps: float) -> nn.Cell:
+        return _AddRmsNorm(eps)
+
+    def gated(self) -> nn.Cell:
+        return _Gated()
+
+    def embedding(self, first_token: int) -> nn.Cell:
+        return _Embedding(first_token)
+
+    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+        return _Places()
+
+    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+        return _Mixed(heads, rotary)
+
+    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+        return _LogProbPieces(vocabulary)
+
+    def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
+        return _LogProbGrad(vocabulary)

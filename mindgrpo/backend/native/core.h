@@ -54,40 +54,42 @@ static inline float dot(const float *a, const float *b, int64_t n) {
 typedef float lanes __attribute__((vector_size(64), aligned(4)));
 #define LANES 16
 
+/* `wide` x LANES columns of C[m, .] (+)= A B; `wide` is 1 or 2 and known while compiling. */
+static inline __attribute__((always_inline)) void strip(int wide, int64_t m, int64_t k, const float *a, int64_t a_row,
+                                                        int64_t a_col, const float *b, int64_t ldb, float *c,
+                                                        int64_t ldc, int keep) {
+    for (int64_t i = 0; i < m; i += 4) {
+        int rows = m - i < 4 ? (int)(m - i) : 4;
+        const float *left[4];
+        lanes sum[4][2];
+        for (int r = 0; r < 4; r++) {
+            /* A short block works its last row more than once and stores it once. */
+            int64_t at = i + (r < rows ? r : rows - 1);
+            left[r] = a + at * a_row;
+            for (int q = 0; q < wide; q++) sum[r][q] = keep ? *(const lanes *)(c + at * ldc + q * LANES) : (lanes){0};
+        }
+        for (int64_t p = 0; p < k; p++) {
+            lanes right[2];
+            for (int q = 0; q < wide; q++) right[q] = *(const lanes *)(b + p * ldb + q * LANES);
+            for (int r = 0; r < 4; r++) {
+                float scale = left[r][p * a_col];
+                for (int q = 0; q < wide; q++) sum[r][q] += scale * right[q];
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int q = 0; q < wide; q++) *(lanes *)(c + (i + r) * ldc + q * LANES) = sum[r][q];
+    }
+}
+
 /* C[m, n] = (keep ? C : 0) + A[m, k] B[k, n]. A's element (i, p) is a[i * a_row + p * a_col]; B and C have unit columns.
  * A row's result does not depend on m. */
 static inline void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_col,
                            const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
     int64_t j = 0;
-    for (; j + 2 * LANES <= n; j += 2 * LANES) {
-        int64_t i = 0;
-        for (; i + 4 <= m; i += 4) {
-            lanes sum[4][2];
-            for (int r = 0; r < 4; r++)
-                for (int q = 0; q < 2; q++)
-                    sum[r][q] = keep ? *(const lanes *)(c + (i + r) * ldc + j + q * LANES) : (lanes){0};
-            for (int64_t p = 0; p < k; p++) {
-                lanes left = *(const lanes *)(b + p * ldb + j), right = *(const lanes *)(b + p * ldb + j + LANES);
-                for (int r = 0; r < 4; r++) {
-                    float scale = a[(i + r) * a_row + p * a_col];
-                    sum[r][0] += scale * left;
-                    sum[r][1] += scale * right;
-                }
-            }
-            for (int r = 0; r < 4; r++)
-                for (int q = 0; q < 2; q++) *(lanes *)(c + (i + r) * ldc + j + q * LANES) = sum[r][q];
-        }
-        for (; i < m; i++) {
-            lanes first = keep ? *(const lanes *)(c + i * ldc + j) : (lanes){0};
-            lanes second = keep ? *(const lanes *)(c + i * ldc + j + LANES) : (lanes){0};
-            for (int64_t p = 0; p < k; p++) {
-                float scale = a[i * a_row + p * a_col];
-                first += scale * *(const lanes *)(b + p * ldb + j);
-                second += scale * *(const lanes *)(b + p * ldb + j + LANES);
-            }
-            *(lanes *)(c + i * ldc + j) = first;
-            *(lanes *)(c + i * ldc + j + LANES) = second;
-        }
+    for (; j + 2 * LANES <= n; j += 2 * LANES) strip(2, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
+    if (j + LANES <= n) {
+        strip(1, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
+        j += LANES;
     }
     for (int64_t i = 0; i < m && j < n; i++) {
         if (!keep) memset(c + i * ldc + j, 0, (n - j) * sizeof(float));
@@ -95,6 +97,24 @@ static inline void product(int64_t m, int64_t n, int64_t k, const float *a, int6
             float scale = a[i * a_row + p * a_col];
             for (int64_t q = j; q < n; q++) c[i * ldc + q] += scale * b[p * ldb + q];
         }
+    }
+}
+
+/* One head of one token as attention wants it: x = source + bias, normed where `norm` is given, turned by `angles`
+ * (cos [D], then sin [D]; both halves of a head have the same). */
+static inline void turned_head(const float *source, const float *bias, const float *norm, float eps,
+                               const float *angles, int64_t dim, float *out) {
+    int64_t half = dim / 2;
+    float scale = 1.0f;
+    for (int64_t i = 0; i < dim; i++) out[i] = source[i] + (bias ? bias[i] : 0.0f);
+    if (norm) {
+        scale = 1.0f / sqrtf(dot(out, out, dim) / dim + eps);
+        for (int64_t i = 0; i < dim; i++) out[i] *= scale * norm[i];
+    }
+    for (int64_t i = 0; i < half; i++) {
+        float low = out[i], high = out[i + half];
+        out[i] = low * angles[i] - high * angles[dim + i];
+        out[i + half] = high * angles[i] + low * angles[dim + i];
     }
 }
 
