@@ -89,17 +89,14 @@ def sample_logps(
     layout: Layout,
     backend: Backend,
     samples: Samples,
-    micro_rows: int,
-    row_length: int,
-    max_per_row: int | None,
 ) -> list[np.ndarray]:
     """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only."""
     own: dict[int, np.ndarray] = {}
     if pipeline is not None:
         place = layout.grid.coordinates(backend.rank)
-        rows = packing.pack(samples, range(len(samples)), row_length, max_per_row)
+        rows = packing.pack(samples, range(len(samples)), pipeline.shape)
         batches = packing.micro_batches(
-            samples, rows, row_length, micro_rows, layout.grid.data_parallel, place.data
+            samples, rows, pipeline.shape, layout.grid.data_parallel, place.data
         )
         results = pipeline.logprobs(batches)
         if results is not None and place.model == 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.config import memory_bytes
 from mindgrpo.generate.engine import Generator
@@ -44,7 +45,8 @@ class Roles:
         budget = plan.config.context.max_device_memory
         self.residency = Residency(memory_bytes(budget) if budget else None)
         self._random = random_weights
-        self.policy = Policy(plan.model, plan.train, backend, update_settings(plan, sampling))
+        settings = update_settings(plan, sampling, backend)
+        self.policy = Policy(plan.model, plan.train, backend, settings)
         self.generator = Generator(
             plan.model,
             plan.infer,
@@ -81,7 +83,7 @@ class Roles:
                 Shard(plan.model, weights, self.backend, "reference"),
                 self.backend,
                 "reference",
-                plan.config.ref_config.ref_model_batch_size,
+                micro_shape(plan, plan.config.ref_config.ref_model_batch_size, self.backend),
                 plan.row_length,
                 sampling.trainer_temperature,
             )
@@ -135,12 +137,22 @@ class Roles:
         return Resharder(plan, self.policy.weights, target, self.backend)
 
 
-def update_settings(plan: RunPlan, sampling: SamplingSettings) -> UpdateSettings:
+def micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:
+    """`rows` rows of seq_length, or one as long as all of them where length costs nothing by itself."""
+    rl = plan.config.rl_config
+    if not rl.packing:
+        return MicroShape(rows, plan.row_length, 1)
+    if backend.kernels.ragged:
+        return MicroShape(1, rows * plan.row_length, rl.pack_num and rows * rl.pack_num)
+    return MicroShape(rows, plan.row_length, rl.pack_num)
+
+
+def update_settings(plan: RunPlan, sampling: SamplingSettings, backend: Backend) -> UpdateSettings:
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     return UpdateSettings(
-        micro_rows=rl.batch_size,
-        row_length=plan.row_length,
+        shape=micro_shape(plan, rl.batch_size, backend),
+        num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
         recompute=actor.recompute_config.recompute,
         epsilon=(rl.epsilon_low, rl.epsilon_high),

@@ -156,9 +156,6 @@ class GRPOTrainer:
                 layout,
                 self.backend,
                 samples,
-                self.config.ref_config.ref_model_batch_size,
-                self.plan.row_length,
-                self._max_per_row,
             )
 
     def _old(self, samples: Samples) -> None:
@@ -171,14 +168,7 @@ class GRPOTrainer:
                 self.plan.train,
                 self.backend,
                 samples,
-                self.config.rl_config.batch_size,
-                self.plan.row_length,
-                self._max_per_row,
             )
-
-    @property
-    def _max_per_row(self) -> int | None:
-        return self.config.rl_config.pack_num if self.config.rl_config.packing else 1
 
     def _update(self, step: int, samples: Samples) -> tuple[list[UpdateReport], float]:
         reports: list[UpdateReport] = []
@@ -189,9 +179,7 @@ class GRPOTrainer:
                 parts = np.array_split(np.arange(len(samples)), self.plan.batch.updates_per_rollout)
                 for members in parts:
                     lr = self._learning_rate(step * self._updates_per_step + len(reports))
-                    reports.append(
-                        update(self.roles.policy, samples, members.tolist(), lr, self._max_per_row)
-                    )
+                    reports.append(update(self.roles.policy, samples, members.tolist(), lr))
         return reports, lr
 
     def _learning_rate(self, index: int) -> float:

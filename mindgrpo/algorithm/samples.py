@@ -25,7 +25,7 @@ class Completion:
 
 @dataclass
 class Samples:
-    """A step's samples in order: sample i belongs to prompt i // num_generations.
+    """A step's samples in order; `groups[i]` is the prompt's number, samples of one group have the same prompt.
 
     Per-token lists hold float32 [completion length] each; `advantages` float32 [samples].
     """
@@ -34,6 +34,7 @@ class Samples:
     completions: list[np.ndarray]
     finish_reasons: list[str]
     generator_logps: list[np.ndarray]
+    groups: list[int]
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     reference_logps: list[np.ndarray] | None = None
     old_logps: list[np.ndarray] | None = None
@@ -50,9 +51,6 @@ class Samples:
         prompts = np.array([len(tokens) for tokens in self.prompts], np.int64)
         return prompts + self.completion_lengths
 
-    def sequence(self, index: int) -> np.ndarray:
-        return np.concatenate([self.prompts[index], self.completions[index]]).astype(np.int32)
-
 
 def collect(
     prompts: Sequence[np.ndarray], num_generations: int, completions: Sequence[Completion]
@@ -67,4 +65,5 @@ def collect(
         completions=[c.tokens for c in ordered],
         finish_reasons=[c.finish_reason for c in ordered],
         generator_logps=[c.logps for c in ordered],
+        groups=[c.sample // num_generations for c in ordered],
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindgrpo.backend.graph import CompileLog, Graph
+from mindgrpo.backend.kernels import Kernels
 from mindgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Backend(ABC):
     compile_log: CompileLog
     # True where parameters that share one pool may also be updated through one flat view of it.
     shares_memory: bool
+    kernels: Kernels
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:

@@ -18,6 +18,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindgrpo.backend import Backend, Group, Link, Pool
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.host_pool import HostPool
+from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.native_library import library_path
 from mindgrpo.backend.shared_memory import Peers, SharedBuckets, SharedGroup, SharedLink
 from mindgrpo.errors import UserError
 
@@ -112,10 +114,21 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
+        self.kernels = self._choose_kernels()
         self._peers = Peers()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
         self._num_links: Counter[tuple[int, int]] = Counter()
+
+    @staticmethod
+    def _choose_kernels() -> Kernels:
+        if library_path() is None:
+            from mindgrpo.backend.plain_kernels import PlainKernels
+
+            return PlainKernels()
+        from mindgrpo.backend.native_kernels import NativeKernels
+
+        return NativeKernels()
 
     def _join(self, environment: dict[str, str]) -> None:
         from mindspore.communication import get_rank, init

@@ -12,9 +12,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindgrpo.generate.plain_layers import GatedMlp, Head, Layer, Projections, RMSNorm
 from mindgrpo.generate.sampling import Sampler
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import NEVER, GatedMlp, Head, Layer, Projections, RMSNorm, Shard
+from mindgrpo.model.decoder import NEVER, Shard
 from mindgrpo.model.parallel_cells import Linear, ReduceFrom, VocabParallelEmbedding
 from mindgrpo.model.rotary import rotary_table
 

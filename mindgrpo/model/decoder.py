@@ -1,7 +1,7 @@
 """The decoder as graph code: one transformer layer and its ends, for whole packed rows.
 
-`x_NH`: N = rows * row length tokens, H = hidden. `R` rows, `T` row length, `K` local KV heads, `G` query heads a KV
-head, `D` head_dim. Refuses to hold weights of its own: a `Shard` hands out a rank's parameters.
+`x_NH`: N = R rows * T tokens, H = hidden; M picked positions; V local vocabulary. What is no matrix product comes
+from the backend's kernels. Refuses to hold weights of its own: a `Shard` hands out a rank's parameters.
 """
 
 from __future__ import annotations
@@ -10,17 +10,13 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from mindgrpo.backend import Backend, Group
+from mindgrpo.backend.kernels import Heads, Vocabulary
 from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.logprobs import VocabParallelLogProbs
-from mindgrpo.model.parallel_cells import (
-    CopyTo,
-    Linear,
-    ReduceFrom,
-    VocabParallelEmbedding,
-)
+from mindgrpo.model.logprobs import TokenLogProbs
+from mindgrpo.model.parallel_cells import CopyTo, Linear, ReduceFrom
 from mindgrpo.model.rotary import rotary_table
 from mindgrpo.model.weights import Weights
 
@@ -44,6 +40,7 @@ class Shard:
         self.query_heads = config.num_attention_heads // ways
         self.kv_heads = max(1, config.num_key_value_heads // ways)
         self.local_vocab = -(-config.vocab_size // ways)
+        self.kernels = backend.kernels
         self.first_token = self.local_vocab * self.model_index
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = {
@@ -77,85 +74,44 @@ class Shard:
             return None
         return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
 
-
-class RMSNorm(nn.Cell):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467)."""
-
-    def __init__(self, weight: Any, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def construct(self, x: Any) -> Any:
-        return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps) * self.weight
-
-
-class Projections(nn.Cell):
-    """x_NH -> rotated queries and keys [N, K*G + K, D] and values [N, K, D]."""
-
-    def __init__(self, shard: Shard, prefix: str) -> None:
-        super().__init__()
-        config = shard.config
-        self.linear = Linear(
-            shard[prefix + "self_attn.qkv_proj.weight"],
-            shard.get(prefix + "self_attn.qkv_proj.bias"),
+    def heads(self, prefix: str) -> Heads:
+        config = self.config
+        return Heads(
+            self.query_heads,
+            self.kv_heads,
+            config.head_dim,
+            self.get(prefix + "self_attn.qkv_proj.bias") is not None,
+            config.rms_norm_eps if config.qk_norm else None,
         )
-        self.queries, self.kv, self.dim = shard.query_heads, shard.kv_heads, config.head_dim
-        self.qk_norm = config.qk_norm
-        if config.qk_norm:
-            self.q_norm = RMSNorm(shard[prefix + "self_attn.q_norm.weight"], config.rms_norm_eps)
-            self.k_norm = RMSNorm(shard[prefix + "self_attn.k_norm.weight"], config.rms_norm_eps)
 
-    def construct(self, x: Any, angles: Any) -> Any:
-        heads = self.linear(x).reshape(-1, self.queries + 2 * self.kv, self.dim)
-        turning = heads[:, : self.queries + self.kv]
-        if self.qk_norm:
-            turning = ops.concat(
-                (self.q_norm(turning[:, : self.queries]), self.k_norm(turning[:, self.queries :])),
-                1,
-            )
-        half = self.dim // 2
-        turned = ops.concat((-turning[:, :, half:], turning[:, :, :half]), 2)
-        cos, sin = angles[:, :, : self.dim], angles[:, :, self.dim :]
-        return turning * cos + turned * sin, heads[:, self.queries + self.kv :]
+    def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
+        real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
+        return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)
 
 
 class Attention(nn.Cell):
-    """Causal attention inside the segments of packed rows; a split of heads over the group."""
+    """Normed x_NH -> what attention adds to the residual, a split of heads over the group."""
 
-    def __init__(self, shard: Shard, prefix: str) -> None:
+    def __init__(self, shard: Shard, prefix: str, rotary: np.ndarray) -> None:
         super().__init__()
+        name = prefix + "self_attn."
+        heads = shard.heads(prefix)
+        nothing = Tensor([0.0], ms.float32)
         self.copy = CopyTo(shard.group)
-        self.project = Projections(shard, prefix)
-        self.out = Linear(shard[prefix + "self_attn.o_proj.weight"])
+        self.qkv = Linear(shard[name + "qkv_proj.weight"])
+        self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
+        normed = heads.norm_eps is not None
+        self.q_norm = shard[name + "q_norm.weight"] if normed else nothing
+        self.k_norm = shard[name + "k_norm.weight"] if normed else nothing
+        self.attend = shard.kernels.attention(heads, rotary)
+        self.out = Linear(shard[name + "o_proj.weight"])
         self.reduce = ReduceFrom(shard.group)
-        self.kv, self.dim = shard.kv_heads, shard.config.head_dim
-        self.share = shard.query_heads // shard.kv_heads
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.mix = ops.BatchMatMul()
-        self.scale = self.dim**-0.5
-        self.out_bias = shard.get(prefix + "self_attn.o_proj.bias")
+        self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None
 
-    def construct(self, x: Any, angles: Any, mask: Any) -> Any:
-        length = mask.shape[3]
-        rows = x.shape[0] // length
-        turned, values = self.project(self.copy(x), angles)
-        queries = turned[:, : self.kv * self.share].reshape(
-            rows, length, self.kv, self.share, self.dim
-        )
-        keys = turned[:, self.kv * self.share :].reshape(rows, length, self.kv, self.dim)
-        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
-            rows * self.kv, self.share * length, self.dim
-        )
-        keys = keys.transpose(0, 2, 1, 3).reshape(rows * self.kv, length, self.dim)
-        values = values.reshape(rows, length, self.kv, self.dim)
-        values = values.transpose(0, 2, 1, 3).reshape(rows * self.kv, length, self.dim)
-        scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(rows, self.kv * self.share, length, length) + mask
-        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.share * length, length)
-        mixed = self.mix(weights, values).reshape(rows, self.kv, self.share, length, self.dim)
-        mixed = mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
+    def construct(self, x: Any, place: Any, other_place: Any) -> Any:
+        qkv = self.qkv(self.copy(x))
+        mixed = self.attend(qkv, self.bias, self.q_norm, self.k_norm, place, other_place)
         y = self.reduce(self.out(mixed))
         if self.has_out_bias:
             y = y + self.out_bias
@@ -169,97 +125,91 @@ class GatedMlp(nn.Cell):
         super().__init__()
         self.copy = CopyTo(shard.group)
         self.gate_up = Linear(shard[prefix + "mlp.gate_up_proj.weight"])
+        self.gated = shard.kernels.gated()
         self.down = Linear(shard[prefix + "mlp.down_proj.weight"])
         self.reduce = ReduceFrom(shard.group)
-        self.inner = shard[prefix + "mlp.down_proj.weight"].shape[0]
 
     def construct(self, x: Any) -> Any:
-        both = self.gate_up(self.copy(x))
-        gate, up = both[:, : self.inner], both[:, self.inner :]
-        return self.reduce(self.down(gate * ops.sigmoid(gate) * up))
+        return self.reduce(self.down(self.gated(self.gate_up(self.copy(x)))))
 
 
 class Layer(nn.Cell):
-    def __init__(self, shard: Shard, index: int) -> None:
+    """(x, what the layer before adds to it) -> the same pair: each sum is made where its norm needs it.
+
+    A stage's first layer has nothing to add and ignores `added`.
+    """
+
+    def __init__(self, shard: Shard, index: int, rotary: np.ndarray) -> None:
         super().__init__()
         prefix, eps = f"model.layers.{index}.", shard.config.rms_norm_eps
-        self.norm_in = RMSNorm(shard[prefix + "input_layernorm.weight"], eps)
-        self.attention = Attention(shard, prefix)
-        self.norm_mlp = RMSNorm(shard[prefix + "post_attention_layernorm.weight"], eps)
+        self.is_entry = index == shard.layers.start
+        self.weight_in = shard[prefix + "input_layernorm.weight"]
+        self.weight_mlp = shard[prefix + "post_attention_layernorm.weight"]
+        self.first_norm = shard.kernels.rms_norm(eps)
+        self.norm = shard.kernels.add_rms_norm(eps)
+        self.attention = Attention(shard, prefix, rotary)
         self.mlp = GatedMlp(shard, prefix)
 
-    def construct(self, x: Any, angles: Any, mask: Any) -> Any:
-        x = x + self.attention(self.norm_in(x), angles, mask)
-        return x + self.mlp(self.norm_mlp(x))
+    def construct(self, x: Any, added: Any, place: Any, other_place: Any) -> Any:
+        if self.is_entry:
+            normed = self.first_norm(x, self.weight_in)
+        else:
+            x, normed = self.norm(x, added, self.weight_in)
+        x, normed = self.norm(x, self.attention(normed, place, other_place), self.weight_mlp)
+        return x, self.mlp(normed)
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, positions [R, T], segments [R, T]) -> x_NH.
+    """A stage's layers: (tokens int32 [R, T] or x_NH, positions int32 [R, T], spans int32 [R, T, 3]) -> x_NH.
 
-    `segments` numbers the samples of a packed row from 1; 0 is padding, which only sees itself.
-    T is always `row_length`.
+    Spans as in backend/kernels.py; positions stay below `num_positions`.
     """
 
-    def __init__(self, shard: Shard, row_length: int, recompute: bool = False) -> None:
+    def __init__(self, shard: Shard, num_positions: int, recompute: bool = False) -> None:
         super().__init__()
         self.is_first = shard.is_first
+        kernels = shard.kernels
         if shard.is_first:
-            table = shard["model.embed_tokens.weight"]
-            self.embed = VocabParallelEmbedding(table, shard.first_token, shard.group)
-        self.angles = Tensor(rotary_table(shard.config, row_length))
-        # Constants: asking for them in the graph costs half a second of compiling each.
-        order = np.arange(row_length, dtype=np.int32)
-        self.row_order = Tensor(order.reshape(1, -1, 1))
-        self.column_order = Tensor(order.reshape(1, 1, -1))
-        self.layers = nn.CellList([Layer(shard, index) for index in shard.layers])
+            self.table = shard["model.embed_tokens.weight"]
+            self.embed = kernels.embedding(shard.first_token)
+            self.reduce = ReduceFrom(shard.group)
+        rotary = rotary_table(shard.config, num_positions)
+        heads = shard.heads(f"model.layers.{shard.layers.start}.")
+        self.places = kernels.places(heads, rotary)
+        self.layers = nn.CellList([Layer(shard, index, rotary) for index in shard.layers])
         if recompute:
             for layer in self.layers:
                 layer.recompute()
 
-    def construct(self, x: Any, positions: Any, segments: Any) -> Any:
-        together = ops.equal(ops.expand_dims(segments, 2), ops.expand_dims(segments, 1))
-        before = self.row_order >= self.column_order
-        seen = ops.logical_and(together, before).astype(ms.float32)
-        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
-        angles = ops.expand_dims(ops.gather(self.angles, positions.reshape(-1), 0), 1)
+    def construct(self, x: Any, positions: Any, spans: Any) -> Any:
+        place, other_place = self.places(positions, spans)
         if self.is_first:
-            x = self.embed(x.reshape(-1))
+            x = self.reduce(self.embed(x.reshape(-1), self.table))
+        added = x
         for layer in self.layers:
-            x = layer(x, angles, mask)
-        return x
-
-
-class Head(nn.Cell):
-    """Final norm and vocabulary-parallel logits, divided by the sampling temperature."""
-
-    def __init__(self, shard: Shard, temperature: float) -> None:
-        super().__init__()
-        self.norm = RMSNorm(shard["model.norm.weight"], shard.config.rms_norm_eps)
-        self.copy = CopyTo(shard.group)
-        self.table = shard.head_table
-        self.matmul = ops.MatMul(transpose_b=True)
-        self.scale = 1.0 / temperature
-        bias = shard.padding_bias()
-        self.padded = bias is not None
-        self.bias = Tensor(bias) if bias is not None else None
-
-    def construct(self, x: Any) -> Any:
-        logits = self.matmul(self.copy(self.norm(x)), self.table) * self.scale
-        if self.padded:
-            logits = logits + self.bias
-        return logits
+            x, added = layer(x, added, place, other_place)
+        return x + added
 
 
 class LogProbStage(nn.Cell):
-    """A last stage that ends in (log p [N], entropy [N]) of `labels` int32 [R, T]."""
+    """A last stage that ends in (log p [M], entropy [M]) of `labels` int32 [M] at `picks` int32 [M] of its N places.
 
-    def __init__(self, stage: Stage, shard: Shard, temperature: float) -> None:
+    A pick of -1 is padding: it takes a row of zeros.
+    """
+
+    def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
         self.stage = stage
-        self.head = Head(shard, temperature)
-        self.logprobs = VocabParallelLogProbs(shard.local_vocab, shard.first_token, shard.group)
+        self.pick = shard.kernels.embedding(0)
+        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
+        self.weight = shard["model.norm.weight"]
+        self.copy = CopyTo(shard.group)
+        self.table = shard.head_table
+        self.logprobs = TokenLogProbs(
+            shard.kernels, shard.vocabulary(temperature), shard.group, chunk_bytes
+        )
 
-    def construct(self, x: Any, positions: Any, segments: Any, labels: Any) -> Any:
-        logits = self.head(self.stage(x, positions, segments))
-        logp, entropy, _ = self.logprobs(logits, labels.reshape(-1))
-        return logp, entropy
+    def construct(self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any) -> Any:
+        picked = self.pick(picks, self.stage(x, positions, spans))
+        normed = self.copy(self.norm(picked, self.weight))
+        return self.logprobs(normed, self.table, labels)

@@ -18,7 +18,7 @@ from mindgrpo.update.policy import Policy
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`logps` by sample, before the update; `padding_share` of the rows' tokens."""
+    """`logps` by sample, before the update; `padding_share` of the rows' places."""
 
     loss: float
     kl: float
@@ -29,22 +29,13 @@ class UpdateReport:
     padding_share: float
 
 
-def update(
-    policy: Policy, samples: Samples, members: Sequence[int], lr: float, max_per_row: int | None
-) -> UpdateReport:
+def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) -> UpdateReport:
     """All ranks together; the loss is normalised over `members`, whatever rank or row they are on."""
     backend, settings = policy.backend, policy.settings
     grid = policy.weights.layout.grid
     place = grid.coordinates(backend.rank)
-    rows = packing.pack(samples, members, settings.row_length, max_per_row)
-    batches = packing.micro_batches(
-        samples,
-        rows,
-        settings.row_length,
-        settings.micro_rows,
-        grid.data_parallel,
-        place.data,
-    )
+    rows = packing.pack(samples, members, settings.shape)
+    batches = packing.micro_batches(samples, rows, settings.shape, grid.data_parallel, place.data)
     weights = np.zeros(len(samples), np.float32)
     weights[list(members)] = loss.token_weights(samples.completion_lengths[list(members)])
     has_old = samples.old_logps is not None
@@ -60,13 +51,13 @@ def update(
         own = (logps, entropy)
     parts = [part for part in backend.world.gather_objects(own) if part is not None]
     norm = policy.apply(lr)
-    total_rows = len(batches) * settings.micro_rows * grid.data_parallel
-    padding = packing.padding_share(rows, settings.row_length, total_rows)
+    places = len(batches) * settings.shape.tokens * grid.data_parallel
+    padding = packing.padding_share(rows, places)
     return _report(policy, samples, parts, weights, norm, padding)
 
 
 def _extras(batch: MicroBatch, samples: Samples, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-    none = np.zeros(batch.tokens.size, np.float32)
+    none = np.zeros(batch.picks.size, np.float32)
     old = none if samples.old_logps is None else batch.spread(samples.old_logps)
     reference = none if samples.reference_logps is None else batch.spread(samples.reference_logps)
     return old, reference, batch.spread(samples.advantages), batch.spread(weights)

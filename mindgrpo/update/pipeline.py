@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.algorithm.schedule import one_forward_one_backward
 from mindgrpo.backend import Backend, Link
 from mindgrpo.model.decoder import LogProbStage, Shard, Stage
 
+# The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
+LOGITS_BYTES = 64 << 20
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """The loss of one micro-batch and its float32 [R * T] log-probs and entropies."""
+    """The loss of one micro-batch and its float32 [M] log-probs and entropies."""
 
     loss: float
     logps: np.ndarray
@@ -28,7 +31,7 @@ class StepResult:
 
 
 class Pipeline:
-    """Forward passes of `shard`'s stage; `micro_rows` x `row_length` tokens a micro-batch, always.
+    """Forward passes of `shard`'s stage over micro-batches of `shape`, whose positions stay below `num_positions`.
 
     The last stage's ranks get results; the others None.
     """
@@ -38,20 +41,23 @@ class Pipeline:
         shard: Shard,
         backend: Backend,
         name: str,
-        micro_rows: int,
-        row_length: int,
+        shape: MicroShape,
+        num_positions: int,
         temperature: float,
         recompute: bool = False,
     ) -> None:
         grid = shard.weights.layout.grid
         rank = shard.weights.rank
         self.shard = shard
-        self.stage = Stage(shard, row_length, recompute)
-        self.net = LogProbStage(self.stage, shard, temperature) if shard.is_last else None
+        self.shape = shape
+        self.stage = Stage(shard, num_positions, recompute)
+        self.net = None
+        if shard.is_last:
+            self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
         self._forward = backend.graph(self.net or self.stage, f"{name} forward")
         self.place = grid.coordinates(rank).stage
         self.num_stages = grid.pipeline_stage
-        self._shape = (micro_rows * row_length, shard.config.hidden_size)
+        self._shape = (shape.tokens, shard.config.hidden_size)
         ranks = grid.stage_group(rank)
         slot = int(np.prod(self._shape)) * 4
         self._links: dict[str, Link] = {}
@@ -75,15 +81,15 @@ class Pipeline:
         self._links["to_next"].send(y.asnumpy())
 
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """(log p, entropy), float32 [R * T] each, of every micro-batch's labels."""
+        """(log p, entropy), float32 [M] each, of every micro-batch's labels."""
         results = []
         for batch in batches:
             x = Tensor(self.inputs(batch))
-            places = Tensor(batch.positions), Tensor(batch.segments)
+            places = Tensor(batch.positions), Tensor(batch.spans)
             if self.net is None:
                 self.pass_on(self._forward(x, *places))
                 continue
-            logp, entropy = self._forward(x, *places, Tensor(batch.labels))
+            logp, entropy = self._forward(x, *places, Tensor(batch.picks), Tensor(batch.labels))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
 
@@ -95,13 +101,13 @@ class Pipeline:
     ) -> list[StepResult] | None:
         """Forward and backward of all micro-batches; gradients are added up by `backward`, a cell of this stage.
 
-        `extras[i]` are the loss's float32 [R * T] inputs after the labels, on the last stage.
+        `extras[i]` are the loss's float32 [M] inputs after the labels, on the last stage.
         """
         kept: dict[int, np.ndarray] = {}
         results: dict[int, StepResult] = {}
         for kind, i in one_forward_one_backward(self.place, self.num_stages, len(batches)):
             batch = batches[i]
-            places = Tensor(batch.positions), Tensor(batch.segments)
+            places = Tensor(batch.positions), Tensor(batch.spans)
             if kind == "forward":
                 kept[i] = self.inputs(batch)
                 if self.net is None:
@@ -113,7 +119,8 @@ class Pipeline:
                 dx = backward(x, *places, Tensor(dy))
             else:
                 numbers = (Tensor(extra) for extra in extras[i])
-                loss, logp, entropy, dx = backward(x, *places, Tensor(batch.labels), *numbers)
+                marks = Tensor(batch.picks), Tensor(batch.labels)
+                loss, logp, entropy, dx = backward(x, *places, *marks, *numbers)
                 results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
             if self.place > 0:
                 self._links["to_previous"].send(dx.asnumpy())

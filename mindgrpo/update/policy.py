@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Shard
@@ -26,10 +26,10 @@ from mindgrpo.update.stage_graphs import FirstBackward, LossStep, MiddleBackward
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """`micro_rows` x `row_length` tokens a micro-batch; `temperature` is the sampling one."""
+    """Positions stay below `num_positions`; `temperature` is the sampling one."""
 
-    micro_rows: int
-    row_length: int
+    shape: MicroShape
+    num_positions: int
     temperature: float
     recompute: bool
     epsilon: tuple[float, float]
@@ -60,8 +60,8 @@ class Policy:
             self.shard,
             backend,
             "policy",
-            settings.micro_rows,
-            settings.row_length,
+            settings.shape,
+            settings.num_positions,
             settings.temperature,
             settings.recompute,
         )
@@ -90,7 +90,7 @@ class Policy:
     def accumulate(
         self, batches: Sequence[MicroBatch], extras: Sequence[tuple[np.ndarray, ...]], has_old: bool
     ) -> list[StepResult] | None:
-        """Adds the micro-batches' gradients; `extras[i]` are (old, reference, advantages, weights) [R * T]."""
+        """Adds the micro-batches' gradients; `extras[i]` are (old, reference, advantages, weights) [M]."""
         return self.pipeline.train(batches, self._backward_graph(has_old), extras)
 
     def apply(self, lr: float) -> float:

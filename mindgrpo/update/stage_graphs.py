@@ -15,7 +15,7 @@ from mindgrpo.update.loss_cell import GrpoLoss
 
 
 class MiddleBackward(nn.Cell):
-    """(x, positions, segments, dy) -> dx; adds the stage's gradients to `accumulators`.
+    """(x, positions, spans, dy) -> dx; adds the stage's gradients to `accumulators`.
 
     The forward pass is done again inside, so nothing but x is kept between the two.
     """
@@ -27,10 +27,8 @@ class MiddleBackward(nn.Cell):
         self.accumulators = ms.ParameterTuple(accumulators)
         self.gradient = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)
 
-    def construct(self, x: Any, positions: Any, segments: Any, dy: Any) -> Any:
-        inputs, grads = self.gradient(self.stage, self.parameters_of_stage)(
-            x, positions, segments, dy
-        )
+    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
+        inputs, grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
         for i in range(len(self.accumulators)):
             ops.assign_add(self.accumulators[i], grads[i])
         return inputs[0]
@@ -46,15 +44,15 @@ class FirstBackward(nn.Cell):
         self.accumulators = ms.ParameterTuple(accumulators)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
 
-    def construct(self, x: Any, positions: Any, segments: Any, dy: Any) -> Any:
-        grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, segments, dy)
+    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
+        grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
         for i in range(len(self.accumulators)):
             ops.assign_add(self.accumulators[i], grads[i])
         return positions
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward in one graph: -> (loss, log p [N], entropy [N], dx)."""
+    """The last stage, forward and backward in one graph: -> (loss, log p [M], entropy [M], dx)."""
 
     def __init__(
         self,
@@ -77,21 +75,23 @@ class LossStep(nn.Cell):
         self,
         x: Any,
         positions: Any,
-        segments: Any,
+        spans: Any,
+        picks: Any,
         labels: Any,
         old: Any,
         reference: Any,
         advantages: Any,
         weights: Any,
     ) -> Any:
-        logp, entropy = self.net(x, positions, segments, labels)
+        logp, entropy = self.net(x, positions, spans, picks, labels)
         return self.loss(logp, old, reference, advantages, weights), logp, entropy
 
     def construct(
         self,
         x: Any,
         positions: Any,
-        segments: Any,
+        spans: Any,
+        picks: Any,
         labels: Any,
         old: Any,
         reference: Any,
@@ -99,7 +99,7 @@ class LossStep(nn.Cell):
         weights: Any,
     ) -> Any:
         values, grads = self.gradient(
-            x, positions, segments, labels, old, reference, advantages, weights
+            x, positions, spans, picks, labels, old, reference, advantages, weights
         )
         dx = values[0]
         if not self.only_stage:

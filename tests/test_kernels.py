@@ -1,0 +1,173 @@
+"""C kernels and MindSpore's own operations agree, values and gradients, on ragged rows with shared prompts.
+
+Does not prove that either is right: test_golden_models.py holds whole models to transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
+from mindgrpo.backend.native_kernels import NativeKernels
+from mindgrpo.backend.native_library import library_path
+from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.model.families import DecoderConfig
+from mindgrpo.model.rotary import rotary_table
+
+pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
+
+HEADS = [
+    Heads(4, 2, 16),
+    Heads(4, 4, 48, has_bias=True),
+    Heads(6, 1, 20, has_bias=True, norm_eps=1e-6),
+    Heads(2, 2, 64, norm_eps=1e-6),
+]
+
+
+def config(dim: int) -> DecoderConfig:
+    class Config:
+        head_dim, rope_theta, rope_scaling = dim, 10000.0, None
+
+    return Config()  # type: ignore[return-value]
+
+
+class Graph(nn.Cell):
+    """(outputs, gradients of sum(output * sensitivity) with regard to float inputs)."""
+
+    def __init__(self, cell: nn.Cell, num_floats: int) -> None:
+        super().__init__()
+        self.cell = cell
+        self.gradient = ops.GradOperation(get_all=True, sens_param=True)
+        self.floats = num_floats
+
+    def construct(self, *inputs: Any) -> Any:
+        return self.gradient(self.cell)(*inputs)
+
+
+def both(
+    make: Callable[[Kernels], nn.Cell], inputs: list[np.ndarray], seed: int = 0, outputs: int = 1
+) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """(outputs, gradients) of the native and of the plain cell."""
+    results = []
+    for kernels in (NativeKernels(), PlainKernels()):
+        cell = make(kernels)
+        tensors = [Tensor(x) for x in inputs]
+        out = cell(*tensors)
+        out = out if isinstance(out, tuple) else (out,)
+        rng = np.random.default_rng(seed)
+        sens = [Tensor(rng.normal(size=o.shape).astype(np.float32)) for o in out[:outputs]]
+        gradients = Graph(cell, 0)(*tensors, sens[0] if len(sens) == 1 else tuple(sens))
+        floats = [
+            g.asnumpy() for g, x in zip(gradients, inputs, strict=False) if x.dtype == np.float32
+        ]
+        results.append(([o.asnumpy() for o in out], floats))
+    return results
+
+
+def assert_same(results: list[tuple[list[np.ndarray], list[np.ndarray]]], tolerance: float) -> None:
+    for ours, plain in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
+        scale = max(1e-3, float(np.abs(plain).max()))
+        assert np.abs(ours - plain).max() <= tolerance * scale
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def test_norms_gate_and_rows_by_index_agree() -> None:
+    x, added, weight = floats(37, 48), floats(37, 48, seed=1), floats(48)
+    assert_same(both(lambda k: k.rms_norm(1e-6), [x, weight]), 1e-5)
+    assert_same(both(lambda k: k.add_rms_norm(1e-6), [x, added, weight], outputs=2), 1e-5)
+    # MindSpore's sigmoid on CPU is off by up to 1e-5.
+    assert_same(both(lambda k: k.gated(), [floats(37, 96)]), 3e-5)
+    tokens = np.random.default_rng(0).integers(-5, 60, 31).astype(np.int32)
+    results = both(lambda k: k.embedding(7), [tokens, floats(40, 16)])
+    assert_same(results, 1e-6)
+
+
+def ragged_rows(seed: int, rows: int = 2, length: int = 70) -> tuple[np.ndarray, np.ndarray]:
+    """positions and spans of random groups that share a prompt, of lone runs, and of padding."""
+    rng = np.random.default_rng(seed)
+    positions = np.zeros((rows, length), np.int32)
+    spans = np.zeros((rows, length, 3), np.int32)
+    spans[:, :, 2] = np.arange(length)
+    for row in range(rows):
+        at = 0
+        while True:
+            prompt, own = int(rng.integers(1, 12)), rng.integers(0, 20, rng.integers(1, 4))
+            if at + prompt + own.sum() > length - int(rng.integers(0, 5)):
+                break
+            start = at
+            spans[row, at : at + prompt] = (0, 0, at)
+            positions[row, at : at + prompt] = np.arange(prompt)
+            at += prompt
+            for count in own:
+                spans[row, at : at + count] = (start, prompt, at)
+                positions[row, at : at + count] = prompt + np.arange(count)
+                at += count
+    return positions, spans
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_attention_agrees_on_shared_prompts_runs_and_padding(heads: Heads, seed: int) -> None:
+    positions, spans = ragged_rows(seed)
+    rotary = rotary_table(config(heads.dim), 80)
+
+    class Whole(nn.Cell):
+        def __init__(self, kernels: Kernels) -> None:
+            super().__init__()
+            self.places, self.attention = kernels.places(heads, rotary), kernels.attention(heads, rotary)
+
+        def construct(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any) -> Any:
+            one, other = self.places(positions, spans)
+            return self.attention(qkv, bias, q_norm, k_norm, one, other)
+
+    nothing = np.zeros(1, np.float32)
+    bias = floats(heads.width) if heads.has_bias else nothing
+    norms = [floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2)]
+    inputs = [floats(positions.size, heads.width, seed=seed), bias, *norms, positions, spans]
+    assert_same(both(Whole, inputs), 3e-5)
+
+
+@pytest.mark.parametrize("real", [50, 41, 0])
+def test_log_prob_pieces_agree_with_padding_and_foreign_labels(real: int) -> None:
+    vocabulary = Vocabulary(100, 50, real, 0.7)
+    labels = np.random.default_rng(0).integers(80, 170, 33).astype(np.int32)
+    logits = floats(33, 50) * 3
+    results = []
+    for kernels in (NativeKernels(), PlainKernels()):
+        pieces = kernels.log_prob_pieces(vocabulary)(Tensor(logits), Tensor(labels)).asnumpy()
+        total = pieces[:, 0] + np.log(np.maximum(pieces[:, 1], 1e-30))
+        others = [floats(33, seed=i) for i in range(3)]
+        others[2][::2] = 0.0
+        gradient = kernels.log_prob_grad(vocabulary)(
+            *(Tensor(x) for x in (logits, labels, total, *others))
+        )
+        # A share without tokens has no mass, whatever its top says.
+        shown = pieces if real else pieces[:, 3:]
+        results.append(([shown, gradient.asnumpy()[:, :real]], []))
+    if real:
+        assert_same(results, 2e-5)
+    assert np.array_equal(results[0][0][0] == 0, results[1][0][0] == 0)
+
+
+def test_a_span_that_reaches_into_another_cluster_is_refused() -> None:
+    heads = HEADS[0]
+    rotary = rotary_table(config(heads.dim), 16)
+    kernels = NativeKernels()
+    spans = np.zeros((1, 8, 3), np.int32)
+    spans[0, :, 2] = [0, 0, 0, 0, 4, 4, 4, 4]
+    spans[0, 4:, :2] = (2, 4)
+    nothing = Tensor([0.0], ms.float32)
+    positions = Tensor(np.arange(8, dtype=np.int32)[None])
+    with pytest.raises(RuntimeError):
+        kernels.attention(heads, rotary)(
+            Tensor(floats(8, heads.width)), nothing, nothing, nothing, positions, Tensor(spans)
+        ).asnumpy()
