@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.packing import Placed, Row, micro_batches
+from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.backend import Backend
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import Head, Shard, Stage
+from mindgrpo.model.decoder import Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.model.pretrained import load_weights
 from mindgrpo.model.weights import Weights
@@ -47,7 +47,13 @@ class Golden:
         """Each row as a sample whose prompt is its first token, so that every other token is predicted."""
         ids = self.values["input_ids"]
         none = [np.zeros(0, np.float32)] * len(ids)
-        return Samples([r[:1] for r in ids], [r[1:] for r in ids], [LENGTH] * len(ids), none)
+        return Samples(
+            [r[:1] for r in ids],
+            [r[1:] for r in ids],
+            [LENGTH] * len(ids),
+            none,
+            list(range(len(ids))),
+        )
 
 
 def read_golden(family: str) -> Golden:
@@ -69,21 +75,25 @@ class Logits(nn.Cell):
     def __init__(self, shard: Shard, num_positions: int) -> None:
         super().__init__()
         self.stage = Stage(shard, num_positions)
-        self.head = Head(shard, 1.0)
+        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
+        self.weight, self.table = shard["model.norm.weight"], shard.head_table
+        self.matmul = ops.MatMul(transpose_b=True)
 
-    def construct(self, tokens: Any, positions: Any, segments: Any) -> Any:
-        return self.head(self.stage(tokens, positions, segments))
+    def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
+        x = self.stage(tokens, positions, spans)
+        return self.matmul(self.norm(x, self.weight), self.table)
 
 
 def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:
     """The gradient of the log-probs' sum in a policy's accumulators, and the log-probs by sample."""
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
-    settings = UpdateSettings(len(rows), length, 1.0, False, (0.2, 0.2), 0.0, 1.0, adamw)
+    shape = MicroShape(len(rows), length)
+    settings = UpdateSettings(shape, length, 1.0, False, (0.2, 0.2), 0.0, 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     samples = golden.samples
-    (batch,) = micro_batches(samples, rows, length, len(rows), 1, 0)
+    (batch,) = micro_batches(samples, rows, shape, 1, 0)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(samples), np.float32))
     results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones)], False)
@@ -94,22 +104,24 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
 
 def each_in_its_row(samples: Samples) -> list[Row]:
     return [
-        (Placed(i, 0, len(p), len(c)),)
+        (Placed(i, 0, len(p), len(p), len(c)),)
         for i, (p, c) in enumerate(zip(samples.prompts, samples.completions, strict=True))
     ]
 
 
 def all_in_one_row(samples: Samples) -> list[Row]:
     starts = np.cumsum([0, *samples.total_lengths])
-    return [tuple(Placed(r[0].sample, int(starts[i]), r[0].prompt, r[0].completion)
-                  for i, r in enumerate(each_in_its_row(samples)))]  # fmt: skip
+    return [tuple(Placed(r[0].sample, at, r[0].prompt, at + r[0].prompt, r[0].completion)
+                  for at, r in zip(starts.tolist(), each_in_its_row(samples), strict=False))]  # fmt: skip
 
 
 def logits_of(golden: Golden, backend: Backend) -> np.ndarray:
     """float32 [rows, row length, vocabulary] of the golden input ids."""
     num_rows, length = golden.values["input_ids"].shape
     shard = Shard(golden.config, loaded_weights(golden, backend), backend, "golden")
-    rows = each_in_its_row(golden.samples)
-    (batch,) = micro_batches(golden.samples, rows, length, num_rows, 1, 0)
-    inputs = Tensor(batch.tokens), Tensor(batch.positions), Tensor(batch.segments)
+    tokens = golden.values["input_ids"].astype(np.int32)
+    # Rows leave the last token out, as it predicts nothing; its logits are wanted here.
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()
+    spans = np.zeros((*tokens.shape, 3), np.int32)
+    inputs = Tensor(tokens), Tensor(positions), Tensor(spans)
     return Logits(shard, length)(*inputs).asnumpy().reshape(num_rows, length, -1)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion, Samples
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.experience import sample_logps
@@ -84,7 +85,7 @@ def generator_of(backend: CpuBackend, weights: Weights) -> MakeGenerator:
 @pytest.fixture(scope="module")
 def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
     shard = Shard(CONFIG, weights, backend, "policy")
-    pipeline = Pipeline(shard, backend, "policy", 4, ROW, SETTINGS.temperature)
+    pipeline = Pipeline(shard, backend, "policy", MicroShape(4, ROW), ROW, SETTINGS.temperature)
 
     def of(requests: Sequence[Request], completions: Sequence[Completion]) -> list[np.ndarray]:
         samples = Samples(
@@ -92,8 +93,9 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
             completions=[completion.tokens for completion in completions],
             finish_reasons=[completion.finish_reason for completion in completions],
             generator_logps=[completion.logps for completion in completions],
+            groups=[i for i, request in enumerate(requests) for _ in request.samples],
         )
-        return sample_logps(pipeline, LAYOUT, backend, samples, 4, ROW, None)
+        return sample_logps(pipeline, LAYOUT, backend, samples)
 
     return of
 

@@ -71,7 +71,9 @@ def both(
 
 
 def assert_same(results: list[tuple[list[np.ndarray], list[np.ndarray]]], tolerance: float) -> None:
-    for ours, plain in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
+    for ours, plain in zip(
+        results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True
+    ):
         scale = max(1e-3, float(np.abs(plain).max()))
         assert np.abs(ours - plain).max() <= tolerance * scale
 
@@ -123,9 +125,14 @@ def test_attention_agrees_on_shared_prompts_runs_and_padding(heads: Heads, seed:
     class Whole(nn.Cell):
         def __init__(self, kernels: Kernels) -> None:
             super().__init__()
-            self.places, self.attention = kernels.places(heads, rotary), kernels.attention(heads, rotary)
+            self.places, self.attention = (
+                kernels.places(heads, rotary),
+                kernels.attention(heads, rotary),
+            )
 
-        def construct(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any) -> Any:
+        def construct(
+            self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+        ) -> Any:
             one, other = self.places(positions, spans)
             return self.attention(qkv, bias, q_norm, k_norm, one, other)
 

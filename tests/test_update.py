@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.loss import grpo_loss, token_weights
+from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.plain_kernels import PlainKernels
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import decoder_config, parameter_specs
@@ -37,8 +39,8 @@ CONFIG = decoder_config(
 LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
 # An eps well above rounding: Adam's first step would make noise in a zero gradient as large as any other.
 SETTINGS = UpdateSettings(
-    micro_rows=2,
-    row_length=24,
+    shape=MicroShape(2, 24),
+    num_positions=24,
     temperature=0.9,
     recompute=False,
     epsilon=(0.2, 0.3),
@@ -63,6 +65,7 @@ def samples() -> Samples:
         completions=[rng.integers(0, 67, c).astype(np.int32) for c in lengths],
         finish_reasons=["stop"] * len(lengths),
         generator_logps=[np.zeros(c, np.float32) for c in lengths],
+        groups=list(range(len(lengths))),
     )
     made.advantages = rng.normal(size=len(lengths)).astype(np.float32)
     made.reference_logps = [rng.normal(-4.2, 0.3, c).astype(np.float32) for c in lengths]
@@ -93,10 +96,8 @@ def policy_of() -> PolicyOf:
     return of
 
 
-def one_update(
-    policy: Policy, given: Samples, max_per_row: int | None = None, members: range | None = None
-) -> Outcome:
-    report = update(policy, given, members or range(len(given)), 1e-2, max_per_row)
+def one_update(policy: Policy, given: Samples, members: range | None = None) -> Outcome:
+    report = update(policy, given, members or range(len(given)), 1e-2)
     return Outcome(report, {name: part.copy() for name, part in policy.weights.parts.items()})
 
 
@@ -128,14 +129,51 @@ def test_the_update_is_large_enough_to_tell_arrangements_apart(
 def test_one_sample_a_row_learns_the_same_as_packed_rows(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
-    unpacked = one_update(policy_of(SETTINGS), samples(), max_per_row=1)
+    lone = replace(SETTINGS, shape=MicroShape(2, 24, 1))
+    unpacked = one_update(policy_of(lone), samples())
     assert unpacked.report.padding_share > packed.report.padding_share
     assert_same(unpacked, packed)
 
 
 def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed: Outcome) -> None:
-    whole = replace(SETTINGS, micro_rows=8)
-    assert_same(one_update(policy_of(whole), samples(), max_per_row=1), packed)
+    for shape in (MicroShape(8, 24, 1), MicroShape(1, 96)):
+        whole = replace(SETTINGS, shape=shape)
+        assert_same(one_update(policy_of(whole), samples()), packed)
+
+
+def grouped(shared: bool) -> Samples:
+    """Three prompts for the eight samples; `shared` says whether the samples know that they share them."""
+    given = samples()
+    given.prompts = [given.prompts[i // 3] for i in range(len(given))]
+    if shared:
+        given.groups = [i // 3 for i in range(len(given))]
+    return given
+
+
+def test_a_prompt_that_is_computed_once_a_group_learns_the_same(policy_of: PolicyOf) -> None:
+    policy = policy_of(SETTINGS)
+    apart = one_update(policy, grouped(shared=False))
+    together = one_update(policy_of(SETTINGS), grouped(shared=True))
+    assert_same(together, apart)
+
+
+def test_a_head_in_chunks_learns_the_same(
+    policy_of: PolicyOf, packed: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Seven rows a chunk, the last one short.
+    monkeypatch.setattr("mindgrpo.update.pipeline.LOGITS_BYTES", 7 * 4 * 67)
+    chunked = replace(SETTINGS, temperature=SETTINGS.temperature, max_grad_norm=0.5 + 1e-12)
+    assert_same(one_update(policy_of(chunked), samples()), packed)
+
+
+def test_kernels_of_mindspores_own_operations_learn_the_same(
+    packed: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CpuBackend({}, "shared_memory")
+    monkeypatch.setattr(backend, "kernels", PlainKernels())
+    policy = Policy(CONFIG, LAYOUT, backend, SETTINGS)
+    fill_random(policy.weights, seed=2, scale=0.1)
+    assert_same(one_update(policy, samples()), packed)
 
 
 def test_recomputing_layers_changes_nothing(policy_of: PolicyOf, packed: Outcome) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.advantage import group_advantages
+from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
 from mindgrpo.experience import generate, sample_logps
@@ -79,8 +80,8 @@ class Run:
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
-            micro_rows=c.MICRO_ROWS,
-            row_length=c.ROW_LENGTH,
+            shape=MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
+            num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=self.case.recompute,
             epsilon=c.EPSILON,
@@ -118,7 +119,7 @@ class Run:
             Shard(self.config, weights, self.backend, "reference"),
             self.backend,
             "reference",
-            c.MICRO_ROWS,
+            MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
             c.ROW_LENGTH,
             c.TEMPERATURE,
         )
@@ -142,15 +143,13 @@ class Run:
             samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
         everyone = range(len(samples))
         reports = [
-            update(self.policy, samples, everyone, c.LEARNING_RATE, None)
+            update(self.policy, samples, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
         return _figures(samples, reports)
 
     def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
-        return sample_logps(
-            pipeline, layout, self.backend, samples, c.MICRO_ROWS, c.ROW_LENGTH, None
-        )
+        return sample_logps(pipeline, layout, self.backend, samples)
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The policy's, whole, on rank 0; nothing on the others."""
