@@ -35,6 +35,19 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class AdamWNumbers:
+    """One step of AdamW (arXiv:1711.05101): `scale` is on the gradient; update number `count` from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    count: int
+    scale: float
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding."""
 
@@ -49,6 +62,8 @@ class Kernels(ABC):
 
     # True where attention's cost follows the samples' lengths, so that one long row wastes nothing.
     ragged: bool
+    # True where `adamw` works on memory itself; else the optimizer is a graph.
+    has_adamw: bool
 
     @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:
@@ -82,6 +97,21 @@ class Kernels(ABC):
         Adds the bias [heads.width], norms queries and keys with weights [D] and turns them, and attends; `bias` and
         the norms are any tensors [1] where `heads` has none.
         """
+
+    @abstractmethod
+    def adamw(
+        self,
+        weight: np.ndarray,
+        gradient: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        numbers: AdamWNumbers,
+    ) -> None:
+        """Updates float32 [n] arrays in place, between graphs; the gradient is zero afterwards."""
+
+    @abstractmethod
+    def square_sum(self, array: np.ndarray) -> float:
+        """The float64 sum of a float32 array's squares."""
 
     @abstractmethod
     def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:

@@ -5,14 +5,15 @@ Refuses to fall back: where there is no library, the backend gives plain_kernels
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
-from mindgrpo.backend.native_library import operation
+from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
+from mindgrpo.backend.native_library import library, operation
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
@@ -204,8 +205,23 @@ class _LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    if not array.flags.c_contiguous:
+        raise ValueError("a kernel needs memory without gaps")
+    return ctypes.c_void_p(array.ctypes.data)
+
+
 class NativeKernels(Kernels):
     ragged = True
+    has_adamw = True
+
+    def __init__(self) -> None:
+        found = library()
+        if found is None:
+            raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
+        self._adamw, self._square_sum = found.adamw, found.square_sum
+        self._adamw.restype = None
+        self._square_sum.restype = ctypes.c_double
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -224,6 +240,34 @@ class NativeKernels(Kernels):
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
         return _Mixed(heads, rotary)
+
+    def adamw(
+        self,
+        weight: np.ndarray,
+        gradient: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        numbers: AdamWNumbers,
+    ) -> None:
+        n = numbers
+        values = np.array(
+            [
+                n.lr,
+                n.beta1,
+                n.beta2,
+                n.eps,
+                1.0 - n.lr * n.weight_decay,
+                1.0 - n.beta1**n.count,
+                1.0 - n.beta2**n.count,
+                n.scale,
+            ]
+        )
+        arrays = (_address(a) for a in (weight, gradient, first, second))
+        self._adamw(*arrays, ctypes.c_int64(weight.size), _address(values))
+
+    def square_sum(self, array: np.ndarray) -> float:
+        flat = np.ascontiguousarray(array)
+        return float(self._square_sum(_address(flat), ctypes.c_int64(flat.size)))
 
     def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary)

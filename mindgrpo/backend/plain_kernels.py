@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
 
 NEVER = -1e30
 
@@ -167,6 +167,7 @@ class _LogProbGrad(_Vocabulary):
 
 class PlainKernels(Kernels):
     ragged = False
+    has_adamw = False
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -185,6 +186,19 @@ class PlainKernels(Kernels):
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
         return _Attention(heads)
+
+    def adamw(
+        self,
+        weight: np.ndarray,
+        gradient: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        numbers: AdamWNumbers,
+    ) -> None:
+        raise NotImplementedError("has_adamw is False: the optimizer is a graph")
+
+    def square_sum(self, array: np.ndarray) -> float:
+        return float(np.sum(np.square(array, dtype=np.float64)))
 
     def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary, vocabulary.width)

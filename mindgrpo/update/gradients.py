@@ -5,7 +5,7 @@ Which gradients are partial follows from the layout alone. Refuses to change wei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,9 +39,22 @@ class GradientSync:
             if len(stages) > 1:
                 ends = grid.stage_group(rank)
                 shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
+        self._square = backend.kernels.square_sum
+        self._counted = list(self._once())
         self._shared = [(backend.group(ranks), names) for ranks, names in shared.items()]
         self._data = backend.group(grid.data_group(rank))
         self._replica = backend.group(grid.replica(grid.coordinates(rank).data))
+
+    def _once(self) -> Iterator[tuple[np.ndarray, int]]:
+        """(array, on how many ranks it is): whole tensors, or their parts where these differ in that."""
+        for entry in self._gradients.stored:
+            names = [spec.name for spec in entry.parts if spec.name in self._copies]
+            counts = {self._copies[name] for name in names}
+            if len(counts) == 1:
+                # What a tensor holds beside its parts is padding, whose gradient is zero.
+                yield self._gradients.tensors[entry.key], counts.pop()
+            else:
+                yield from ((self._gradients.parts[name], self._copies[name]) for name in names)
 
     @staticmethod
     def _sharers(
@@ -75,9 +88,6 @@ class GradientSync:
 
     def global_norm(self) -> float:
         """The 2-norm over the model's parameters, each counted once."""
-        square = 0.0
-        for name, copies in self._copies.items():
-            flat = self._gradients.parts[name]
-            square += float(np.sum(np.square(flat, dtype=np.float64))) / copies
+        square = sum(self._square(array) / copies for array, copies in self._counted)
         total = self._replica.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))

@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay (arXiv:1711.05101) as one graph over a rank's runs of parameters.
+"""AdamW with decoupled weight decay (arXiv:1711.05101) over a rank's runs of parameters: a kernel, or one graph.
 
 Refuses to synchronise or to clip: it is given the factor that clipping asks for.
 """
@@ -13,6 +13,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend import Backend
+from mindgrpo.backend.graph import Graph
+from mindgrpo.backend.kernels import AdamWNumbers
 from mindgrpo.model.weights import Weights
 
 
@@ -71,7 +73,16 @@ class AdamW:
     ) -> None:
         self.first = Weights(weights.layout, weights.rank, backend)
         self.second = Weights(weights.layout, weights.rank, backend)
-        self._settings = settings
+        self._settings, self._kernels = settings, backend.kernels
+        self._gradients = gradients
+        self._graph: Graph | None = None
+        self._runs: list[tuple[Any, ...]] = []
+        if backend.kernels.has_adamw and backend.shares_memory:
+            roles_runs = zip(
+                weights.runs, gradients.runs, self.first.runs, self.second.runs, strict=True
+            )
+            self._runs = list(roles_runs)
+            return
         roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
         runs = []
         for name, decays in self._names(weights, backend):
@@ -94,7 +105,16 @@ class AdamW:
         return weights.runs[name] if isinstance(name, int) else weights.tensors[name]
 
     def step(self, update: int, lr: float, scale: float) -> None:
+        """Applies `scale` times the gradients, which are zero afterwards."""
         settings = self._settings
+        if self._graph is None:
+            for decays, arrays in zip((True, False), self._runs, strict=True):
+                decay = settings.weight_decay if decays else 0.0
+                beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
+                self._kernels.adamw(
+                    *arrays, AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale)
+                )
+            return
         power1, power2 = settings.beta1**update, settings.beta2**update
         numbers = (
             lr,
@@ -105,3 +125,6 @@ class AdamW:
             scale,
         )
         self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()
+        for gradients in self._gradients.runs:
+            gradients[...] = 0.0
+        self._gradients.pool.push()

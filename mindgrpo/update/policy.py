@@ -107,7 +107,6 @@ class Policy:
         self.updates += 1
         self.optimizer.step(self.updates, lr, scale)
         self.version += 1
-        self.clear_gradients()
         return norm
 
     def clear_gradients(self) -> None:
