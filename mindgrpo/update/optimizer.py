@@ -76,7 +76,7 @@ class AdamW:
         self._settings, self._kernels = settings, backend.kernels
         self._gradients = gradients
         self._graph: Graph | None = None
-        self._runs: list[tuple[Any, ...]] = []
+        self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         if backend.kernels.has_adamw and backend.shares_memory:
             roles_runs = zip(
                 weights.runs, gradients.runs, self.first.runs, self.second.runs, strict=True
