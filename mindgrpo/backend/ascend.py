@@ -18,6 +18,7 @@ from mindspore.communication import GlobalComm, create_group, get_group_size, ge
 
 from mindgrpo.backend import Backend, Group, Link, Pool
 from mindgrpo.backend.graph import CompileLog
+from mindgrpo.backend.plain_kernels import PlainKernels
 
 
 def _result(output: Any) -> np.ndarray:
@@ -128,6 +129,7 @@ class AscendPool(Pool):
 class AscendBackend(Backend):
     name = "Ascend"
     shares_memory = False
+    kernels = PlainKernels()
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.compile_log = CompileLog()
