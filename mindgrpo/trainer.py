@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import group_advantages, zero_std_groups
+from mindgrpo.algorithm.advantage import zero_std_groups
 from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded
 from mindgrpo.config.schema import LIVE
-from mindgrpo.data.prompts import Prompt, PromptSet
-from mindgrpo.experience import Scored, generate, sample_logps, score
+from mindgrpo.data.prompts import PromptSet
+from mindgrpo.experience import generate, score
 from mindgrpo.export import export_policy
 from mindgrpo.generate.engine import Draw
-from mindgrpo.generate.noise import EVALUATION, ROLLOUT
+from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.monitor.memory import process_rss
 from mindgrpo.preflight import Reward, prepare
 from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
-from mindgrpo.update.batches import UpdateReport, update
+from mindgrpo.step import StepOutcome, Stepper
+from mindgrpo.update.batches import UpdateReport
 
 
 class GapTooLarge(RuntimeError):
@@ -72,16 +72,12 @@ class GRPOTrainer:
         self.record.banner(self.num_steps, self.inputs)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
-        self._times: dict[str, float] = {}
+        self._stepper = Stepper(self.roles, self._learning_rate)
 
     def _num_steps(self) -> int:
         rl = self.config.rl_config
         per_epoch = -(-len(self.inputs.prompts) // self.plan.batch.prompts_per_step)
         return min(rl.max_steps or per_epoch * rl.epochs, per_epoch * rl.epochs)
-
-    @property
-    def _updates_per_step(self) -> int:
-        return self.plan.batch.updates_per_rollout * self.config.rl_config.num_iterations
 
     def train(self) -> Path:
         """Runs to the end and writes the model; the run's folder."""
@@ -104,87 +100,23 @@ class GRPOTrainer:
         self.backend.close()
         return self.record.directory
 
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._times[name] = self._times.get(name, 0.0) + time.perf_counter() - started
-
     def _step(self, step: int) -> dict[str, Any]:
-        self._times = {}
-        started = time.perf_counter()
         rl = self.config.rl_config
         prompts, _ = self.inputs.prompts.take(step, self.plan.batch.prompts_per_step, rl.seed)
-        samples = self._rollout(step, prompts)
         owners = [prompt for prompt in prompts for _ in range(rl.num_generations)]
-        with self._phase("score"):
-            scored = score(self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples)
-            samples.advantages = group_advantages(
-                scored.scores.total, rl.num_generations, rl.scale_rewards
-            )
-        self._reference(samples)
-        self._old(samples)
-        reports, lr = self._update(step, samples)
-        self._sync_reference(step)
-        self._times["step"] = time.perf_counter() - started
-        self.record.completions(step + 1, owners, samples, scored)
-        return self._figures(samples, scored, reports, lr)
-
-    def _rollout(self, step: int, prompts: Sequence[Prompt]) -> Samples:
-        with self._phase("reshard"):
-            self.roles.refresh_generator()
-        with self._phase("rollout"):
-            self.roles.enter("rollout")
-            return generate(
-                self.roles.generator,
-                self.plan.infer,
-                self.backend,
-                [np.array(prompt.ids, np.int32) for prompt in prompts],
-                self.config.rl_config.num_generations,
-                Draw(self.config.rl_config.seed, ROLLOUT, step),
-                self.roles.policy.version,
-            )
-
-    def _reference(self, samples: Samples) -> None:
-        reference, layout = self.roles.reference, self.plan.reference
-        if reference is None or layout is None:
-            return
-        with self._phase("reference"):
-            self.roles.enter("reference")
-            samples.reference_logps = sample_logps(
-                reference.pipeline,
-                layout,
-                self.backend,
-                samples,
-            )
-
-    def _old(self, samples: Samples) -> None:
-        if self._updates_per_step == 1 or not self.config.rl_config.enable_oldpolicy:
-            return
-        with self._phase("old_logps"):
-            self.roles.enter("old_logps")
-            samples.old_logps = sample_logps(
-                self.roles.policy.pipeline,
-                self.plan.train,
-                self.backend,
-                samples,
-            )
-
-    def _update(self, step: int, samples: Samples) -> tuple[list[UpdateReport], float]:
-        reports: list[UpdateReport] = []
-        lr = 0.0
-        with self._phase("update"):
-            self.roles.enter("update")
-            for _ in range(self.config.rl_config.num_iterations):
-                parts = np.array_split(np.arange(len(samples)), self.plan.batch.updates_per_rollout)
-                for members in parts:
-                    lr = self._learning_rate(step * self._updates_per_step + len(reports))
-                    reports.append(update(self.roles.policy, samples, members.tolist(), lr))
-        return reports, lr
+        outcome = self._stepper.run(
+            step,
+            [np.array(prompt.ids, np.int32) for prompt in prompts],
+            lambda samples: score(
+                self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples
+            ),
+        )
+        self.record.completions(step + 1, owners, outcome.samples, outcome.scored)
+        return self._figures(outcome)
 
     def _learning_rate(self, index: int) -> float:
         schedule = self.config.actor_config.lr_schedule
-        run = self.num_steps * self._updates_per_step
+        run = self.num_steps * self.plan.batch.updates_per_step
         warmup = schedule.warmup_step
         if schedule.warmup_ratio is not None:
             warmup = round(schedule.warmup_ratio * run)
@@ -197,15 +129,8 @@ class GRPOTrainer:
             schedule.decay_steps or run,
         )
 
-    def _sync_reference(self, step: int) -> None:
-        ref = self.config.ref_config
-        if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
-            with self._phase("sync_reference"):
-                self.roles.sync_reference(ref.ref_model_mixup_alpha)
-
-    def _figures(
-        self, samples: Samples, scored: Scored, reports: list[UpdateReport], lr: float
-    ) -> dict[str, Any]:
+    def _figures(self, outcome: StepOutcome) -> dict[str, Any]:
+        samples, scored, reports = outcome.samples, outcome.scored, outcome.reports
         lengths = samples.completion_lengths
         totals = scored.scores.total
         gap_mean, gap_max = self._gap(samples, reports[0])
@@ -223,7 +148,7 @@ class GRPOTrainer:
             "kl": float(np.mean([report.kl for report in reports])),
             "entropy": float(np.mean([report.entropy for report in reports])),
             "grad_norm": float(np.mean([report.grad_norm for report in reports])),
-            "lr": lr,
+            "lr": outcome.lr,
             "clip_fraction": float(np.mean([report.clip_fraction for report in reports])),
             "zero_std_fraction": float(zero_std.mean()),
             "completion_length/mean": float(lengths.mean()),
@@ -231,20 +156,20 @@ class GRPOTrainer:
             "truncated_fraction": samples.finish_reasons.count(LENGTH) / len(samples),
             "logprob_gap/mean": gap_mean,
             "logprob_gap/max": gap_max,
-            "updates_per_rollout": self._updates_per_step,
+            "updates_per_rollout": self.plan.batch.updates_per_step,
             "padding_share": float(np.mean([report.padding_share for report in reports])),
             "tokens": int(samples.total_lengths.sum()),
             "weights_version": self.roles.policy.version,
         }
-        return figures | self._resources()
+        return figures | self._resources(outcome.seconds)
 
-    def _resources(self) -> dict[str, Any]:
+    def _resources(self, seconds: dict[str, float]) -> dict[str, Any]:
         """Times of this rank; memory and traffic summed over ranks."""
         traffic = self.roles.traffic
         ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received))
         peaks = self.roles.residency.ledger.peak_by_phase
         return {
-            **{f"time/{name}": seconds for name, seconds in self._times.items()},
+            **{f"time/{name}": spent for name, spent in seconds.items()},
             **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
             "memory/rss": sum(rank[0] for rank in ranks),
             "reshard/bytes": sum(rank[1] for rank in ranks),

@@ -35,6 +35,7 @@ LEVELS = (
     "update",
     "roles",
     "experience",
+    "step",
     "export",
     "monitor",
     "doctor",
