@@ -43,6 +43,10 @@ class Group(ABC):
         """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member."""
 
     @abstractmethod
+    def gather_cell(self) -> nn.Cell:
+        """A cell for use inside graphs: float32 [...] -> [size, ...], member i's at [i], the same on every member."""
+
+    @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Sum `array` over the group, in place and between graphs; adds in rank order on every member."""
 
