@@ -113,7 +113,6 @@ class CpuBackend(Backend):
         if self.world_size > 1:
             self._join(environment)
         self.kernels = self._choose_kernels()
-        self._peers = Peers()
         self._host = self._make_host()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
