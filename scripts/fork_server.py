@@ -1,4 +1,4 @@
-"""Checks what a job is given, imports what every rank needs, and forks the ranks: fork_server.py NAME RANKS [ARGUMENTS].
+"""Checks what a job is given, imports what ranks need, and forks the ranks: fork_server.py NAME RANKS [ARGUMENTS].
 
 Importing takes seconds of a core and is the same in every rank. The check runs in a process of its own beside the
 imports, so that a user's code leaves nothing behind in what the ranks are forked from; its status goes to standard
