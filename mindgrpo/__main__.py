@@ -23,15 +23,16 @@ USAGE = """usage: python -m mindgrpo VERB ...
 
 
 def train(argv: Sequence[str]) -> None:
-    from mindgrpo.backend import connect
-
-    if os.environ.get("MS_ROLE") == "MS_SCHED":
-        # msrun's scheduler runs this program too; it serves the cluster from here until the ranks end.
-        connect(None, None, dict(os.environ))
-        return
     path, overrides = parse_command_line(argv)
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun's scheduler runs this program too; it serves the cluster, if there is one, from here.
+        from mindgrpo.backend import connect
+
+        context = loaded.config.context
+        connect(context.device_target, context.transport, dict(os.environ))
+        return
     from mindgrpo.trainer import GRPOTrainer
 
     GRPOTrainer(loaded, name=_run_name(path)).train()

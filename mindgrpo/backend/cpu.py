@@ -1,7 +1,8 @@
 """CPU: MindSpore's own kernels, ranks of one host joined by msrun, shared memory between and inside graphs.
 
 `transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
-memory is held equal to; between graphs ranks of one host always use shared memory. Refuses several hosts.
+memory is held equal to; between graphs ranks of one host always use shared memory, and where nothing else is
+used they never form MindSpore's cluster, which takes seconds to join and to leave. Refuses several hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library
+from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.kernels import Kernels
@@ -99,6 +100,16 @@ class CpuLink(Link):
         return self._shared.receive(shape, dtype)
 
 
+def _rank_told(environment: dict[str, str]) -> int:
+    told = environment.get("RANK_ID", "")
+    if not told.isdecimal():
+        raise UserError(
+            f"RANK_ID is '{told}', but must be this process's number among MS_WORKER_NUM="
+            f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
+        )
+    return int(told)
+
+
 class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
@@ -129,16 +140,19 @@ class CpuBackend(Backend):
         return NativeKernels()
 
     def _join(self, environment: dict[str, str]) -> None:
-        from mindspore.communication import get_rank, init
-
         local = int(environment.get("MS_LOCAL_WORKER_NUM", self.world_size))
         if local != self.world_size:
             raise UserError(
                 f"msrun was started with --worker_num={self.world_size} and --local_worker_num={local}, but ranks "
                 "on this device must share one host; start all of them here."
             )
-        init("mccl")
-        self.rank = get_rank()
+        if not needs_cluster(self.name, self._transport):
+            self.rank = _rank_told(environment)
+        else:
+            from mindspore.communication import get_rank, init
+
+            init("mccl")
+            self.rank = get_rank()
         # Every rank of one msrun has the same parent, and two runs never share parent and port.
         self._job = f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
