@@ -38,8 +38,9 @@ def configuration(
     micro_rows: int | None = None,
     slots: int | None = None,
     beta: float = BETA,
+    directory: Path | None = None,
 ) -> Config:
-    """`row_samples` samples fill a row to its end; `slots` None: all samples at once."""
+    """`row_samples` samples fill a row to its end; `slots` None: all samples at once; weights from `directory`."""
     longest = work.prompt_tokens + work.new_tokens
     row = longest * row_samples
     rows = micro_rows or rows_at_once(-(-work.samples // (row_samples * train[0])), row)
@@ -51,7 +52,10 @@ def configuration(
             "batch_size": rows,
             "beta": beta,
         },
-        "actor_config": {"parallel_config": dict(zip(AXES, train, strict=True))},
+        "actor_config": {
+            "load": str(directory or ""),
+            "parallel_config": dict(zip(AXES, train, strict=True)),
+        },
         "ref_config": {"ref_model_batch_size": rows},
         "generate_config": {
             "parallel_config": dict(zip(AXES[:2], infer, strict=True)),
@@ -79,10 +83,8 @@ def model_of(work: Work, directory: Path | None = None) -> DecoderConfig:
     return decoder_config(work.model, "the work file's model")
 
 
-def roles_of(
-    plan: RunPlan, backend: Backend, random_weights: bool = True, **sampling: Any
-) -> Roles:
-    """Without stop ids, every completion is exactly as long as asked for."""
+def roles_of(plan: RunPlan, backend: Backend, **sampling: Any) -> Roles:
+    """Random weights unless the configuration names a directory; no stop ids, so completions run to their limits."""
     longest = plan.config.generate_config.sampling_config.max_tokens
     settings = SamplingSettings(max_tokens=longest, stop_ids=(), **sampling)
-    return Roles(plan, backend, settings, random_weights=random_weights)
+    return Roles(plan, backend, settings, random_weights=not plan.config.actor_config.load)
