@@ -12,7 +12,6 @@ import json
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import launching
 from generation import Generation, add_options, generation_of
@@ -34,8 +33,9 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
     backend = assembly.join_ranks()
     assert backend is not None, "one process has no scheduler"
     # beta 0 and a row a sample: the other roles are there, but nothing of them is compiled or run.
+    rows = assembly.Rows(1, 1)
     config = assembly.configuration(
-        task.work, (1, 1, 1), (1, 1), 1, slots=given.slots, beta=0.0, directory=given.model
+        task.work, (1, 1, 1), (1, 1), rows, given.slots, beta=0.0, directory=given.model
     )
     plan = assembly.plan_of(config, assembly.model_of(task.work, given.model), 1)
     roles = assembly.roles_of(plan, backend, **task.drawing)
