@@ -1,8 +1,8 @@
 """Tokens a second of transformers' generate on CPU: the peer of generate.py.
 
 PEERS/trl/bin/python hf_generate.py [--work W.json | --model DIR] [--ragged] prints one JSON line. One padded batch of
-all prompts, float32, all cores; generate has one length limit a batch, so a ragged batch runs to its longest and only the
-wanted tokens count. `tokens_per_s` includes the sampled tokens' log-probs, `tokens_per_s_without_logps` does not.
+all prompts, float32, all cores. generate has one length limit a batch, so a ragged batch runs to its longest, and only
+the wanted tokens count. `tokens_per_s` includes the sampled tokens' log-probs, `tokens_per_s_without_logps` does not.
 """
 
 from __future__ import annotations
