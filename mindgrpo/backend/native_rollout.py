@@ -129,7 +129,9 @@ class NativeSlots(Slots):
         }
         rows = dict.fromkeys(("sample", "slot", "entry", "shared", "own"), slots)
         arrays |= {f"row_{name}": np.zeros(count, np.int32) for name, count in rows.items()}
-        arrays |= {f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("entry", "seen")}
+        arrays |= {
+            f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("entry", "seen")
+        }
         for name, array in arrays.items():
             self._point(name, array)
         self.users = arrays["users"]
@@ -184,7 +186,9 @@ class NativeSlots(Slots):
 
     def _point(self, name: str, array: np.ndarray) -> None:
         if array.dtype != _ARRAYS[name] or not array.flags.c_contiguous:
-            raise ValueError(f"{name} is {array.dtype}, but the kernels take {_ARRAYS[name]} in order")
+            raise ValueError(
+                f"{name} is {array.dtype}, but the kernels take {_ARRAYS[name]} in order"
+            )
         self._arrays[name] = array
         setattr(self._entry, name, array.ctypes.data)
 
@@ -192,9 +196,7 @@ class NativeSlots(Slots):
         entry, heads = self._entry, self._share.heads
         entry.slots, entry.slot_room = partition.slots, partition.slot_room
         entry.entry_room = partition.entry_room
-        positions = (
-            partition.slots * partition.slot_room + partition.entries * partition.entry_room
-        )
+        positions = partition.slots * partition.slot_room + partition.entries * partition.entry_room
         entry.layer_floats = 2 * positions * heads.kv * heads.dim
         entry.longest = job.uniforms.shape[1]
         for name in ("num_rows", "queue_head", "queue_tail", "steps", "row_steps"):

@@ -53,7 +53,9 @@ class Room:
     def prompt_rows(self) -> int:
         return min(PROMPT_ROWS, padded(self.entries * self.max_prompt))
 
-    def partition(self, prompt_lengths: Sequence[int], groups: Sequence[int], longest: int) -> Partition:
+    def partition(
+        self, prompt_lengths: Sequence[int], groups: Sequence[int], longest: int
+    ) -> Partition:
         """For prompts of these lengths with so many samples each: as many slots as leave prompts enough entries."""
         slot_room, entry_room = padded(longest), padded(max(prompt_lengths) - 1)
         num_prompts, most = len(prompt_lengths), max(groups)

@@ -28,7 +28,9 @@ DECODE_STEPS = 8
 class _Layer(nn.Cell):
     """(x, what is to be added to it) -> the same after one layer."""
 
-    def __init__(self, shard: Shard, slots: Slots, index: int, is_prompt: bool, keeps_only: bool) -> None:
+    def __init__(
+        self, shard: Shard, slots: Slots, index: int, is_prompt: bool, keeps_only: bool
+    ) -> None:
         super().__init__()
         prefix = f"model.layers.{index}."
         name = prefix + "self_attn."
