@@ -144,7 +144,7 @@ start_job() {
     else
         setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
             msrun --worker_num="$ranks" --local_worker_num="$ranks" --master_port="$port" --join=True --log_dir="$logs" \
-            --tail_worker_log="$ranks" "$worker" "$@" >"$logs/msrun.log" 2>&1 &
+            --tail_worker_log="$ranks" -- "$worker" "$@" >"$logs/msrun.log" 2>&1 &
     fi
     job=$!
     tail -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" 2>/dev/null &

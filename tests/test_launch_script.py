@@ -19,11 +19,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!{python}
-import os, signal, subprocess, sys, time
-words = sys.argv[1:]
-first = next(number for number, word in enumerate(words) if not word.startswith("--"))
-options = dict(word[2:].split("=", 1) for word in words[:first])
-command = words[first:]
+import argparse, os, signal, subprocess, sys, time
+parser = argparse.ArgumentParser()  # as msrun's: it takes shortened options for its own
+for name in ("worker_num", "worker_log_name", "local_worker_num", "master_port", "join", "log_dir",
+             "tail_worker_log"):
+    parser.add_argument("--" + name)
+parser.add_argument("task_script")
+parser.add_argument("task_script_args", nargs=argparse.REMAINDER)
+given = parser.parse_args()
+options = vars(given)
+command = [given.task_script, *given.task_script_args]
 workers = []
 for rank in range(int(options["worker_num"])):
     log = open(f"{{options['log_dir']}}/worker_{{rank}}.log", "w")
@@ -94,6 +99,14 @@ def test_bad_usage_is_one_sentence_and_status_2(tmp_path: Path, words: list[str]
     assert ended.returncode == 2
     assert is_one_sentence(ended.stderr) and "usage" in ended.stderr
     assert not (tmp_path / "logs").exists()
+
+
+def test_options_that_msrun_would_take_for_its_own_reach_the_program(tmp_path: Path) -> None:
+    given = ["--work", "w.json", "--join=no", "--log", "x", "--"]
+    source = "print(sys.argv[1:]) if rank == '0' else None"
+    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, source), *given)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == str(given)
 
 
 def test_a_busy_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
