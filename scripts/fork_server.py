@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import worker
 
 LAUNCHER_CHECK_SECONDS = 1.0
+# What MindSpore imports when it compiles for the first time.
+FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
 
 
 def has_config(arguments: list[str]) -> bool:
@@ -38,6 +40,15 @@ def start_check(ranks: str, arguments: list[str]) -> None:
         from mindgrpo.__main__ import main
 
         os.write(verdict, b"%d\n" % main(["check", "--ranks", ranks, *arguments]))
+        os._exit(0)
+
+
+def start_building() -> None:
+    """The C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
+    if os.fork() == 0:
+        from mindgrpo.backend.native_library import library_path
+
+        library_path()
         os._exit(0)
 
 
@@ -76,7 +87,9 @@ def import_for_ranks(arguments: list[str]) -> bool:
         backend.load(target)
     except UserError:
         return False  # the check tells
-    importlib.import_module("mindgrpo.trainer")
+    for name in ("mindgrpo.trainer", *FIRST_COMPILE):
+        importlib.import_module(name)
+    importlib.import_module("mindgrpo.backend.native_library").library_path()
     return num_threads() == threads
 
 
@@ -179,6 +192,7 @@ def main() -> None:
     listener.listen(int(ranks))
     start_check(ranks, arguments)
     quietly()
+    start_building()
     if not import_for_ranks(arguments):
         return
     os.setsid()

@@ -107,6 +107,8 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # What the user should hear of how this device computes.
+    notices: tuple[str, ...] = ()
     # True where parameters that share one pool may also be updated through one flat view of it.
     shares_memory: bool
     kernels: Kernels

@@ -110,6 +110,14 @@ def _rank_told(environment: dict[str, str]) -> int:
     return int(told)
 
 
+def _notices() -> tuple[str, ...]:
+    try:
+        native_library.build()
+    except native_library.Unavailable as why:
+        return (f"MindSpore's own, so steps are slow: {why}",)
+    return ()
+
+
 class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
@@ -124,6 +132,7 @@ class CpuBackend(Backend):
         if self.world_size > 1:
             self._join(environment)
         self.kernels = self._choose_kernels()
+        self.notices = _notices()
         self._host = self._make_host()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
