@@ -31,6 +31,10 @@ GROUP_BUFFER_BYTES = 512 << 10
 SPINS_WITH_A_CORE_EACH = 2000
 
 
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 class CpuGroup(Group):
     def __init__(
         self, ranks: Sequence[int], index: int, shared: SharedGroup | None, mccl: str
@@ -128,6 +132,7 @@ class CpuBackend(Backend):
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         ms.set_context(mode=ms.GRAPH_MODE)
+        self._share_cores()
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
@@ -137,6 +142,17 @@ class CpuBackend(Backend):
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
         self._num_links: Counter[tuple[int, int]] = Counter()
+
+    def _share_cores(self) -> None:
+        """MindSpore's own threads: one that runs the graph, and others for large operations, which spin in between.
+
+        A rank without a second core to itself has none of the others: they took a third of its time from the ranks
+        beside it.
+        """
+        if self.world_size > 1:
+            threads = max(1, num_cores() // self.world_size)
+            # The names that replace these two do not accept 0.
+            ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
     def _choose_kernels() -> Kernels:
@@ -168,8 +184,7 @@ class CpuBackend(Backend):
     def _make_host(self) -> Host:
         if self.world_size == 1:
             return Host("alone", self.rank)
-        cores = len(os.sched_getaffinity(0))
-        spins = SPINS_WITH_A_CORE_EACH if self.world_size <= cores else 0
+        spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
         return Host(self._job, self.rank, native_library.library(), spins)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
