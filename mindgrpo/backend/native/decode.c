@@ -3,11 +3,7 @@
  * Between two sums over ranks there is one kernel. Attention as in arXiv:1706.03762, section 3.2.1, of each row over
  * exactly the keys that it sees; rows that follow each other in one entry read its keys together.
  */
-#include <omp.h>
-
 #include "rollout.h"
-
-#include "matrix.h"
 
 enum { MAX_ROLLOUTS = 64, RUN_ROWS = 8 };
 
@@ -50,6 +46,8 @@ typedef struct {
     int64_t layer, rows, width;
     int is_prompt;
     float *normed, *qkv, *mixed;
+    const float *x, *added, *added_bias, *norm, *first, *bias, *q_norm, *k_norm, *second;
+    float *total, *delta;
 } Work;
 
 static Work work_of(const Rollout *g, const int32_t *meta, int64_t capacity) {
@@ -74,30 +72,33 @@ static int64_t shared_of(const Work *w, int64_t row) {
 /* Keys that it sees in its slot, the one of its own token included. */
 static int64_t own_of(const Work *w, int64_t row) { return w->is_prompt ? 0 : w->g->row_own[row] + 1; }
 
-/* total = x (+ added) (+ bias), and its norm; `added` and `bias` may be NULL. */
-static void add_and_norm(int64_t rows, int64_t width, const float *x, const float *added, const float *bias,
-                         const float *weight, float eps, float *total, float *normed) {
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < rows; i++) {
-        float *sum = total + i * width, *y = normed + i * width;
-        memcpy(sum, x + i * width, width * sizeof(float));
-        if (added)
-            for (int64_t j = 0; j < width; j++) sum[j] += bias ? added[i * width + j] + bias[j] : added[i * width + j];
-        float scale = 1.0f / sqrtf(dot(sum, sum, width) / width + eps);
-        for (int64_t j = 0; j < width; j++) y[j] = sum[j] * scale * weight[j];
+/* total = x (+ added) (+ its bias), and its norm. */
+static void add_and_norm(const Work *w, Member member) {
+    int64_t width = w->g->hidden, begin, end;
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        const float *added = w->added + i * width;
+        float *sum = w->total + i * width, *y = w->normed + i * width;
+        memcpy(sum, w->x + i * width, width * sizeof(float));
+        for (int64_t j = 0; j < width && w->added; j++) sum[j] += added[j];
+        for (int64_t j = 0; j < width && w->added_bias; j++) sum[j] += w->added_bias[j];
+        float scale = 1.0f / sqrtf(dot(sum, sum, width) / width + (float)w->g->eps);
+        for (int64_t j = 0; j < width; j++) y[j] = sum[j] * scale * w->norm[j];
     }
+    team_meet(member);
 }
 
 /* Turns the row's queries in place and puts its keys and values where they are kept. */
-static void keep_row(const Work *w, int64_t row, const float *bias, const float *q_norm, const float *k_norm) {
+static void keep_row(const Work *w, int64_t row) {
     const Rollout *g = w->g;
+    const float *bias = w->bias;
     int64_t dim = g->dim, shared = shared_of(w, row), own = own_of(w, row), at = own ? own - 1 : shared - 1;
     Region target = own ? slot_region(g, w->layer, g->row_slot[row]) : entry_region(g, w->layer, entry_of(w, row));
     const float *angles = g->rotary + 2 * dim * (shared + own - 1);
     float *source = w->qkv + row * w->width, turned[dim];
     for (int64_t head = 0; head < g->queries + g->kv; head++, source += dim) {
         int is_query = head < g->queries;
-        turned_head(source, bias ? bias + head * dim : NULL, is_query ? q_norm : k_norm, g->eps, angles, dim, turned);
+        turned_head(source, bias ? bias + head * dim : NULL, is_query ? w->q_norm : w->k_norm, g->eps, angles, dim, turned);
         if (is_query) {
             memcpy(source, turned, dim * sizeof(float));
             continue;
@@ -169,16 +170,48 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head) 
     }
 }
 
-static void attend_rows(const Work *w) {
+static void attend_rows(const Work *w, Member member) {
     int64_t begins[w->rows + 1], runs = 0;
     for (int64_t i = 0; i < w->rows; i++)
         if (i == 0 || entry_of(w, i) != entry_of(w, i - 1) || i - begins[runs - 1] == RUN_ROWS) begins[runs++] = i;
     begins[runs] = w->rows;
-#pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < runs * w->g->kv; i++) {
+    /* In turn, as neighbours are alike in length. */
+    for (int64_t i = member.index; i < runs * w->g->kv; i += member.size) {
         int64_t run = i / w->g->kv;
         attend_run(w, begins[run], begins[run + 1], i % w->g->kv);
     }
+    team_meet(member);
+}
+
+static void attend(const void *task, Member member) {
+    const Work *w = task;
+    const Rollout *g = w->g;
+    int64_t begin, end, mixed = g->queries * g->dim;
+    add_and_norm(w, member);
+    multiply(member, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, w->qkv);
+    team_meet(member);
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) keep_row(w, i);
+    if (!w->second) return;
+    team_meet(member);
+    attend_rows(w, member);
+    multiply(member, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, w->delta);
+}
+
+static void mlp(const void *task, Member member) {
+    const Work *w = task;
+    int64_t begin, end, hidden = w->g->hidden, inner = w->g->inner;
+    float *both = w->qkv;
+    add_and_norm(w, member);
+    multiply(member, w->rows, 2 * inner, hidden, w->normed, hidden, w->first, both);
+    team_meet(member);
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        float *gate = both + 2 * i * inner, *up = gate + inner;
+        for (int64_t j = 0; j < inner; j++) gate[j] = gate[j] / (1.0f + fast_exp(-gate[j])) * up[j];
+    }
+    team_meet(member);
+    multiply(member, w->rows, hidden, inner, both, 2 * inner, w->second, w->delta);
 }
 
 static const float *optional(int index, void **params, int *ndims, int64_t **shapes) {
@@ -201,22 +234,18 @@ int rollout_attend(KERNEL_ARGS) {
     const Rollout *g = rollout_of(meta);
     if (!g) return 1;
     Work w = work_of(g, meta, shapes[0][0]);
-    const float *added = optional(1, params, ndims, shapes), *bias = optional(4, params, ndims, shapes);
-    const float *q_norm = optional(5, params, ndims, shapes), *k_norm = optional(6, params, ndims, shapes);
-    const float *out = optional(7, params, ndims, shapes);
-    float *total = out ? params[9] : w.mixed, *delta = params[10];
+    w.x = params[0];
+    w.added = optional(1, params, ndims, shapes);
+    w.norm = params[2];
+    w.first = params[3];
+    w.bias = optional(4, params, ndims, shapes);
+    w.q_norm = optional(5, params, ndims, shapes);
+    w.k_norm = optional(6, params, ndims, shapes);
+    w.second = optional(7, params, ndims, shapes);
+    w.total = w.second ? params[9] : w.mixed;
+    w.delta = params[10];
     if (w.is_prompt && w.layer == 0) keep_starts(g, params[0]);
-#pragma omp parallel if (w.rows > 0)
-    {
-        add_and_norm(w.rows, g->hidden, params[0], added, NULL, params[2], g->eps, total, w.normed);
-        multiply(w.rows, w.width, g->hidden, w.normed, g->hidden, params[3], w.qkv);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < w.rows; i++) keep_row(&w, i, bias, q_norm, k_norm);
-        if (out) {
-            attend_rows(&w);
-            multiply(w.rows, g->hidden, g->queries * g->dim, w.mixed, g->queries * g->dim, out, delta);
-        }
-    }
+    if (w.rows) team_run(attend, &w);
     return 0;
 }
 
@@ -228,19 +257,14 @@ int rollout_mlp(KERNEL_ARGS) {
     const Rollout *g = rollout_of(meta);
     if (!g) return 1;
     Work w = work_of(g, meta, shapes[0][0]);
-    const float *bias = optional(2, params, ndims, shapes);
-    int64_t inner = g->inner;
-    float *both = w.qkv;
-#pragma omp parallel if (w.rows > 0)
-    {
-        add_and_norm(w.rows, g->hidden, params[0], params[1], bias, params[3], g->eps, params[7], w.normed);
-        multiply(w.rows, 2 * inner, g->hidden, w.normed, g->hidden, params[4], both);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < w.rows; i++) {
-            float *gate = both + 2 * i * inner, *up = gate + inner;
-            for (int64_t j = 0; j < inner; j++) gate[j] = gate[j] / (1.0f + fast_exp(-gate[j])) * up[j];
-        }
-        multiply(w.rows, g->hidden, inner, both, 2 * inner, params[5], params[8]);
-    }
+    w.x = params[0];
+    w.added = params[1];
+    w.added_bias = optional(2, params, ndims, shapes);
+    w.norm = params[3];
+    w.first = params[4];
+    w.second = params[5];
+    w.total = params[7];
+    w.delta = params[8];
+    if (w.rows) team_run(mlp, &w);
     return 0;
 }

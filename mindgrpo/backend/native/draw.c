@@ -56,6 +56,36 @@ static void settle_digit(const Rollout *g, int64_t row, const Gathered *all, int
     above[g->ways] = (double)(((uint64_t)prefix_of(g, row) << BITS) | chosen);
 }
 
+/* Inputs of a kernel: logits, gathered pieces, gathered answer of the narrowing before, and more. */
+typedef struct {
+    const Rollout *g;
+    void **params;
+    int64_t **shapes;
+    int round;
+    float *out;
+} Task;
+
+static Row task_row(const Task *t, int64_t i) { return row_of(t->g, i, t->params[0], t->shapes[0][1]); }
+
+static Gathered task_gathered(const Task *t, int64_t i) {
+    Gathered all = gathered_of(t->g, i, t->params[1], t->shapes[1]);
+    all.bins = (const float *)t->params[2] + i * BINS;
+    all.next_bins = t->shapes[1][1] * BINS;
+    return all;
+}
+
+static void narrow(const void *task, Member member) {
+    const Task *t = task;
+    int64_t begin, end;
+    share_out(member, t->g->num_rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        Row row = task_row(t, i);
+        Gathered all = task_gathered(t, i);
+        settle_digit(t->g, i, &all, t->round - 1);
+        histogram(&row, t->round, prefix_of(t->g, i), all.top, t->out + i * BINS);
+    }
+}
+
 /* (logits [B, V], pieces [ways, B, C], bins of the round before [ways, B, 256], (number, round) int32 [2])
  * -> bins [B, 256] of this round; round 1 takes `pieces` for bins */
 int rollout_narrow(KERNEL_ARGS) {
@@ -63,17 +93,9 @@ int rollout_narrow(KERNEL_ARGS) {
     const int32_t *meta = params[3];
     const Rollout *g = rollout_of(meta);
     if (!g) return 1;
-    float *bins = params[4];
-    memset(bins, 0, numel(4, ndims, shapes) * sizeof(float));
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < g->num_rows; i++) {
-        Row row = row_of(g, i, params[0], shapes[0][1]);
-        Gathered all = gathered_of(g, i, params[1], shapes[1]);
-        all.bins = (const float *)params[2] + i * BINS;
-        all.next_bins = shapes[1][1] * BINS;
-        settle_digit(g, i, &all, meta[1] - 1);
-        histogram(&row, meta[1], prefix_of(g, i), all.top, bins + i * BINS);
-    }
+    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
+    Task t = {g, params, shapes, meta[1], params[4]};
+    if (g->num_rows) team_run(narrow, &t);
     return 0;
 }
 
@@ -146,22 +168,26 @@ static double kept_mass(const Row *row, float threshold, float top) {
     return total;
 }
 
+static void give_shares(const void *task, Member member) {
+    const Task *t = task;
+    int64_t begin, end;
+    share_out(member, t->g->num_rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        Row row = task_row(t, i);
+        Gathered all = task_gathered(t, i);
+        t->out[i] = kept_mass(&row, threshold_of(&row, &all, 0), all.top);
+    }
+}
+
 /* (logits [B, V], pieces [ways, B, C], bins [ways, B, 256] of the last round or [1], number int32 [1])
  * -> [B, 1]: the mass of what is kept on this rank. For rules whose pieces do not tell it. */
 int rollout_shares(KERNEL_ARGS) {
     UNUSED_ARGS;
     const Rollout *g = rollout_of(params[3]);
     if (!g) return 1;
-    float *shares = params[4];
-    memset(shares, 0, numel(4, ndims, shapes) * sizeof(float));
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < g->num_rows; i++) {
-        Row row = row_of(g, i, params[0], shapes[0][1]);
-        Gathered all = gathered_of(g, i, params[1], shapes[1]);
-        all.bins = (const float *)params[2] + i * BINS;
-        all.next_bins = shapes[1][1] * BINS;
-        shares[i] = kept_mass(&row, threshold_of(&row, &all, 0), all.top);
-    }
+    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
+    Task t = {g, params, shapes, 0, params[4]};
+    if (g->num_rows) team_run(give_shares, &t);
     return 0;
 }
 
@@ -250,23 +276,26 @@ static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t
     out[g->hidden + 1] = token < 0 ? NAN : row->logits[token] * (float)g->scale - plain_log_sum(g, all);
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins [ways, B, 256] or shares [ways, B, 1] or [1], embeddings [V, H],
- *  number int32 [1]) -> [B, H + 2] */
+static void draw(const void *task, Member member) {
+    const Task *t = task;
+    int64_t begin, end, capacity = t->shapes[1][1], has_shares = t->shapes[2][2] == 1;
+    share_out(member, t->g->num_rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        Row row = task_row(t, i);
+        Gathered all = task_gathered(t, i);
+        const float *shares = has_shares ? (const float *)t->params[2] + i : NULL;
+        draw_row(&row, &all, shares, capacity, t->params[3], t->out + i * (t->g->hidden + 2));
+    }
+}
+
+/* (logits [B, V], pieces [ways, B, C], the last answer gathered: bins [ways, B, 256], shares [ways, B, 1] or, where
+ *  nothing was narrowed, the pieces; embeddings [V, H], number int32 [1]) -> [B, H + 2] */
 int rollout_draw(KERNEL_ARGS) {
     UNUSED_ARGS;
     const Rollout *g = rollout_of(params[4]);
     if (!g) return 1;
-    int64_t capacity = shapes[0][0], has_last = ndims[2] == 3, has_shares = has_last && shapes[2][2] == 1;
-    float *drawn = params[5];
-    memset(drawn, 0, numel(5, ndims, shapes) * sizeof(float));
-#pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < g->num_rows; i++) {
-        Row row = row_of(g, i, params[0], shapes[0][1]);
-        Gathered all = gathered_of(g, i, params[1], shapes[1]);
-        all.bins = (const float *)params[2] + (has_last ? i * BINS : 0);
-        all.next_bins = capacity * BINS;
-        draw_row(&row, &all, has_shares ? (const float *)params[2] + i : NULL, capacity, params[3],
-                 drawn + i * (g->hidden + 2));
-    }
+    memset(params[5], 0, numel(5, ndims, shapes) * sizeof(float));
+    Task t = {g, params, shapes, 0, params[5]};
+    if (g->num_rows) team_run(draw, &t);
     return 0;
 }

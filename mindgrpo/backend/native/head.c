@@ -4,8 +4,6 @@
  */
 #include "logits.h"
 
-#include "matrix.h"
-
 static void top_and_sum(const Row *row, float *top, float *sum) {
     float x[BLOCK];
     double total = 0.0;
@@ -45,41 +43,55 @@ static void find_candidates(const Row *row, float *pieces) {
     for (int64_t i = count; i < wanted; i++) pieces[FIRST + i] = -INFINITY;
 }
 
+typedef struct {
+    const Rollout *g;
+    const float *x, *added, *norm, *table;
+    float *logits, *pieces;
+    int64_t width, columns;
+} Task;
+
+static void give_pieces(const Task *t, int64_t number) {
+    const Rollout *g = t->g;
+    float *pieces = t->pieces + number * t->columns;
+    Row row = row_of(g, number, t->logits, t->width), raw = row;
+    raw.seen = NULL;
+    raw.is_banned = 0;
+    top_and_sum(&raw, pieces + RAW_TOP, pieces + RAW_SUM);
+    pieces[TOP] = pieces[RAW_TOP];
+    pieces[SUM] = pieces[RAW_SUM];
+    if (row.seen || row.is_banned) top_and_sum(&row, pieces + TOP, pieces + SUM);
+    if (g->top_k)
+        find_candidates(&row, pieces);
+    else if (g->top_p < 1.0)
+        histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
+}
+
+static void head(const void *task, Member member) {
+    const Task *t = task;
+    const Rollout *g = t->g;
+    int64_t hidden = g->hidden, begin, end;
+    float *sum = thread_room(hidden), *turned = g->scratch;
+    share_out(member, g->num_rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
+        float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
+        float *to = turned + i / LANES * LANES * hidden + i % LANES;
+        for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * t->norm[j];
+    }
+    team_meet(member);
+    multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
+    team_meet(member);
+    for (int64_t i = begin; i < end; i++) give_pieces(t, i);
+}
+
 /* (x [B, H], added [B, H], norm [H], table [V, H], number int32 [1]) -> (logits [B, V], pieces [B, C]) */
 int rollout_head(KERNEL_ARGS) {
     UNUSED_ARGS;
     const Rollout *g = rollout_of(params[4]);
     if (!g) return 1;
-    const float *x = params[0], *added = params[1], *norm = params[2];
-    int64_t hidden = g->hidden, rows = g->num_rows, width = shapes[5][1], columns = shapes[6][1];
-    float *logits = params[5], *all_pieces = params[6], *turned = g->scratch;
-    memset(all_pieces + rows * columns, 0, (shapes[6][0] - rows) * columns * sizeof(float));
-#pragma omp parallel if (rows > 0)
-    {
-        float *sum = thread_room(hidden);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows; i++) {
-            for (int64_t j = 0; j < hidden; j++) sum[j] = x[i * hidden + j] + added[i * hidden + j];
-            float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
-            float *to = turned + i / LANES * LANES * hidden + i % LANES;
-            for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * norm[j];
-        }
-        multiply_turned(rows, g->vocab, hidden, turned, params[3], logits, width);
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < rows; i++) {
-            float *pieces = all_pieces + i * columns;
-            Row row = row_of(g, i, logits, width), raw = row;
-            raw.seen = NULL;
-            raw.is_banned = 0;
-            top_and_sum(&raw, pieces + RAW_TOP, pieces + RAW_SUM);
-            pieces[TOP] = pieces[RAW_TOP];
-            pieces[SUM] = pieces[RAW_SUM];
-            if (row.seen || row.is_banned) top_and_sum(&row, pieces + TOP, pieces + SUM);
-            if (g->top_k)
-                find_candidates(&row, pieces);
-            else if (g->top_p < 1.0)
-                histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
-        }
-    }
+    Task t = {g, params[0], params[1], params[2], params[3], params[5], params[6], shapes[5][1], shapes[6][1]};
+    /* Zero where no row is, so that what is gathered are numbers. */
+    memset(t.pieces + g->num_rows * t.columns, 0, (shapes[6][0] - g->num_rows) * t.columns * sizeof(float));
+    if (g->num_rows) team_run(head, &t);
     return 0;
 }

@@ -7,17 +7,24 @@
 #define MINDGRPO_MATRIX_H
 
 #include "core.h"
+#include "team.h"
 
-enum { PANEL = 2 * LANES, PACK_FROM = 24 };
+/* Scratch of one thread, kept for its next call; NULL without memory. */
+float *thread_room(int64_t floats);
+
+enum { PANEL = 2 * LANES, PACK_FROM = 24, DEEP = 512 };
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-/* `rows` x 32 elements; `rows` is known while compiling. */
+/* `rows` x 32 elements, added to C where `keep`; `rows` is known while compiling. */
 ALWAYS_INLINE void tile(int rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
-                        int64_t ldc) {
+                        int64_t ldc, int keep) {
     lanes sum[12][2];
 #pragma GCC unroll 12
-    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = (lanes){0};
+    for (int r = 0; r < rows; r++) {
+        sum[r][0] = keep ? *(const lanes *)(c + r * ldc) : (lanes){0};
+        sum[r][1] = keep ? *(const lanes *)(c + r * ldc + LANES) : (lanes){0};
+    }
     for (int64_t p = 0; p < k; p++) {
         lanes left = *(const lanes *)(b + p * ldb), right = *(const lanes *)(b + p * ldb + LANES);
 #pragma GCC unroll 12
@@ -34,39 +41,51 @@ ALWAYS_INLINE void tile(int rows, int64_t k, const float *a, int64_t lda, const 
     }
 }
 
-static inline void panel_product(int64_t m, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
-                          int64_t ldc) {
+static inline void panel_product(int64_t m, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                 float *c, int64_t ldc, int keep) {
     int64_t i = 0;
-    for (; i + 12 <= m; i += 12) tile(12, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
-    if (i + 8 <= m) tile(8, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc), i += 8;
-    if (i + 4 <= m) tile(4, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc), i += 4;
-    if (i + 2 <= m) tile(2, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc), i += 2;
-    if (i < m) tile(1, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc);
+    for (; i + 12 <= m; i += 12) tile(12, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, keep);
+    if (i + 8 <= m) tile(8, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, keep), i += 8;
+    if (i + 4 <= m) tile(4, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, keep), i += 4;
+    if (i + 2 <= m) tile(2, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, keep), i += 2;
+    if (i < m) tile(1, k, a + i * lda, lda, b, ldb, c + i * ldc, ldc, keep);
 }
 
-/* C[m, n] = A[m, k] B[k, n], shared out over the threads of the team, which meet at the end. */
-static inline void multiply(int64_t m, int64_t n, int64_t k, const float *a, int64_t lda, const float *b, float *c) {
-    float *packed = thread_room(PANEL * (k + m));
-#pragma omp for schedule(static)
-    for (int64_t j = 0; j < n; j += PANEL) {
-        int64_t width = n - j < PANEL ? n - j : PANEL;
-        if (width == PANEL && m < PACK_FROM) {
-            panel_product(m, k, a, lda, b + j, n, c + j, n);
-            continue;
-        }
-        /* Side by side: a column of a wide weight lies on as many pages as it has rows. */
-        for (int64_t p = 0; p < k; p++) {
-            memcpy(packed + p * PANEL, b + p * n + j, width * sizeof(float));
-            if (width < PANEL) memset(packed + p * PANEL + width, 0, (PANEL - width) * sizeof(float));
-        }
+/* Columns [j, j + 32) of B side by side: in a wide weight a column lies on as many pages as it has rows. */
+static inline void pack_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *packed) {
+    for (int64_t p = 0; p < k; p++, b += ldb, packed += PANEL) {
         if (width == PANEL) {
-            panel_product(m, k, a, lda, packed, PANEL, c + j, n);
-            continue;
+            *(lanes *)packed = *(const lanes *)b;
+            *(lanes *)(packed + LANES) = *(const lanes *)(b + LANES);
+        } else {
+            for (int64_t q = 0; q < PANEL; q++) packed[q] = q < width ? b[q] : 0.0f;
         }
-        float *edge = packed + PANEL * k;
-        panel_product(m, k, a, lda, packed, PANEL, edge, PANEL);
-        for (int64_t i = 0; i < m; i++) memcpy(c + i * n + j, edge + i * PANEL, width * sizeof(float));
     }
+}
+
+/* The member's columns of C[m, n] = A[m, k] B[k, n]. */
+static inline void multiply(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda,
+                            const float *b, float *c) {
+    int64_t begin, end, deep = m > 64 ? DEEP : k;
+    float *packed = thread_room(PANEL * (deep + m)), *edge = packed + PANEL * deep;
+    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
+    for (int64_t p = 0; p < k; p += deep)
+        for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL) {
+            int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < deep ? k - p : deep;
+            const float *panel = b + p * n + j;
+            if (width == PANEL && m < PACK_FROM) {
+                panel_product(m, depth, a + p, lda, panel, n, c + j, n, p > 0);
+                continue;
+            }
+            pack_panel(depth, width, panel, n, packed);
+            if (width == PANEL) {
+                panel_product(m, depth, a + p, lda, packed, PANEL, c + j, n, p > 0);
+                continue;
+            }
+            for (int64_t i = 0; i < m && p > 0; i++) memcpy(edge + i * PANEL, c + i * n + j, width * sizeof(float));
+            panel_product(m, depth, a + p, lda, packed, PANEL, edge, PANEL, p > 0);
+            for (int64_t i = 0; i < m; i++) memcpy(c + i * n + j, edge + i * PANEL, width * sizeof(float));
+        }
 }
 
 /* 16 rows of 16 -> its columns */
@@ -104,12 +123,14 @@ ALWAYS_INLINE void turned_tile(int64_t k, const float *x, const float *b, lanes 
     transpose16(sum);
 }
 
-/* C[m, n] = A[m, k] B[n, k]^T with A given as `turned` [ceil(m / 16), k, 16]: B is read once, as it lies. */
-static inline void multiply_turned(int64_t m, int64_t n, int64_t k, const float *turned, const float *b, float *c,
-                            int64_t ldc) {
+/* The member's columns of C[m, n] = A[m, k] B[n, k]^T, A given as `turned` [ceil(m / 16), k, 16]: B is read once, as
+ * it lies. */
+static inline void multiply_turned(Member member, int64_t m, int64_t n, int64_t k, const float *turned, const float *b,
+                                   float *c, int64_t ldc) {
+    int64_t begin, end;
     float *edge = thread_room(LANES * k);
-#pragma omp for schedule(static)
-    for (int64_t j = 0; j < n; j += LANES) {
+    share_out(member, (n + LANES - 1) / LANES, &begin, &end);
+    for (int64_t j = begin * LANES; j < end * LANES && j < n; j += LANES) {
         int64_t width = n - j < LANES ? n - j : LANES;
         const float *rows = b + j * k;
         if (width < LANES) {

@@ -10,6 +10,8 @@
 #define MINDGRPO_ROLLOUT_H
 
 #include "core.h"
+#include "matrix.h"
+#include "team.h"
 
 /* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]. */
 typedef struct {
@@ -62,8 +64,5 @@ static inline Region entry_region(const Rollout *g, int64_t layer, int64_t entry
 }
 
 static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-
-/* Scratch of one thread, kept for its next call; NULL without memory. */
-float *thread_room(int64_t floats);
 
 #endif

@@ -13,14 +13,6 @@
 
 static inline int reached(uint32_t value, uint32_t wanted) { return (int32_t)(value - wanted) >= 0; }
 
-static inline void turn(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 static int64_t now_ms(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -36,7 +28,7 @@ void cell_post(Cell *cell, uint32_t value) {
 int cell_wait(Cell *cell, uint32_t wanted, uint32_t spins, int32_t milliseconds) {
     for (uint32_t i = 0; i <= spins; i++) {
         if (reached(atomic_load_explicit(&cell->value, memory_order_acquire), wanted)) return WAIT_OVER;
-        turn();
+        cell_turn();
     }
     int64_t give_up = now_ms() + milliseconds, left = milliseconds;
     uint32_t value;

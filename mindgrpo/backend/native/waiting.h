@@ -13,6 +13,15 @@ typedef struct {
 
 enum { WAIT_OVER = 0, WAIT_TIMED_OUT = 1 };
 
+/* What a core does while it waits. */
+static inline void cell_turn(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
 void cell_post(Cell *cell, uint32_t value);
 
 /* Returns when the value is `wanted` or later, or after `milliseconds`. */
