@@ -66,7 +66,8 @@ class Room:
             if entries >= min(num_prompts, -(-slots // most)):
                 return Partition(slots, slot_room, entries, entry_room)
         raise ValueError(
-            f"a prompt of {max(prompt_lengths)} and a completion of {longest} tokens do not fit {self.positions} positions"
+            f"a prompt of {max(prompt_lengths)} and a completion of {longest} tokens do not fit "
+            f"{self.positions} positions"
         )
 
 
