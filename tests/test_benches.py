@@ -75,6 +75,13 @@ def test_the_generation_bench_draws_exactly_the_tokens_asked_for(work_file: Path
     assert figures["tokens_per_s"] == pytest.approx(18 / np.median(figures["seconds"]))
 
 
+def test_ragged_completions_have_the_lengths_that_every_engine_gets(work_file: Path) -> None:
+    figures = bench("generate.py", work_file, "--ragged", "--prompts", "3", "--slots", "2")
+    assert figures["tokens"] == 11 + 40 + 9
+    assert figures["longest"] == 40
+    assert figures["usage"]["rows"] == figures["tokens"]
+
+
 def test_a_work_file_with_a_key_missing_or_too_many_is_refused(
     work_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ first run, which compiles: it is `compile_s`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -44,7 +45,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
 
     def run(number: int) -> float:
         requests = [
-            Request(ids, (i,), **({"max_tokens": (task.lengths[i],)} if task.ragged else {}))
+            Request(ids, (i,), max_tokens=(task.lengths[i],))
             for i, ids in enumerate(task.work.prompt_ids(number))
         ]
         started = time.perf_counter()
@@ -65,6 +66,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
             "compile_s": first,
             "compiles": compiles,
             "late_compiles": late,
+            "usage": dataclasses.asdict(roles.generator.usage),
             "seconds": seconds,
             **task.described(),
         }
