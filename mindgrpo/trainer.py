@@ -24,6 +24,7 @@ from mindgrpo.experience import generate, score
 from mindgrpo.export import export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
+from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.memory import process_rss
 from mindgrpo.preflight import Reward, prepare
 from mindgrpo.roles import Roles
@@ -166,7 +167,9 @@ class GRPOTrainer:
     def _resources(self, seconds: dict[str, float]) -> dict[str, Any]:
         """Times of this rank; memory and traffic summed over ranks."""
         traffic = self.roles.traffic
-        ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received))
+        usage = self.roles.generator.usage
+        ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received, usage))
+        rollout = Usage.total([rank[2] for rank in ranks])
         peaks = self.roles.residency.ledger.peak_by_phase
         return {
             **{f"time/{name}": spent for name, spent in seconds.items()},
@@ -174,6 +177,9 @@ class GRPOTrainer:
             "memory/rss": sum(rank[0] for rank in ranks),
             "reshard/bytes": sum(rank[1] for rank in ranks),
             "reshard/seconds": traffic.seconds,
+            "rollout/wasted_fraction": rollout.wasted,
+            "rollout/slot_occupancy": rollout.occupancy,
+            "compiles": len(self.backend.compile_log.entries),
         }
 
     def _gap(self, samples: Samples, first: UpdateReport) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -14,6 +15,11 @@ class Usage:
     rows: int
     places: int
     prompt_tokens: int
+
+    @classmethod
+    def total(cls, usages: Sequence[Usage]) -> Usage:
+        columns = zip(*((u.tokens, u.rows, u.places, u.prompt_tokens) for u in usages), strict=True)
+        return cls(*(sum(column) for column in columns))
 
     @property
     def wasted(self) -> float:
