@@ -7,9 +7,9 @@ know what a model, a sample or a phase is. No other package names a device, a co
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -100,6 +100,17 @@ class Pool(ABC):
     def release(self) -> None: ...
 
 
+class PeerView(Protocol):
+    """Another rank's pool, read only."""
+
+    num_bytes: int
+
+    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray: ...
+
+    def forget(self) -> None:
+        """What was read need not be kept at hand."""
+
+
 class Backend(ABC):
     """What one rank can ask of its device and of the other ranks."""
 
@@ -124,7 +135,15 @@ class Backend(ABC):
     def link(self, source: int, target: int, slot_bytes: int) -> Link: ...
 
     @abstractmethod
-    def pool(self, num_bytes: int) -> Pool: ...
+    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
+        """`shared`: other ranks may want to read it (`peer_pools`)."""
+
+    def peer_pools(self, pool: Pool) -> Mapping[int, PeerView] | None:
+        """The pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
+
+        None, on all ranks alike, where ranks cannot read each other's memory.
+        """
+        return None
 
     @abstractmethod
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Any:
@@ -140,7 +159,7 @@ class Backend(ABC):
         """One round between graphs, all ranks together.
 
         `fill` writes this rank's bucket (uint8 [bucket_bytes]); when all are filled, `drain` gets a function
-        rank -> that rank's bucket and takes out what is its own.
+        rank -> that rank's bucket and takes out what is its own. Buckets of one size are the same memory every time.
         """
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:

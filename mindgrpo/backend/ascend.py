@@ -157,7 +157,7 @@ class AscendBackend(Backend):
     def link(self, source: int, target: int, slot_bytes: int) -> AscendLink:
         return AscendLink(source, target)
 
-    def pool(self, num_bytes: int) -> Pool:
+    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
         self._pools.append(AscendPool(num_bytes))
         return self._pools[-1]
 

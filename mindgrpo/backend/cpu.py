@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
 from mindgrpo.backend.graph import CompileLog, Graph
-from mindgrpo.backend.host_pool import HostPool
+from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_library import library_path
 from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
@@ -215,8 +215,22 @@ class CpuBackend(Backend):
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
 
-    def pool(self, num_bytes: int) -> Pool:
-        return HostPool(num_bytes)
+    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
+        return SharedPool(num_bytes) if shared and self.world_size > 1 else HostPool(num_bytes)
+
+    def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
+        if not isinstance(pool, SharedPool):
+            return None
+        told = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
+        peers: dict[int, PeerPool] = {}
+        try:
+            for rank, address in enumerate(told):
+                if rank != self.rank:
+                    peers[rank] = PeerPool(*address)
+        except OSError:
+            peers = {}
+        complete = self.world.gather_objects(len(peers) == self.world_size - 1)
+        return peers if all(complete) else None
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.backend import Backend, Pool
+from mindgrpo.backend import Backend, PeerView, Pool
 from mindgrpo.layout.split import Box, Layout, ParameterSpec, local_shape
 
 FUSED = (
@@ -48,8 +48,9 @@ def _fused_key(name: str) -> str:
     return name
 
 
-def _is_transposed(spec: ParameterSpec) -> bool:
-    return len(spec.shape) == 2 and spec.name not in UNTRANSPOSED
+def is_transposed(name: str, num_dims: int) -> bool:
+    """Whether parameter `name` is stored with its dims the other way round."""
+    return num_dims == 2 and name not in UNTRANSPOSED
 
 
 def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
@@ -74,7 +75,7 @@ def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
 
 def _stored(key: str, parts: list[ParameterSpec], layout: Layout, offset: int) -> Stored:
     shapes = [local_shape(spec, layout.grid.model_parallel) for spec in parts]
-    if _is_transposed(parts[0]):
+    if is_transposed(parts[0].name, len(parts[0].shape)):
         shapes = [shape[::-1] for shape in shapes]
     widths = tuple(shape[-1] for shape in shapes)
     shape = (*shapes[0][:-1], sum(widths))
@@ -85,22 +86,35 @@ class Weights:
     """Arrays of `layout` on `rank`; also used for gradients and moments, which have the same arrangement.
 
     `tensors[key]` float32 as stored; `parts[name]` float32 [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `runs` the (decaying, not decaying) stretches of the pool, 1-dim.
+    Hugging Face tensor; `runs` the (decaying, not decaying) stretches of the pool, 1-dim. `shared` lets other ranks
+    read them.
     """
 
-    def __init__(self, layout: Layout, rank: int, backend: Backend) -> None:
-        self.layout = layout
-        self.rank = rank
+    def __init__(self, layout: Layout, rank: int, backend: Backend, shared: bool = False) -> None:
         self.stored = arrange(layout, rank)
         size = sum(entry.size for entry in self.stored)
-        self.pool: Pool = backend.pool(size * FLOAT_BYTES)
+        self.pool: Pool = backend.pool(size * FLOAT_BYTES, shared)
+        self._arrange(layout, rank, self.pool)
+
+    @classmethod
+    def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> Weights:
+        """Rank `rank`'s weights of `layout`, to be read where they are."""
+        weights = cls.__new__(cls)
+        weights.stored = arrange(layout, rank)
+        weights._arrange(layout, rank, pool)
+        return weights
+
+    def _arrange(self, layout: Layout, rank: int, pool: Pool | PeerView) -> None:
+        self.layout = layout
+        self.rank = rank
+        size = sum(entry.size for entry in self.stored)
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
-        self.tensors = {e.key: self.pool.view(e.offset, e.shape) for e in self.stored}
+        self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.stored}
         self.parts = dict(self._parts())
         decaying = sum(entry.size for entry in self.stored if entry.decay)
         self.runs = (
-            self.pool.view(0, (decaying,)),
-            self.pool.view(decaying, (size - decaying,)),
+            pool.view(0, (decaying,)),
+            pool.view(decaying, (size - decaying,)),
         )
 
     @property
@@ -113,7 +127,7 @@ class Weights:
             for spec, width in zip(entry.parts, entry.widths, strict=True):
                 view = self.tensors[entry.key][..., start : start + width]
                 start += width
-                if _is_transposed(spec):
+                if is_transposed(spec.name, len(spec.shape)):
                     view = view.T
                 box = self.boxes.get(spec.name)
                 if box is not None:

@@ -52,7 +52,7 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.backend = backend
-        self.weights = Weights(layout, backend.rank, backend)
+        self.weights = Weights(layout, backend.rank, backend, shared=True)
         self.gradients = Weights(layout, backend.rank, backend)
         self.shard = Shard(config, self.weights, backend, "policy")
         self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
