@@ -15,12 +15,13 @@ from typing import Literal
 
 import psutil
 
+from mindgrpo.backend.host import BOARD_FOLDERS
 from mindgrpo.monitor.memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
 
-SHARED_MEMORY = "/dev/shm"
-MIN_SHARED_MEMORY = 256 * 2**20
+# For the few pages that ranks find each other by; the memory they share needs no folder.
+MEETING_ROOM = 2**20
 MIN_MEMORY = 4 * 2**30
 TESTED_MINDSPORE = "2.9.0"
 TESTED_OPTIONAL = {  # package: (tested version, what it is for)
@@ -50,7 +51,7 @@ def findings() -> list[Finding]:
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
-        _shared_memory(),
+        _meeting_place(),
         _cores(),
         _memory(),
     ]
@@ -143,19 +144,22 @@ def _port(asked: str | None) -> Finding:
     return Finding("ok", f"port {asked} is free" if asked else "a port can be taken on 127.0.0.1")
 
 
-def _shared_memory() -> Finding:
-    try:
-        usage = shutil.disk_usage(SHARED_MEMORY)
-    except OSError:
-        return Finding("error", f"{SHARED_MEMORY} is missing", f"mount a tmpfs at {SHARED_MEMORY}")
-    sizes = f"{format_bytes(usage.total)}, {format_bytes(usage.free)} free"
-    what = f"shared memory {SHARED_MEMORY}: {sizes}"
-    if not os.access(SHARED_MEMORY, os.W_OK):
-        return Finding("error", f"{what}, not writable", f"chmod 1777 {SHARED_MEMORY}")
-    if usage.free < MIN_SHARED_MEMORY:
-        remedy = "remove what lies there or enlarge it (in a container: --shm-size=2g)"
-        return Finding("warn", what, remedy)
-    return Finding("ok", what)
+def _meeting_place() -> Finding:
+    reasons = []
+    for folder in BOARD_FOLDERS:
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError:
+            reasons.append(f"{folder} is missing")
+            continue
+        if not os.access(folder, os.W_OK):
+            reasons.append(f"{folder} is not writable")
+        elif free < MEETING_ROOM:
+            reasons.append(f"{folder} has {format_bytes(free)} free")
+        else:
+            return Finding("ok", f"ranks can meet in {folder}, {format_bytes(free)} free")
+    remedy = f"free {format_bytes(MEETING_ROOM)} or mount a tmpfs at {BOARD_FOLDERS[0]}"
+    return Finding("error", f"ranks cannot meet: {', '.join(reasons)}", remedy)
 
 
 def _cores() -> Finding:

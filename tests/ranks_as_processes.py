@@ -10,16 +10,14 @@ import multiprocessing
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mindgrpo.backend import native_library
-from mindgrpo.backend.shared_memory import Host
+from mindgrpo.backend.host import BOARD_FOLDERS, Host
 
-SHM = Path("/dev/shm")
 WAIT_SECONDS = 30.0
 
 Work = Callable[..., Any]
@@ -49,7 +47,7 @@ def run(
     results = context.SimpleQueue()
     processes = [
         context.Process(
-            target=_rank, args=(work, Host(job, rank, library), size, results, arguments)
+            target=_rank, args=(work, Host(job, rank, size, library), size, results, arguments)
         )
         for rank in range(size)
     ]
@@ -70,7 +68,7 @@ def run(
             process.join(1.0)
             if process.is_alive():
                 process.kill()
-    assert not list(SHM.glob(f"*{job}*"))
+    assert not [path for folder in BOARD_FOLDERS for path in folder.glob(f"*{job}*")]
     return outcomes
 
 

@@ -65,11 +65,16 @@ def test_a_port_that_is_no_number_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     assert finding("MINDGRPO_PORT=http").level == "error"
 
 
-def test_shared_memory_that_is_missing_or_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MIN_SHARED_MEMORY", 2**62)
-    assert finding("shared memory").level == "warn"
-    monkeypatch.setattr(doctor, "SHARED_MEMORY", "/nowhere")
-    assert finding("/nowhere").level == "error"
+def test_no_place_for_ranks_to_meet_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert finding("ranks can meet").level == "ok"
+    monkeypatch.setattr(doctor, "BOARD_FOLDERS", (Path("/nowhere"), tmp_path))
+    assert finding(f"ranks can meet in {tmp_path}").level == "ok"
+    monkeypatch.setattr(doctor, "MEETING_ROOM", 2**62)
+    told = finding("ranks cannot meet")
+    assert told.level == "error" and "/nowhere is missing" in told.what
+    assert f"{tmp_path} has" in told.what
 
 
 @pytest.fixture

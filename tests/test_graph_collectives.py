@@ -20,8 +20,8 @@ from mindgrpo.backend import PeerLost
 from mindgrpo.backend.cpu import CpuBackend, CpuGraph
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import PythonSum
+from mindgrpo.backend.host import Host
 from mindgrpo.backend.shared_group import KINDS, NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.shared_memory import Host
 
 SMALL_BUFFER = 1000
 
@@ -123,7 +123,7 @@ def test_members_that_make_different_calls_are_told_and_do_not_get_garbage() -> 
 def test_without_the_library_a_graph_sums_through_python() -> None:
     class Doubling(SharedGroup):
         def __init__(self) -> None:
-            super().__init__(Host("alone", 0), [0])
+            super().__init__(Host("alone", 0, 1), [0])
 
         def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
             np.add(source, source, out=out)

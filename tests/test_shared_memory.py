@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import signal
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +19,11 @@ import pytest
 from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend import PeerLost
+from mindgrpo.backend import host as host_module
+from mindgrpo.backend.host import Host
 from mindgrpo.backend.shared_group import SharedGroup, shared_group
-from mindgrpo.backend.shared_memory import Host, SharedBuckets, SharedLink
+from mindgrpo.backend.shared_memory import Segment, SharedBuckets, SharedLink
+from mindgrpo.errors import UserError
 
 SMALL_BUFFER = 1000
 LARGE_BUFFER = 150_000  # above what one member adds alone
@@ -238,10 +245,77 @@ def test_who_waits_for_a_dead_rank_is_told_which_one_within_seconds(
 
 def _mixed(host: Host, size: int) -> None:
     if host.rank == 1:
-        host = Host(host.job, host.rank, None)
+        host = Host(host.job, host.rank, size, None)
     SharedBuckets(host, size, 4096, 0)
 
 
 def test_ranks_with_and_without_the_library_do_not_join() -> None:
     for outcome in run(native(), 2, _mixed).values():
         assert "do not all have the C kernels" in str(outcome)
+
+
+def _share_with_little_room(host: Host, size: int, room: int, num_bytes: int) -> int:
+    """No file of this process may be larger than `room`: what a full folder or a small limit is like."""
+    if host.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
+    Segment(host, "large", range(size), num_bytes).array(0, num_bytes)[:] = 1
+    return num_bytes
+
+
+def test_no_room_for_the_board_is_a_sentence_with_the_room_needed() -> None:
+    outcomes = run(native(), 2, _share_with_little_room, 4096, 100, silent=1)
+    sentence = str(outcomes[0])
+    assert (
+        isinstance(outcomes[0], UserError) and "need 35 KiB" in sentence and "/dev/shm" in sentence
+    )
+
+
+def test_memory_that_the_system_refuses_is_a_sentence_with_the_size_needed() -> None:
+    outcomes = run(native(), 2, _share_with_little_room, 1 << 20, 8 << 20)
+    assert isinstance(outcomes[0], UserError) and "need 8.0 MiB" in str(outcomes[0])
+    assert isinstance(outcomes[1], PeerLost) and "rank 0 " in str(outcomes[1])
+
+
+def _share_much(host: Host, size: int, folder: Path) -> int:
+    host_module.BOARD_FOLDERS = (folder,)
+    return _share_with_little_room(host, size, resource.RLIM_INFINITY, 8 << 20)
+
+
+def test_a_folder_of_a_few_pages_is_enough_for_any_amount_of_memory(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "none", str(tmp_path)])
+    if mounted.returncode:
+        pytest.skip("may not mount a folder of limited size")
+    try:
+        assert run(native(), 2, _share_much, tmp_path) == {0: 8 << 20, 1: 8 << 20}
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def _die_while_meeting(host: Host, size: int) -> None:
+    if host.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    host_module.MEET_SECONDS = 1.0
+    _group(host, size, SMALL_BUFFER)
+
+
+def test_who_never_comes_is_named_and_nothing_is_left(library: ctypes.CDLL | None) -> None:
+    outcomes = run(library, 3, _die_while_meeting, silent=1)
+    assert all("ranks [1] did not come" in str(outcomes[rank]) for rank in (0, 2))
+
+
+def test_what_killed_jobs_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = tmp_path / f"mindgrpo-{ended.pid}-2000-board"
+    fresh = tmp_path / f"mindgrpo-{ended.pid}-2001-board"
+    alive = tmp_path / f"mindgrpo-{os.getpid()}-2000-board"
+    for path in (stale, fresh, alive):
+        path.touch()
+    long_ago = time.time() - 2 * host_module.STALE_SECONDS
+    for path in (stale, alive):
+        os.utime(path, (long_ago, long_ago))
+    monkeypatch.setattr(host_module, "BOARD_FOLDERS", (tmp_path,))
+    assert Host("job", 0, 1).board is not None
+    assert sorted(tmp_path.iterdir()) == sorted([fresh, alive])

@@ -18,11 +18,12 @@ from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
 from mindgrpo.backend.graph import CompileLog, Graph
+from mindgrpo.backend.host import Host
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_library import library_path
 from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.shared_memory import Host, SharedBuckets, SharedLink
+from mindgrpo.backend.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
@@ -183,9 +184,9 @@ class CpuBackend(Backend):
 
     def _make_host(self) -> Host:
         if self.world_size == 1:
-            return Host("alone", self.rank)
+            return Host("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
-        return Host(self._job, self.rank, native_library.library(), spins)
+        return Host(self._job, self.rank, self.world_size, native_library.library(), spins)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)

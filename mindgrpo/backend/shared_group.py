@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.shared_memory import Host, Segment
+from mindgrpo.backend.host import Host
+from mindgrpo.backend.shared_memory import Segment
 
 SMALL_BYTES = 32 * 1024
 # The enums of native/collective.h and .c.
