@@ -57,6 +57,7 @@ class Ranks:
         self.vocab, self.ways, self.rows = vocab, ways, rows
         self.width = -(-vocab // ways)
         self.slots = [self._slots(settings, rank) for rank in range(ways)]
+
     def _slots(self, settings: SamplingSettings, rank: int) -> NativeSlots:
         first = self.width * rank
         real = min(self.width, max(0, self.vocab - first))
@@ -117,4 +118,3 @@ class Ranks:
             np.testing.assert_array_equal(job.tokens, jobs[0].tokens)
             np.testing.assert_array_equal(inputs, x[0])
         return jobs[0].tokens[:, 0], jobs[0].logps[:, 0], x[0]
-

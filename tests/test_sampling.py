@@ -137,7 +137,12 @@ SETTINGS = {
     "top_p_and_min_p": replace(PLAIN, top_p=0.9, min_p=0.05),
     "top_k_and_min_p": replace(PLAIN, top_k=30, min_p=0.2),
     "all_but_top_k": SamplingSettings(
-        temperature=0.9, top_p=0.9, min_p=0.02, repetition_penalty=1.2, min_tokens=2, stop_ids=(3, 40)
+        temperature=0.9,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        min_tokens=2,
+        stop_ids=(3, 40),
     ),
     "min_tokens": replace(PLAIN, min_tokens=2, temperature=2.0),
     "greedy": replace(PLAIN, temperature=0.0),
