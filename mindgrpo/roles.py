@@ -47,15 +47,7 @@ class Roles:
         self._random = random_weights
         settings = update_settings(plan, sampling, backend)
         self.policy = Policy(plan.model, plan.train, backend, settings)
-        self.generator = Generator(
-            plan.model,
-            plan.infer,
-            backend,
-            sampling,
-            plan.slots,
-            plan.config.rl_config.num_generations,
-            plan.config.generate_config.max_prompt_length,
-        )
+        self.generator = Generator(plan.model, plan.infer, backend, sampling, plan.room)
         self._load(self.policy.weights, plan.config.actor_config.load)
         self.reference = self._make_reference(sampling)
         self._resharder = Resharder(

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from mindgrpo.backend import keeps_slots
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.errors import UserError
+from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, ParameterSpec, layers_of_stage, local_shape
 from mindgrpo.model.families import DecoderConfig, parameter_specs
@@ -65,20 +67,46 @@ class RunPlan:
 
     def _bytes_by_role(self) -> Mapping[str, int]:
         train = largest_share(self.train)
-        sampling = self.config.generate_config.sampling_config
-        length = self.config.generate_config.max_prompt_length + sampling.max_tokens
-        heads = max(1, self.model.num_key_value_heads // self.infer.grid.model_parallel)
-        per_slot = 2 * self.model.num_hidden_layers * heads * length * self.model.head_dim
         by_role = {
             "policy": train,
             "gradients": train,
             "optimizer": 2 * train,
             "generator": largest_share(self.infer),
-            "kv_cache": self.slots * per_slot * FLOAT_BYTES,
+            "kv_cache": self._generator_bytes(),
         }
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
         return by_role
+
+    @property
+    def room(self) -> Room:
+        """What the generator of each replica has memory for."""
+        generate = self.config.generate_config
+        return Room(
+            self.slots,
+            self.config.rl_config.num_generations,
+            self.prompts_per_replica,
+            generate.max_prompt_length,
+            generate.sampling_config.max_tokens,
+        )
+
+    def _generator_bytes(self) -> int:
+        """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
+        model, ways = self.model, self.infer.grid.model_parallel
+        kv = max(1, model.num_key_value_heads // ways)
+        heads = (model.num_attention_heads // ways, kv, model.head_dim)
+        if not keeps_slots(self.config.context.device_target):
+            return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
+        penalty = self.config.generate_config.sampling_config.repetition_penalty
+        footprint = Footprint.of(
+            self.room,
+            model.num_hidden_layers,
+            model.hidden_size,
+            -(-model.intermediate_size // ways),
+            heads,
+            -(-model.vocab_size // ways) if penalty != 1.0 else 0,
+        )
+        return footprint.num_bytes
 
     def layout_lines(self) -> list[str]:
         lines = [

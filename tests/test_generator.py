@@ -1,7 +1,7 @@
 """The generator of one process: its log-probs are the trainer's, and its tokens depend on the request alone.
 
-One qwen2 model of two layers with random weights. Does not prove that either agrees with another implementation of the
-model, nor anything about several ranks.
+One qwen2 model of two layers with random weights, in C kernels and in plain operations. Does not prove that either
+agrees with another implementation of the model, nor anything about several ranks.
 """
 
 from __future__ import annotations
@@ -11,41 +11,36 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_generators import (
+    CONFIG,
+    GROUP,
+    KERNELS,
+    LAYOUT,
+    MAX_PROMPT,
+    MAX_TOKENS,
+    ROW,
+    SETTINGS,
+    STOPS,
+    VERSION,
+    assert_same,
+    generator_with,
+    kernels_named,
+    random_weights,
+    requests_of,
+    room_of,
+    run,
+)
 
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion, Samples
 from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.kernels import Kernels
 from mindgrpo.experience import sample_logps
 from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Shard
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
 from mindgrpo.update.pipeline import Pipeline
-
-VOCAB, GROUP, VERSION = 67, 4, 7
-MAX_PROMPT, MAX_TOKENS = 6, 10
-ROW = MAX_PROMPT + MAX_TOKENS  # the longest sample ends at the last column
-# 0 also fills what is padding, in the generator and in packed rows.
-STOPS = (0, 5, 17, 44)
-SETTINGS = SamplingSettings(temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=STOPS)
-CONFIG = decoder_config(
-    {
-        "model_type": "qwen2",
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    },
-    "here",
-)
-LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
 
 MakeGenerator = Callable[..., Generator]
 TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]
@@ -58,13 +53,16 @@ def backend() -> CpuBackend:
 
 @pytest.fixture(scope="module")
 def weights(backend: CpuBackend) -> Weights:
-    made = Weights(LAYOUT, 0, backend)
-    fill_random(made, seed=1, scale=0.25)
-    return made
+    return random_weights(backend)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_named(request.param)
 
 
 @pytest.fixture(scope="module")
-def generator_of(backend: CpuBackend, weights: Weights) -> MakeGenerator:
+def generator_of(backend: CpuBackend, weights: Weights, kernels: Kernels) -> MakeGenerator:
     """One generator, compiled once, for each combination of arguments."""
     made: dict[tuple[SamplingSettings, int, int], Generator] = {}
 
@@ -73,10 +71,7 @@ def generator_of(backend: CpuBackend, weights: Weights) -> MakeGenerator:
     ) -> Generator:
         key = (settings, slots, copies)
         if key not in made:
-            made[key] = Generator(CONFIG, LAYOUT, backend, settings, slots, copies, MAX_PROMPT)
-            for target, source in zip(made[key].weights.runs, weights.runs, strict=True):
-                target[...] = source
-            made[key].version = VERSION
+            made[key] = generator_with(weights, backend, kernels, settings, slots, copies)
         return made[key]
 
     return of
@@ -98,35 +93,6 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
         return sample_logps(pipeline, LAYOUT, backend, samples)
 
     return of
-
-
-def requests_of(group: int = GROUP) -> list[Request]:
-    """Prompts of every length from one token to the longest, and one of nothing but padding's token."""
-    rng = np.random.default_rng(3)
-    prompts = [rng.integers(1, VOCAB, n).astype(np.int32) for n in range(1, MAX_PROMPT + 1)]
-    prompts.append(np.zeros(3, np.int32))
-    return [
-        Request(prompt, tuple(range(i * group, (i + 1) * group)))
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def run(generator: Generator, requests: Sequence[Request], step: int = 0) -> list[Completion]:
-    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION)
-
-
-def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
-    assert len({completion.sample for completion in completions}) == len(completions)
-    return {completion.sample: completion for completion in completions}
-
-
-def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
-    one, other = by_sample(found), by_sample(expected)
-    assert one.keys() == other.keys()
-    for sample, completion in one.items():
-        np.testing.assert_array_equal(completion.tokens, other[sample].tokens)
-        np.testing.assert_allclose(completion.logps, other[sample].logps, rtol=0, atol=1e-5)
-        assert completion.finish_reason == other[sample].finish_reason
 
 
 def assert_logps_agree(
@@ -282,7 +248,7 @@ def test_weights_of_another_version_are_refused_with_both_versions(
 
 
 def test_a_generator_without_weights_refuses_to_run(backend: CpuBackend) -> None:
-    empty = Generator(CONFIG, LAYOUT, backend, SETTINGS, 4, 4, MAX_PROMPT)
+    empty = Generator(CONFIG, LAYOUT, backend, SETTINGS, room_of(4, 4))
     with pytest.raises(StaleWeights, match="weights None"):
         empty.generate(requests_of(), Draw(0, 0, 0), 0)
 

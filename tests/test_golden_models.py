@@ -27,6 +27,7 @@ from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.samples import LENGTH, STOPPED
 from mindgrpo.backend import Backend, connect
 from mindgrpo.generate.engine import Draw, Generator, Request
+from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.pretrained import load_weights
 
@@ -103,7 +104,8 @@ def check_tokens(golden: Golden, backend: Backend, name: str) -> None:
     )
     # Two prompts fit at a time: the third is generated in slots that others have used.
     longest = max(len(prompt) for prompt in prompts)
-    generator = Generator(golden.config, golden.layout, backend, settings, 4, 2, longest)
+    room = Room(4, 2, None, longest, NEW_TOKENS)
+    generator = Generator(golden.config, golden.layout, backend, settings, room)
     load_weights(generator.weights, golden.directory)
     generator.version = 0
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]

@@ -1,6 +1,7 @@
-"""The sampler's graph in one process against numpy, from the definitions of each rule, in float64.
+"""The samplers against numpy, from the definitions of each rule, in float64: the plain graph, and the kernels for one
+rank and for ranks that share the vocabulary.
 
-Does not prove that ranks which share a vocabulary draw alike, nor that the noise given to it is random.
+Does not prove that real ranks gather what these are given side by side, nor that the noise is random.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mindspore import Tensor
+from slots_by_hand import Ranks
 
 from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.native_library import library_path
 from mindgrpo.generate.sampling import Sampler
 from mindgrpo.generate.settings import SamplingSettings
 
@@ -23,9 +26,11 @@ Drawn = tuple[np.ndarray, np.ndarray]
 Draw = Callable[..., Drawn]
 
 
-@pytest.fixture(scope="module")
-def draw() -> Draw:
-    """(settings, logits, uniforms, banned, seen) -> tokens, log-probs; one graph for each settings."""
+WITHOUT_C = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
+KINDS = [0, *(pytest.param(ways, marks=WITHOUT_C) for ways in (1, 2, 4))]
+
+
+def plain_sampler() -> Draw:
     backend = CpuBackend({}, "shared_memory")
     graphs: dict[SamplingSettings, Sampler] = {}
 
@@ -36,6 +41,39 @@ def draw() -> Draw:
         return tokens.asnumpy(), logps.asnumpy()
 
     return call
+
+
+def kernels(ways: int) -> Draw:
+    made: dict[SamplingSettings, Ranks] = {}
+
+    def of(settings: SamplingSettings) -> Ranks:
+        if settings not in made:
+            made[settings] = Ranks(settings, VOCAB, ways, ROWS)
+        return made[settings]
+
+    def call(
+        settings: SamplingSettings,
+        logits: np.ndarray,
+        uniforms: np.ndarray,
+        banned: np.ndarray,
+        seen: np.ndarray,
+    ) -> Drawn:
+        prompts = [np.flatnonzero(row).astype(np.int32) for row in seen]
+        tokens, logps, _ = of(settings).draw(logits, uniforms.astype(np.float32), prompts)
+        if settings.min_tokens:
+            free = replace(settings, min_tokens=0)
+            others = of(free).draw(logits, uniforms.astype(np.float32), prompts)
+            tokens = np.where(banned > 0, tokens, others[0])
+            logps = np.where(banned > 0, logps, others[1])
+        return tokens, logps
+
+    return call
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=["plain", "one rank", "two ranks", "four ranks"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """(settings, logits, uniforms, banned, seen) -> tokens, log-probs; one graph for each settings."""
+    return kernels(request.param) if request.param else plain_sampler()
 
 
 def case(seed: int) -> tuple[np.ndarray, ...]:
@@ -60,13 +98,14 @@ def distribution(
     x = np.where(seen > 0, penalised, x) / settings.trainer_temperature
     if banned and settings.min_tokens:
         x[list(settings.stop_ids)] = -np.inf
-    if settings.top_k:
-        x[np.argsort(-x)[settings.top_k :]] = -np.inf
+    if settings.top_k and settings.top_k < len(x):
+        x[x < np.sort(x)[-settings.top_k]] = -np.inf
     p = np.exp(log_softmax(x))
-    best_first = np.argsort(-p)
-    before = np.concatenate([[0.0], np.cumsum(p[best_first])[:-1]])
     if settings.top_p < 1:
-        p[best_first[before >= settings.top_p]] = 0.0
+        values, where = np.unique(x, return_inverse=True)
+        mass = np.bincount(where, p)
+        above = mass[::-1].cumsum()[::-1] - mass
+        p[(above >= settings.top_p)[where]] = 0.0
         p /= p.sum()
     p[p < settings.min_p * p.max()] = 0.0
     if settings.temperature == 0:
@@ -95,6 +134,16 @@ SETTINGS = {
     "top_p_tiny": replace(PLAIN, top_p=1e-6),
     "min_p": replace(PLAIN, min_p=0.1),
     "penalty": replace(PLAIN, repetition_penalty=1.4),
+    "top_p_and_min_p": replace(PLAIN, top_p=0.9, min_p=0.05),
+    "top_k_and_min_p": replace(PLAIN, top_k=30, min_p=0.2),
+    "all_but_top_k": SamplingSettings(
+        temperature=0.9,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        min_tokens=2,
+        stop_ids=(3, 40),
+    ),
     "min_tokens": replace(PLAIN, min_tokens=2, temperature=2.0),
     "greedy": replace(PLAIN, temperature=0.0),
     "greedy_penalty": replace(PLAIN, temperature=0.0, repetition_penalty=2.0, min_tokens=2),
@@ -182,6 +231,22 @@ def test_ties_at_the_border_of_top_k_are_all_kept(draw: Draw) -> None:
     uniforms = (np.arange(ROWS) + 0.5) / ROWS
     tokens, _ = draw(SETTINGS["top_k"], logits, uniforms, banned, seen)
     assert set(tokens) == {0, 1, 2, 3, 10, 11, 12, 13}
+
+
+@pytest.mark.parametrize("name", ["top_k_ties", "top_p_ties"])
+def test_ties_count_for_top_p_as_they_are_kept(draw: Draw, name: str) -> None:
+    """40 equal logits at the border of top-k 5: top-p 0.3 of all that is kept, not of five."""
+    top_k = 5 if name == "top_k_ties" else 0
+    settings = replace(PLAIN, top_k=top_k, top_p=0.3, stop_ids=())
+    logits, _, banned, seen = case(8)
+    logits[:] = -20.0
+    logits[:, :2] = 4.5
+    logits[:, 20:60] = 4.0
+    uniforms = (np.arange(ROWS) + 0.5) / ROWS
+    tokens, _ = draw(settings, logits, uniforms, banned, seen)
+    expected, _ = reference(settings, logits, uniforms, banned, seen)
+    np.testing.assert_array_equal(tokens, expected)
+    assert {0, 1} < set(tokens) <= {0, 1, *range(20, 60)}
 
 
 def test_stop_ids_are_drawn_again_once_they_are_no_longer_banned(draw: Draw) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mindgrpo.backend import native_library
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.errors import UserError
@@ -193,6 +194,11 @@ def check_target(device_target: str | None, transport: str | None) -> str:
 def needs_cluster(target: str, transport: str | None) -> bool:
     """Whether ranks on this device find each other through MindSpore's cluster and its scheduler."""
     return (transport or TRANSPORTS[target][0]) != "shared_memory"
+
+
+def keeps_slots(device_target: str | None) -> bool:
+    """Whether that device's kernels keep the generator's slots (rollout.py), as far as can be told without it."""
+    return check_target(device_target, None) == "CPU" and native_library.may_build()
 
 
 def may_fork(device_target: str | None) -> bool:

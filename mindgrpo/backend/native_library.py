@@ -41,6 +41,11 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
 
 
+def may_build() -> bool:
+    """True where a library is wanted and a compiler is there; it may still fail."""
+    return os.environ.get("MINDGRPO_NATIVE") != "0" and compiler() is not None
+
+
 def _key(program: str) -> str:
     """Changes with the sources, the flags, the compiler and the processor."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())

@@ -13,6 +13,7 @@ import numpy as np
 
 from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion
 from mindgrpo.backend import Backend, Pool
+from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.rollout import Job
 from mindgrpo.generate.noise import uniforms
 from mindgrpo.generate.plain import PlainDecoder
@@ -52,7 +53,7 @@ class StaleWeights(RuntimeError):
 
 
 class Generator:
-    """`slots` samples at a time, `copies` of a prompt; prompts up to `max_prompt` tokens, `prompts` in a rollout.
+    """Memory for what `room` says; `kernels` other than the backend's are for comparing them.
 
     `usage` tells of the last call of `generate`.
     """
@@ -63,19 +64,21 @@ class Generator:
         layout: Layout,
         backend: Backend,
         settings: SamplingSettings,
-        slots: int,
-        copies: int,
-        max_prompt: int,
-        prompts: int | None = None,
+        room: Room,
+        kernels: Kernels | None = None,
     ) -> None:
         self.settings = settings
         self.weights = Weights(layout, backend.rank, backend)
         self.version: int | None = None
         self.usage = Usage(0, 0, 0, 0)
-        self._max_prompt = max_prompt
+        if settings.max_tokens > room.max_tokens:
+            raise ValueError(
+                f"completions of {settings.max_tokens} tokens in a cache for {room.max_tokens}"
+            )
+        self._max_prompt = room.max_prompt
         shard = Shard(config, self.weights, backend, "generator")
-        room = Room(slots, copies, prompts, max_prompt, settings.max_tokens)
-        decoder = SlotDecoder if backend.kernels.has_slots else PlainDecoder
+        shard.kernels = kernels or backend.kernels
+        decoder = SlotDecoder if shard.kernels.has_slots else PlainDecoder
         self._decoder = decoder(shard, backend, settings, room)
 
     @property

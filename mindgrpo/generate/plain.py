@@ -14,7 +14,7 @@ from mindspore import Tensor
 from mindgrpo.backend import Backend, Pool
 from mindgrpo.backend.rollout import Job
 from mindgrpo.generate.cells import Decode, Prefill
-from mindgrpo.generate.room import FLOAT_BYTES, Room
+from mindgrpo.generate.room import FLOAT_BYTES, Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.usage import Usage
 from mindgrpo.model.decoder import Shard
@@ -37,7 +37,9 @@ class PlainDecoder:
         shape = (room.slots * shard.kv_heads * self._length, shard.config.head_dim)
         size = shape[0] * shape[1]
         count = 2 * len(shard.layers)
-        self.cache: Pool = backend.pool(count * size * FLOAT_BYTES)
+        heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
+        footprint = Footprint.plain(room, len(shard.layers), heads)
+        self.cache: Pool = backend.pool(footprint.num_bytes)
         parts = [
             backend.parameter(self.cache.view(i * size, shape), f"cache{i}", False)
             for i in range(count)

@@ -103,6 +103,14 @@ class Footprint:
             seen=-(-room.slots * seen_tokens // FLOAT_BYTES),
         )
 
+    @classmethod
+    def plain(cls, room: Room, layers: int, heads: tuple[int, int, int]) -> Footprint:
+        """Of the plain decoder: a whole cache for every slot."""
+        _, kv, dim = heads
+        return cls(
+            2 * layers * kv * dim * room.slots * (room.max_prompt + room.max_tokens), 0, 0, 0, 0
+        )
+
     @property
     def sizes(self) -> tuple[int, ...]:
         return self.cache, self.scratch, self.inputs, self.starts, self.seen

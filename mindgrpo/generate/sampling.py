@@ -23,7 +23,7 @@ class Sampler(nn.Cell):
     -> tokens int32 [B], logps float32 [B].
 
     `banned` is 1.0 where stop ids may not be drawn yet; `seen` is 1.0 for tokens that the penalty applies to.
-    Ties at the top-k border are all kept.
+    Ties at the border of top-k or top-p are all kept.
     """
 
     def __init__(
@@ -63,15 +63,27 @@ class Sampler(nn.Cell):
     def _threshold(self, logits: Any) -> Any:
         """[B, 1]: the smallest logit that top-k and top-p keep."""
         local, _ = ops.topk(logits, self.candidates)
-        every = self.gather(local).reshape(logits.shape[0], -1)
+        ends = local[:, -1:]
+        # Logits that equal the smallest candidate are kept with it, and count for top-p.
+        more = ops.equal(logits, ends).astype(ms.float32).sum(axis=1, keepdims=True)
+        more = more - ops.equal(local, ends).astype(ms.float32).sum(axis=1, keepdims=True)
+        pieces = self.gather(ops.concat((local, more), 1))
+        every = pieces[:, :, : self.candidates].reshape(logits.shape[0], -1)
         kept = self.top_k if self.top_k else every.shape[1]
         best, _ = ops.topk(every, kept)
         lowest = best[:, -1:]
         if self.top_p < 1.0:
-            mass = ops.softmax(best, -1)
+            top = best[:, :1]
+            more = pieces[:, :, self.candidates]
+            ends = pieces[:, :, self.candidates - 1]
+            total = (more * ops.equal(ends, lowest).astype(ms.float32)).sum(axis=1, keepdims=True)
+            total = total * ops.exp(lowest - top)
+            counted = (every >= lowest).astype(ms.float32)
+            total = total + (counted * ops.exp(every - top)).sum(axis=1, keepdims=True)
+            mass = ops.exp(best - top)
             earlier = self.cumulate(mass, 1) - mass
-            inside = earlier < self.top_p
-            lowest = ops.where(inside, best, best[:, :1]).min(axis=1, keepdims=True)
+            inside = earlier < self.top_p * total
+            lowest = ops.where(inside, best, top).min(axis=1, keepdims=True)
         return lowest
 
     def construct(self, logits: Any, uniforms: Any, banned: Any, seen: Any) -> Any:

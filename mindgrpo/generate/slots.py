@@ -134,7 +134,6 @@ class SlotDecoder:
         backend: Backend,
         settings: SamplingSettings,
         room: Room,
-        steps: int = DECODE_STEPS,
     ) -> None:
         self._room = room
         share = _share(shard)
@@ -156,7 +155,7 @@ class SlotDecoder:
         )
         self._slots = slots
         self._prompts = backend.graph(_Prompts(shard, slots), "prompts")
-        self._decode = backend.graph(_Decode(shard, slots, steps), "decode")
+        self._decode = backend.graph(_Decode(shard, slots, DECODE_STEPS), "decode")
         self._ticket = Tensor([0], ms.int32)
 
     def run(self, job: Job) -> Usage:

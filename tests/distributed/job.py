@@ -26,6 +26,7 @@ from mindgrpo.backend import Backend, connect
 from mindgrpo.experience import generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import ROLLOUT
+from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, layers_of_stage
@@ -101,15 +102,8 @@ class Run:
             stop_ids=c.STOP_IDS,
             **self.recipe.sampling,
         )
-        return Generator(
-            self.config,
-            self.infer,
-            self.backend,
-            sampling,
-            c.SLOTS,
-            c.NUM_GENERATIONS,
-            c.MAX_PROMPT,
-        )
+        room = Room(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
+        return Generator(self.config, self.infer, self.backend, sampling, room)
 
     def _reference(self) -> Pipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""

@@ -5,7 +5,7 @@
  */
 #include "rollout.h"
 
-enum { MAX_ROLLOUTS = 64, RUN_ROWS = 8 };
+enum { MAX_ROLLOUTS = 1024, RUN_ROWS = 8 };
 
 static Rollout *rollouts[MAX_ROLLOUTS];
 

@@ -1,0 +1,110 @@
+"""A small random model and generators of it, for the tests of the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mindgrpo.algorithm.samples import Completion
+from mindgrpo.backend import Backend
+from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.native_kernels import NativeKernels
+from mindgrpo.backend.native_library import library_path
+from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.generate.engine import Draw, Generator, Request
+from mindgrpo.generate.room import Room
+from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.model.weights import Weights
+
+VOCAB, GROUP, VERSION = 67, 4, 7
+MAX_PROMPT, MAX_TOKENS = 6, 10
+ROW = MAX_PROMPT + MAX_TOKENS  # the longest sample ends at the last column
+# 0 also fills what is padding, in the generator and in packed rows.
+STOPS = (0, 5, 17, 44)
+SETTINGS = SamplingSettings(temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=STOPS)
+CONFIG = decoder_config(
+    {
+        "model_type": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    },
+    "here",
+)
+LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+
+WITH_C = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
+KERNELS = ["plain", pytest.param("native", marks=WITH_C)]
+
+
+def kernels_named(name: str) -> Kernels:
+    return NativeKernels() if name == "native" else PlainKernels()
+
+
+def random_weights(backend: Backend) -> Weights:
+    made = Weights(LAYOUT, 0, backend)
+    fill_random(made, seed=1, scale=0.25)
+    return made
+
+
+def room_of(slots: int, copies: int, max_prompt: int = MAX_PROMPT) -> Room:
+    return Room(slots, copies, None, max_prompt, MAX_TOKENS)
+
+
+def generator_with(
+    weights: Weights,
+    backend: Backend,
+    kernels: Kernels,
+    settings: SamplingSettings = SETTINGS,
+    slots: int = 16,
+    copies: int = GROUP,
+    max_prompt: int = MAX_PROMPT,
+) -> Generator:
+    room = room_of(slots, copies, max_prompt)
+    made = Generator(CONFIG, LAYOUT, backend, settings, room, kernels)
+    for target, source in zip(made.weights.runs, weights.runs, strict=True):
+        target[...] = source
+    made.version = VERSION
+    return made
+
+
+def requests_of(group: int = GROUP) -> list[Request]:
+    """Prompts of every length from one token to the longest, and one of nothing but padding's token."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(1, VOCAB, n).astype(np.int32) for n in range(1, MAX_PROMPT + 1)]
+    prompts.append(np.zeros(3, np.int32))
+    return [
+        Request(prompt, tuple(range(i * group, (i + 1) * group)))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(generator: Generator, requests: Sequence[Request], step: int = 0) -> list[Completion]:
+    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION)
+
+
+def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
+    assert len({completion.sample for completion in completions}) == len(completions)
+    return {completion.sample: completion for completion in completions}
+
+
+def assert_same(
+    found: Sequence[Completion], expected: Sequence[Completion], atol: float = 1e-5
+) -> None:
+    """The same samples, whatever their order; log-probs to `atol`, or bit for bit with 0."""
+    one, other = by_sample(found), by_sample(expected)
+    assert one.keys() == other.keys()
+    for sample, completion in one.items():
+        np.testing.assert_array_equal(completion.tokens, other[sample].tokens)
+        np.testing.assert_allclose(completion.logps, other[sample].logps, rtol=0, atol=atol)
+        assert completion.finish_reason == other[sample].finish_reason
