@@ -57,6 +57,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
 class Residency:
     def __init__(self, budget_bytes: int | None = None) -> None:
         self.roles: dict[str, Role] = {}
+        self.phase = ""
         self.ledger = Ledger()
         self._budget = budget_bytes
 
@@ -94,6 +95,7 @@ class Residency:
     def enter(self, phase: str) -> None:
         """Moves roles so that exactly those of `phase` are on the device."""
         self._check(phase)
+        self.phase = phase
         needed = [name for name in PHASES[phase] if name in self.roles]
         started = time.perf_counter()
         for role in self.roles.values():
