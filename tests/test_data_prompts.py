@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import MODEL, questions, records_of, write_lines
+from data_sets import MODEL, questions, records_of, write_lines, write_parquet
 
 from mindgrpo.config import load_config
 from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
@@ -21,6 +21,7 @@ from mindgrpo.data.records import Record
 from mindgrpo.data.sources import ALONE, Ranks, Records, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.preflight import prepare
 
 FIRST_ORDER = [5, 0, 6, 1, 7, 2, 4, 3]
 LONG = [{"question": "1?", "answer": "1"}, {"question": "abcd " * 40, "answer": "2"}]
@@ -268,7 +269,10 @@ def test_keys_of_the_configuration_say_how_data_is_read(tmp_path: Path) -> None:
         ("  dataset_map_keys: [a=b, a=c]\n", "with each NAME once"),
         ("  dataset_type: gsm9k\n", "dataset_type"),
         ("  prompt_overflow: cut\n", "prompt_overflow"),
-        ("  dataset_file: a.mindrecord\n  dataset_type: gsm8k\n", "rows were settled when it was converted"),
+        (
+            "  dataset_file: a.mindrecord\n  dataset_type: gsm8k\n",
+            "rows were settled when it was converted",
+        ),
         ("  prompt_type: qwen_r1\n", "it is called rl_config.chat_template here"),
     ):
         with pytest.raises(UserError, match=said):
@@ -278,3 +282,32 @@ def test_keys_of_the_configuration_say_how_data_is_read(tmp_path: Path) -> None:
 def test_one_rank_is_alone() -> None:
     assert ALONE.slice_of(7) == (0, 7) and ALONE.gather("x") == ["x"]
     assert ALONE.by_one(lambda: 3) == 3
+
+
+def test_a_run_is_prepared_from_any_data_set(tmp_path: Path) -> None:
+    rows = [{"task": f"What is {n}+1?", "gold": n + 1, "level": n, "x": 0} for n in range(6)]
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", [*rows, {"task": "?" * 80, "gold": 0}])
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", rows[:2])
+    example = MODEL.parent / "grpo_config.yaml"
+    overrides = {
+        "actor_config.load": MODEL,
+        "rl_config.dataset_file": tmp_path,
+        "rl_config.eval_dataset_file": tmp_path,
+        "rl_config.dataset_map_keys": "question=task,answer=gold",
+        "rl_config.dataset_columns": "level",
+        "rl_config.prompt_overflow": "drop",
+        "rl_config.chat_template": "qwen3_no_think",
+    }
+    words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+    inputs = prepare(load_config(example, words).config, None)
+    assert (len(inputs.prompts), inputs.prompts.num_dropped) == (6, 1)
+    assert inputs.held_out is not None and len(inputs.held_out) == 2
+    first = inputs.prompts[0]
+    assert first.text.endswith("</think>\n\n")
+    assert (first.answer, first.columns) == ("1", {"level": 0})
+    assert inputs.tokenizer.eos_id in inputs.sampling.stop_ids
+    words += ["--rl_config.eval_dataset_split", "dev"]
+    with pytest.raises(
+        UserError, match="and no 'dev'; set rl_config.eval_dataset_split to one of them"
+    ):
+        prepare(load_config(example, words).config, None)
