@@ -112,11 +112,14 @@ class RowForm:
         question_key = self._question_key(row, where)
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
         columns = {key: value for key, value in row.items() if key not in (question_key, "answer")}
-        if isinstance(row[question_key], list):
+        is_conversation = isinstance(row[question_key], list)
+        if is_conversation:
+            if "messages" in columns:
+                columns["original_messages"] = columns["messages"]
             columns["messages"] = [dict(message) for message in messages]
         answer = self._answer(row, columns, where)
         if self.columns is not None:
-            kept = [*self.columns, *(["messages"] if isinstance(row[question_key], list) else [])]
+            kept = [*self.columns, *(["messages"] if is_conversation else [])]
             columns = {key: value for key, value in columns.items() if key in kept}
         for name in RESERVED:
             if name in columns:
@@ -201,11 +204,12 @@ def messages_of(value: object, where: str) -> tuple[Message, ...]:
     if not messages:
         raise UserError(f"{where} is an empty list; it must hold at least one message")
     last = messages[-1]
-    if last["role"] in ("assistant", "system") or not last["content"].strip():
+    if last["role"] in ("assistant", "system"):
         raise UserError(
-            f"{where} ends with {'an empty' if last['role'] not in ('assistant', 'system') else 'the'} "
-            f"{last['role']} message, which leaves nothing to answer; end it with the user's last message"
+            f"{where} ends with the {last['role']} message, which leaves nothing to answer; end it with the user's last"
         )
+    if not last["content"].strip():
+        raise UserError(f"{where} ends with an empty {last['role']} message; it must ask something")
     return messages
 
 

@@ -11,7 +11,6 @@ import decimal
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from mindgrpo.data.rows import Row, Rows, Unchanged
 from mindgrpo.errors import UserError
 
-PIECES_KEPT = 64
+KEPT_BYTES = 1 << 28
 ROWS_AT_ONCE = 256
 PLAIN = (str, int, float, bool, type(None))
 
@@ -42,7 +41,7 @@ class TableRows(Rows):
         self._starts = [0, *accumulate(piece.num_rows for piece in self._pieces)]
         self._columns = columns
         self._unchanged = Unchanged(paths)
-        self._load = lru_cache(maxsize=PIECES_KEPT)(self._load_piece)
+        self._kept: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -61,10 +60,23 @@ class TableRows(Rows):
             index = self._piece_at(place)
             self._unchanged.check(self._pieces[index].path)
             end = min(stop, self._starts[index + 1], place + ROWS_AT_ONCE)
-            table = self._load(index).slice(place - self._starts[index], end - place)
+            table = self._piece(index).slice(place - self._starts[index], end - place)
             for offset, row in enumerate(table.to_pylist()):
                 yield plain_row(row, self.where(place + offset))
             place = end
+
+    def _piece(self, index: int) -> Any:
+        """Decoded pieces are kept up to KEPT_BYTES; the one that was used longest ago goes first."""
+        table = self._kept.pop(index, None)
+        if table is None:
+            table = self._load_piece(index)
+            while (
+                self._kept
+                and table.nbytes + sum(t.nbytes for t in self._kept.values()) > KEPT_BYTES
+            ):
+                del self._kept[next(iter(self._kept))]
+        self._kept[index] = table
+        return table
 
     def _load_piece(self, index: int) -> Any:
         piece = self._pieces[index]
