@@ -26,6 +26,7 @@ INSTALL_REQUIRES = [
     "pydantic>=2",
     "pyyaml",
     "jinja2",
+    "pyarrow",
     "jsonlines",
     "matplotlib",
     "tensorboardX",

@@ -6,13 +6,15 @@ Refuses whatever cannot work with one sentence; loads no weights and touches no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config
-from mindgrpo.data.prompts import PromptSet, columns_of
-from mindgrpo.data.records import read_records
+from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
+from mindgrpo.data.records import RowForm, parse_key_map
+from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.settings import SamplingSettings
@@ -43,8 +45,12 @@ def prepare(
     world_size: int | None,
     reward_functions: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Inputs:
-    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included."""
+    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included.
+
+    `ranks`, who all call this, share the reading of the data.
+    """
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -65,11 +71,17 @@ def prepare(
         )
     scorer = _scorer(config, reward_functions, reward_weights)
     _check_save(config)
-    prompts = _prompts(config, tokenizer, config.rl_config.dataset_file, "rl_config.dataset_file")
+    rl = config.rl_config
+    tokenizer = tokenizer.with_template(rl.chat_template)
+    prompts = _prompts(
+        config, tokenizer, ranks, rl.dataset_file, replace(FOR_TRAINING, name=rl.dataset_split)
+    )
     held_out = None
-    if config.rl_config.eval_dataset_file:
-        path = config.rl_config.eval_dataset_file
-        held_out = _prompts(config, tokenizer, path, "rl_config.eval_dataset_file")
+    if rl.eval_dataset_file:
+        choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
+        held_out = _prompts(
+            config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
+        )
     _dry_run(scorer, prompts)
     sampling = sampling_settings(config, tokenizer)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling)
@@ -108,32 +120,33 @@ def _scorer(
     return Scorer([resolve(function) for function in functions], weights)
 
 
-def _prompts(config: Config, tokenizer: Tokenizer, path: str | None, key: str) -> PromptSet:
+def _prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    path: str | None,
+    choice: SplitChoice,
+    key: str = "rl_config.dataset_file",
+) -> PromptSet:
     if not path:
         raise UserError(
-            f"{key} is not set; give a .jsonl or .mindrecord file of questions and answers."
+            f"{key} is not set; give a JSONL, JSON, Parquet or MindRecord file of questions and answers, or a "
+            "directory of Hugging Face datasets."
         )
-    template = None
-    if config.rl_config.chat_template:
-        try:
-            template = Path(config.rl_config.chat_template).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"rl_config.chat_template '{config.rl_config.chat_template}' cannot be read ({error}); give the "
-                "path of a jinja file or leave it out."
-            ) from None
-    return PromptSet(
-        read_records(path),
+    rl = config.rl_config
+    rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
+    records = open_records(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    form = PromptForm(
         tokenizer,
         config.generate_config.max_prompt_length,
-        config.rl_config.prompt_overflow,
-        config.rl_config.system_prompt or "",
-        template,
+        rl.prompt_overflow,
+        rl.system_prompt or "",
     )
+    return PromptSet(records, form, ranks)
 
 
 def _dry_run(scorer: Scorer, prompts: PromptSet) -> None:
-    two = (prompts.prompts * 2)[:2]
+    two = (prompts[:2] * 2)[:2]
     answers = [prompt.answer for prompt in two]
     scorer.dry_run(answers, answers, columns_of(two))
 

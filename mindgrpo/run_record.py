@@ -77,13 +77,15 @@ class RunRecord:
 
     def banner(self, num_steps: int, inputs: Inputs) -> None:
         plan, backend = self._plan, self._backend
-        first = inputs.prompts.prompts[0]
+        first = inputs.prompts[0]
         name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
         stops = ", ".join(
             f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
             for i in inputs.sampling.stop_ids
         )
-        held_out = "none" if inputs.held_out is None else f"{len(inputs.held_out)} held out"
+        data = [inputs.prompts.report()]
+        if inputs.held_out is not None:
+            data.append(f"held out: {inputs.held_out.report()}")
         sections: list[tuple[str, Sequence[str]]] = [
             (
                 "run",
@@ -101,12 +103,7 @@ class RunRecord:
             ("batch", plan.batch.lines()),
             ("memory", plan.memory_lines()),
             ("reshard", plan.reshard_lines()),
-            (
-                "data",
-                [
-                    f"{len(inputs.prompts)} prompts, {inputs.prompts.num_dropped} dropped; {held_out}"
-                ],
-            ),
+            ("data", data),
             ("prompt", [repr(first.text)]),
             ("stops", [stops]),
         ]

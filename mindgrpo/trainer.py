@@ -20,6 +20,7 @@ from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded
 from mindgrpo.config.schema import LIVE
 from mindgrpo.data.prompts import PromptSet
+from mindgrpo.data.sources import Ranks
 from mindgrpo.experience import generate, score
 from mindgrpo.export import export_policy
 from mindgrpo.generate.engine import Draw
@@ -65,7 +66,11 @@ class GRPOTrainer:
             self.config.rl_config.deterministic == "ON",
         )
         self.inputs = prepare(
-            self.config, self.backend.world_size, reward_functions, reward_weights
+            self.config,
+            self.backend.world_size,
+            reward_functions,
+            reward_weights,
+            Ranks(self.backend.rank, self.backend.world_size, self.backend.world.gather_objects),
         )
         self.plan = self.inputs.plan
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
@@ -107,7 +112,7 @@ class GRPOTrainer:
         owners = [prompt for prompt in prompts for _ in range(rl.num_generations)]
         outcome = self._stepper.run(
             step,
-            [np.array(prompt.ids, np.int32) for prompt in prompts],
+            [prompt.ids for prompt in prompts],
             lambda samples: score(
                 self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples
             ),
@@ -204,7 +209,7 @@ class GRPOTrainer:
         if held_out is None:
             return {}
         count = self.config.rl_config.eval_samples
-        prompts = held_out.prompts[:count]
+        prompts = held_out[:count]
         with self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts"):
             self.roles.refresh_generator()
             self.roles.enter("rollout")
@@ -212,7 +217,7 @@ class GRPOTrainer:
                 self.roles.generator,
                 self.plan.infer,
                 self.backend,
-                [np.array(prompt.ids, np.int32) for prompt in prompts],
+                [prompt.ids for prompt in prompts],
                 1,
                 Draw(self.config.rl_config.seed, EVALUATION, step),
                 self.roles.policy.version,

@@ -16,7 +16,6 @@ from types import ModuleType
 
 import pytest
 
-from mindgrpo.data.records import read_records
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.reward.builtin import accuracy_reward, format_reward
 
@@ -88,8 +87,8 @@ def test_the_tokenizer_is_small_short_and_loses_nothing(make_data: ModuleType) -
         "<|im_end|><|endoftext|>"
     )
     rng = random.Random(3)
-    for record in read_records(EXAMPLE / "train.jsonl")[:200]:
-        prompt = tokenizer.render([{"role": "user", "content": record["question"]}])
+    for row in rows("train.jsonl")[:200]:
+        prompt = tokenizer.render([{"role": "user", "content": row["question"]}])
         assert len(tokenizer.encode(prompt)) <= 45
     for problem in make_data.make_splits()[0][:200]:
         for completion in (make_data.careful(problem, rng), make_data.careless(problem, rng)):

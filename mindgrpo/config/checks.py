@@ -144,6 +144,26 @@ def _evaluation(config: Config) -> None:
         )
 
 
+def _rows_of_a_mindrecord(config: Config) -> None:
+    rl = config.rl_config
+    files = [path for path in (rl.dataset_file, rl.eval_dataset_file) if path]
+    if not files or not all(path.endswith(".mindrecord") for path in files):
+        return
+    given = {
+        "rl_config.dataset_type": rl.dataset_type,
+        "rl_config.dataset_map_keys": rl.dataset_map_keys,
+        "rl_config.dataset_columns": rl.dataset_columns,
+    }
+    for key, value in given.items():
+        if value:
+            raise Contradiction(
+                f"{key} is {value!r}, but '{files[0]}' is a MindRecord, whose rows were settled when it "
+                f"was converted; leave {key} out, and give it to rlhf_data.py",
+                key,
+                "rl_config.dataset_file",
+            )
+
+
 CHECKS: tuple[Callable[[Config], None], ...] = (
     _same_weights_for_generator,
     _prompts_counted_once,
@@ -154,4 +174,5 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _weights_of_functions,
     _offsets,
     _evaluation,
+    _rows_of_a_mindrecord,
 )

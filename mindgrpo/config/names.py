@@ -104,6 +104,20 @@ NEIGHBOURS: dict[str, str] = {
     "save_steps": "rl_config.save_ckpt_interval",
     "report_to": "rl_config.tensorboard",
     "vocab_path": "rl_config.tokenizer_dir",
+    "merges_file_path": "rl_config.tokenizer_dir",
+    "tokenizer_name_or_path": "rl_config.tokenizer_dir",
+    "prompt_type": "rl_config.chat_template",
+    "prompt_type_path": "rl_config.chat_template",
+    "apply_chat_template": "rl_config.chat_template",
+    "dataset_additional_keys": "rl_config.dataset_columns",
+    "map_keys": "rl_config.dataset_map_keys",
+    "prompt_key": "rl_config.dataset_map_keys",
+    "input_key": "rl_config.dataset_map_keys",
+    "label_key": "rl_config.dataset_map_keys",
+    "dataset_train_split": "rl_config.dataset_split",
+    "dataset_test_split": "rl_config.eval_dataset_split",
+    "eval_prompt_data": "rl_config.eval_dataset_file",
+    "rollout_max_prompt_len": "generate_config.max_prompt_length",
 }
 
 

@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_ON_OFF, OptionalText, Section, memory_bytes
+from mindgrpo.config.section import (
+    BEFORE_LIST,
+    BEFORE_NAME,
+    BEFORE_ON_OFF,
+    OptionalText,
+    Section,
+    memory_bytes,
+)
 
 
 class RLConfig(Section):
@@ -18,14 +25,34 @@ class RLConfig(Section):
         "OFF", description="ON asks the device for bit-reproducible kernels"
     )
 
-    dataset_file: OptionalText = Field(None, description="training prompts and answers")
+    dataset_file: OptionalText = Field(
+        None,
+        description="training prompts and answers: .jsonl, .json, .parquet, .arrow, .mindrecord or a directory of "
+        "Hugging Face datasets",
+    )
+    dataset_split: OptionalText = Field(
+        None, description="of a directory's splits; null: train, or the only one"
+    )
     eval_dataset_file: OptionalText = Field(None, description="held-out prompts and answers")
+    eval_dataset_split: OptionalText = Field(
+        None, description="null: validation or test, whichever there is, or the only one"
+    )
+    dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = Field(
+        None, description="where gold answers stand; null: after #### where there is one"
+    )
+    dataset_map_keys: Annotated[list[str], BEFORE_LIST] = Field(
+        default=[], description="NAME=KEY pairs for rows with other names: question=problem"
+    )
+    dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = Field(
+        None, description="columns that rewards get besides the answer; null: all"
+    )
     tokenizer_dir: OptionalText = Field(None, description="default: actor_config.load")
     system_prompt: OptionalText = Field(None, description="put before every prompt")
     chat_template: OptionalText = Field(
-        None, description="path of a jinja file; default: the tokenizer's own template"
+        None,
+        description="a name such as qwen_r1, FILE.jinja or FILE.json:NAME; null: the tokenizer's own",
     )
-    prompt_overflow: Literal["error", "drop"] = Field(
+    prompt_overflow: Literal["error", "drop", "left", "right"] = Field(
         "error", description="what becomes of a prompt above generate_config.max_prompt_length"
     )
 
@@ -79,6 +106,16 @@ class RLConfig(Section):
     tensorboard_dir: OptionalText = Field(None, description="default: in output_dir")
     tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
     performance_stats: bool = Field(False, description="print the seconds of every phase")
+
+    @field_validator("dataset_map_keys")
+    @classmethod
+    def _are_pairs(cls, pairs: list[str]) -> list[str]:
+        names = [name.strip() for name, _, _ in (pair.partition("=") for pair in pairs)]
+        if not all("=" in pair for pair in pairs) or len(set(names)) < len(names):
+            raise ValueError(
+                "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
+            )
+        return pairs
 
 
 class RewardConfig(Section):

@@ -44,9 +44,23 @@ def _empty_if_unset(value: object) -> object:
     return "" if value is None else value
 
 
+def _list_of_words(value: object) -> object:
+    return (
+        [word.strip() for word in value.split(",") if word.strip()]
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _lower_name(value: object) -> object:
+    return (value.lower() or None) if isinstance(value, str) else value
+
+
 # Users write "" for a path that they leave unset.
 OptionalText = Annotated[str | None, BeforeValidator(_unset_if_empty)]
 BEFORE_TEXT = BeforeValidator(_empty_if_unset)
+BEFORE_LIST = BeforeValidator(_list_of_words)
+BEFORE_NAME = BeforeValidator(_lower_name)
 BEFORE_ON_OFF = BeforeValidator(_on_or_off)
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}

@@ -1,43 +1,46 @@
 """Rendered, encoded prompts and the order they are used in.
 
-Each record goes through the chat template once. The order of an epoch is a pure function of
-(seed, epoch), and steps follow one another through the epochs without losing a row. A prompt that
-is too long is an error unless `overflow` says otherwise, and then it is counted.
+Each record goes through the chat template once, on one rank; what every rank keeps are the token ids. Text, answer
+and columns of a prompt are read again where they are asked for. The order of an epoch is a pure function of (seed,
+epoch), and steps follow one another through the epochs without losing a row. A prompt that is too long is an error
+unless `overflow` says otherwise, and then it is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 
-from mindgrpo.data.records import Record
+from mindgrpo.data.records import Message, Record
+from mindgrpo.data.sources import ALONE, Ranks, Records
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 
 OVERFLOWS = ("error", "drop", "left", "right")
-OWN_KEYS = ("question", "answer")
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """`index` is the record's place in the data set; `columns` are its other keys."""
+class Fitted:
+    """A prompt that fits. `record` is as it is asked, which is shorter than as it stood if `is_cut`."""
 
-    index: int
-    ids: tuple[int, ...]
+    record: Record
     text: str
-    question: str
-    answer: str
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    ids: tuple[int, ...]
+    is_cut: bool = False
 
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a question becomes a prompt: template, system prompt, length rule.
+    """How a record becomes a prompt: template, system prompt, length rule.
 
-    `overflow` "left" and "right" cut the question at that end and leave the template whole.
+    `system_prompt` stands before every prompt that has no system message of its own. `overflow` "left" takes away a
+    conversation's oldest turns and then the start of the last message, "right" the end of the last message; both
+    leave the template whole.
     """
 
     tokenizer: Tokenizer
@@ -55,24 +58,29 @@ class PromptForm:
                 f"max_prompt_length is {self.max_prompt_length}; it must be at least 1 token"
             )
 
-    def render(self, question: str) -> str:
-        messages = [{"role": "user", "content": question}]
-        if self.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.system_prompt})
+    def render(self, record: Record) -> str:
+        messages = record.messages
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = ({"role": "system", "content": self.system_prompt}, *messages)
         return self.tokenizer.render(messages)
 
-    def encode(self, question: str) -> tuple[str, tuple[int, ...]]:
-        text = self.render(question)
-        return text, tuple(self.tokenizer.encode(text))
+    def encoded(self, record: Record) -> Fitted:
+        text = self.render(record)
+        return Fitted(record, text, tuple(self.tokenizer.encode(text)))
 
-    def fits(self, question: str, where: str) -> bool:
-        """Whether the prompt is kept as it is; raises where `overflow` is "error"."""
-        num_tokens = len(self.encode(question)[1])
-        if num_tokens <= self.max_prompt_length:
-            return True
+    def fits(self, fitted: Fitted) -> bool:
+        return len(fitted.ids) <= self.max_prompt_length
+
+    def fit(self, record: Record, where: str) -> Fitted | None:
+        """None where the prompt is dropped; raises UserError where a long one is an error."""
+        whole = self.encoded(record)
+        if self.fits(whole):
+            return whole
         if self.overflow == "error":
-            raise self.too_long(where, num_tokens)
-        return False
+            raise self.too_long(where, len(whole.ids))
+        if self.overflow == "drop":
+            return None
+        return replace(self.cut(record, where), is_cut=True)
 
     def too_long(self, where: str, num_tokens: int) -> UserError:
         return UserError(
@@ -81,86 +89,182 @@ class PromptForm:
             "drop, left or right"
         )
 
-    def shorten(self, question: str, where: str) -> tuple[str, tuple[int, ...]]:
-        """The most of the question that fits, found by halving."""
-
-        def cut(num_characters: int) -> tuple[str, tuple[int, ...]]:
-            start = len(question) - num_characters if self.overflow == "left" else 0
-            return self.encode(question[start : start + num_characters])
-
-        best = cut(0)
-        if len(best[1]) > self.max_prompt_length:
-            raise self.too_long(f"{where} (without its question)", len(best[1]))
+    def cut(self, record: Record, where: str) -> Fitted:
+        """The most of the record that fits."""
+        if self.overflow == "left":
+            for shorter in without_oldest_turns(record):
+                fitted = self.encoded(shorter)
+                if self.fits(fitted):
+                    return fitted
+                record = shorter
+        best = self.encoded(with_question(record, ""))
+        if not self.fits(best):
+            raise self.too_long(f"{where} (without its question)", len(best.ids))
+        question = record.question
         low, high = 0, len(question)
         while high - low > 1:
             middle = (low + high) // 2
-            tried = cut(middle)
-            if len(tried[1]) <= self.max_prompt_length:
+            start = len(question) - middle if self.overflow == "left" else 0
+            tried = self.encoded(with_question(record, question[start : start + middle]))
+            if self.fits(tried):
                 low, best = middle, tried
             else:
                 high = middle
         return best
 
 
-class PromptSet:
-    """All prompts of a data set. `template`, if given, replaces the tokenizer's own."""
+def with_question(record: Record, question: str) -> Record:
+    last: Message = {**record.messages[-1], "content": question}
+    return replace(record, messages=(*record.messages[:-1], last))
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        tokenizer: Tokenizer,
-        max_prompt_length: int,
-        overflow: str = "error",
-        system_prompt: str = "",
-        template: str | None = None,
-    ) -> None:
-        self.form = PromptForm(
-            tokenizer.with_template(template), max_prompt_length, overflow, system_prompt
+
+def without_oldest_turns(record: Record) -> Iterator[Record]:
+    """Ever shorter; each starts with a message of the user's, after the system message if there is one."""
+    kept = 1 if record.messages[0]["role"] == "system" else 0
+    head, turns = record.messages[:kept], record.messages[kept:]
+    for start in range(1, len(turns)):
+        if turns[start]["role"] == "user":
+            yield replace(record, messages=(*head, *turns[start:]))
+
+
+class Prompt:
+    """`index` is the record's place in the data set and `ids` int32 [n] its tokens; the rest is read when asked for."""
+
+    def __init__(self, owner: PromptSet, index: int, ids: np.ndarray) -> None:
+        self._owner, self.index, self.ids = owner, index, ids
+
+    @cached_property
+    def record(self) -> Record:
+        return self._owner.records[self.index]
+
+    @cached_property
+    def text(self) -> str:
+        owner = self._owner
+        if self.index not in owner.cut_places:
+            return owner.form.render(self.record)
+        return owner.form.cut(self.record, owner.records.where(self.index)).text
+
+    @property
+    def question(self) -> str:
+        """As the data set has it, also where the prompt is cut."""
+        return self.record.question
+
+    @property
+    def answer(self) -> str:
+        return self.record.answer
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Every column of the data set; None where this row lacks it."""
+        return {name: self.record.columns.get(name) for name in self._owner.column_names}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank made of its places: int32 ids of all kept prompts in a row, lengths [n], places [n]."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    places: np.ndarray
+    cut_places: list[int]
+    column_names: list[str]
+    num_dropped: int
+    error: str | None
+
+
+def encode_share(records: Records, form: PromptForm, start: int, stop: int) -> Share:
+    ids, lengths, places = array("i"), array("i"), array("i")
+    names: dict[str, None] = {}
+    cut_places: list[int] = []
+    error = None
+    try:
+        for place, record in enumerate(records.read(start, stop), start=start):
+            names.update(dict.fromkeys(record.columns))
+            fitted = form.fit(record, records.where(place))
+            if fitted is not None:
+                cut_places += [place] if fitted.is_cut else []
+                ids.extend(fitted.ids)
+                lengths.append(len(fitted.ids))
+                places.append(place)
+    except UserError as refused:  # told on every rank, so that none waits for this one
+        error = str(refused)
+    return Share(
+        ids=np.array(ids, np.int32),
+        lengths=np.array(lengths, np.int32),
+        places=np.array(places, np.int32),
+        cut_places=cut_places,
+        column_names=list(names),
+        num_dropped=stop - start - len(places),
+        error=error,
+    )
+
+
+class PromptSet(Sequence[Prompt]):
+    """All prompts of a data set. Each of `ranks` encodes its share and every one ends with the same set."""
+
+    def __init__(self, records: Records, form: PromptForm, ranks: Ranks = ALONE) -> None:
+        self.records, self.form = records, form
+        shares: list[Share] = ranks.gather(
+            encode_share(records, form, *ranks.slice_of(len(records)))
         )
-        self.num_dropped = 0
-        self.num_shortened = 0
-        self.prompts: list[Prompt] = []
-        for index, record in enumerate(records):
-            self._add(index, record)
-        if not self.prompts:
+        for share in shares:
+            if share.error is not None:
+                raise UserError(share.error)
+        self.num_dropped = sum(share.num_dropped for share in shares)
+        self.cut_places = frozenset(place for share in shares for place in share.cut_places)
+        self.column_names = list(
+            dict.fromkeys(name for share in shares for name in share.column_names)
+        )
+        self._ids = np.concatenate([share.ids for share in shares])
+        self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
+        self._places = np.concatenate([share.places for share in shares])
+        if not len(self):
             raise UserError(
                 f"no prompt is left of {len(records)} rows ({self.num_dropped} were longer than "
-                f"max_prompt_length {max_prompt_length}); give another data set or raise it"
+                f"max_prompt_length {form.max_prompt_length}); give another data set or raise it"
             )
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(place, slice):
+            return [self[index] for index in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        start = self._ends[place - 1] if place else 0
+        return Prompt(self, int(self._places[place]), self._ids[start : self._ends[place]])
+
+    @property
+    def num_cut(self) -> int:
+        return len(self.cut_places)
 
     @property
     def longest(self) -> int:
-        return max(len(prompt.ids) for prompt in self.prompts)
+        return int(np.diff(self._ends, prepend=0).max())
 
-    def _add(self, index: int, record: Record) -> None:
-        question = record["question"]
-        where = f"row {index} of the data set"
-        text, ids = self.form.encode(question)
-        if len(ids) > self.form.max_prompt_length:
-            if self.form.overflow == "error":
-                raise self.form.too_long(where, len(ids))
-            if self.form.overflow == "drop":
-                self.num_dropped += 1
-                return
-            text, ids = self.form.shorten(question, where)
-            self.num_shortened += 1
-        columns = {key: value for key, value in record.items() if key not in OWN_KEYS}
-        self.prompts.append(Prompt(index, ids, text, question, record["answer"], columns))
+    def report(self) -> str:
+        """One line for people: what became of the rows."""
+        rule = f"longer than {self.form.max_prompt_length} tokens"
+        return (
+            f"{len(self)} of {len(self.records)} rows kept, {self.num_dropped} dropped and {self.num_cut} cut "
+            f"({rule}); the longest prompt has {self.longest} tokens"
+        )
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        return epoch_order(len(self.prompts), seed, epoch)
+        return epoch_order(len(self), seed, epoch)
 
     def take(self, step: int, prompts_per_step: int, seed: int) -> tuple[list[Prompt], int]:
         """The prompts of a step (from 0) and the epoch of its first one."""
-        size = len(self.prompts)
+        size = len(self)
         positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
         epochs = range(positions[0] // size, positions[-1] // size + 1)
         orders = {epoch: self.order(seed, epoch) for epoch in epochs}
         chosen = [orders[position // size][position % size] for position in positions]
-        return [self.prompts[place] for place in chosen], epochs[0]
+        return [self[int(place)] for place in chosen], epochs[0]
 
 
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
@@ -170,8 +274,10 @@ def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Reward columns: every extra key (None where a row lacks it), and `question`."""
-    keys = dict.fromkeys(key for prompt in prompts for key in prompt.columns)
-    columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
+    """Reward columns: those of the data set, and `question`."""
+    columns: dict[str, list[Any]] = {}
+    for prompt in prompts:
+        for name, value in prompt.columns.items():
+            columns.setdefault(name, []).append(value)
     columns["question"] = [prompt.question for prompt in prompts]
     return columns

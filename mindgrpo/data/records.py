@@ -1,45 +1,57 @@
-"""Rows of JSONL or MindRecord as dictionaries with `question`, `answer` (gold) and extra columns.
+"""From a row of any data set to a record: the messages of a prompt, its gold answer, and columns for rewards.
 
-`convert_jsonl` writes a MindRecord: complete, or not at all. It keeps row order and every column:
-those besides question and answer travel as one JSON string. Refuses rows without a question or an
-answer, and files that it did not write.
+`dataset_type` says where the question and the gold answer are, a key map gives other names their places. Refuses a
+row without a question or an answer, and loses no column: one whose name is taken goes on as original_NAME.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from mindgrpo.data.rows import Row
 from mindgrpo.errors import UserError
 
-Record = dict[str, Any]
+Message = Mapping[str, Any]
+
 GOLD_MARK = "####"
-DATASET_TYPES = ("gsm8k", "plain", "openR1math")
+DATASET_TYPES = ("gsm8k", "openr1math", "plain")
 # The worked solution that the gold answer was taken from, where it differs.
 WORKED_COLUMN = "full_answer"
-QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {"openR1math": ("question", "problem")}
-SCHEMA = {
-    "index": {"type": "int64"},
-    "question": {"type": "string"},
-    "answer": {"type": "string"},
-    "columns": {"type": "string"},
+# Rewards get the completions and the gold answers under these names.
+RESERVED = ("completions", "answers")
+QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {"openr1math": ("problem", "question")}
+DEFAULT_QUESTION_KEYS = ("question", "messages")
+# Where other data sets keep them, for the remedy in a sentence.
+LIKELY_KEYS = {
+    "question": ("problem", "prompt", "query", "instruction", "input", "conversations"),
+    "answer": ("solution", "ground_truth", "target", "label", "response", "output"),
 }
-ROWS_PER_WRITE = 1000
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
 
 
 @dataclass(frozen=True)
-class ConversionReport:
-    kept: int
-    dropped: int
-    target: Path
+class Record:
+    """`messages` are the whole prompt, oldest first; the last one asks."""
 
-    def __str__(self) -> str:
-        return f"{self.kept} rows kept, {self.dropped} dropped, written to {self.target}"
+    messages: tuple[Message, ...]
+    answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def question(self) -> str:
+        return str(self.messages[-1]["content"])
+
+    @property
+    def is_question(self) -> bool:
+        """One message of the user's and nothing besides."""
+        return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
+
+
+def asked(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Record:
+    return Record(({"role": "user", "content": question},), answer, columns or {})
 
 
 def gold_answer(answer: str, dataset_type: str | None = None) -> str:
@@ -49,157 +61,169 @@ def gold_answer(answer: str, dataset_type: str | None = None) -> str:
     return answer.strip()
 
 
-def read_records(path: str | Path, dataset_type: str | None = None) -> list[Record]:
-    """`dataset_type` is for JSONL; a MindRecord's answers were settled when it was converted."""
-    source = Path(path)
-    if not source.is_file():
-        raise UserError(
-            f"the data set {source} does not exist; set rl_config.dataset_file to a "
-            ".jsonl file or to a .mindrecord file made by rlhf_data.py"
-        )
-    if source.suffix == ".jsonl":
-        return [record for _, record in read_jsonl(source, dataset_type)]
-    if source.suffix == ".mindrecord":
-        return read_mindrecord(source)
-    raise UserError(
-        f"the data set {source} ends in {source.suffix!r}; it must be .jsonl or .mindrecord"
+def parse_key_map(pairs: Sequence[str]) -> dict[str, str]:
+    """`question=problem` pairs as {"question": "problem"}. Raises UserError."""
+    key_map: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, source = (part.strip() for part in pair.partition("="))
+        if not (name and equals) or (not source and name != "answer"):
+            raise UserError(
+                f"{pair!r} in {MAP_WHERE} maps nothing; write NAME=KEY, as in question=problem,answer=solution"
+            )
+        if name in key_map:
+            raise UserError(f"{name} is mapped twice in {MAP_WHERE}; keep one of them")
+        key_map[name] = source
+    return key_map
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How rows become records.
+
+    `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
+    gold answer. `columns` are those that rewards get; None means all.
+    """
+
+    dataset_type: str | None = None
+    key_map: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset_type not in (None, *DATASET_TYPES):
+            raise UserError(
+                f"dataset_type {self.dataset_type!r} is unknown; use one of {', '.join(DATASET_TYPES)}"
+            )
+
+    @property
+    def question_keys(self) -> tuple[str, ...]:
+        return QUESTION_KEYS.get(self.dataset_type, DEFAULT_QUESTION_KEYS)
+
+    def keys_read(self) -> list[str] | None:
+        """The row's keys that a record is made of; None where all are."""
+        if self.columns is None:
+            return None
+        sources = [
+            part for source in self.key_map.values() for part in (source, source.split(".")[0])
+        ]
+        return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
+
+    def record(self, row: Row, where: str) -> Record:
+        row = self._renamed(row, where)
+        question_key = self._question_key(row, where)
+        messages = messages_of(row[question_key], f'{where}: "{question_key}"')
+        columns = {key: value for key, value in row.items() if key not in (question_key, "answer")}
+        is_conversation = isinstance(row[question_key], list)
+        if is_conversation:
+            if "messages" in columns:
+                columns["original_messages"] = columns["messages"]
+            columns["messages"] = [dict(message) for message in messages]
+        answer = self._answer(row, columns, where)
+        if self.columns is not None:
+            kept = [*self.columns, *(["messages"] if is_conversation else [])]
+            columns = {key: value for key, value in columns.items() if key in kept}
+        for name in RESERVED:
+            if name in columns:
+                raise UserError(
+                    f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
+                    f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
+                )
+        return Record(messages, answer, columns)
+
+    def _renamed(self, row: Row, where: str) -> Row:
+        if not self.key_map:
+            return row
+        values = {
+            name: at_path(row, source, where) for name, source in self.key_map.items() if source
+        }
+        taken = {source for source in self.key_map.values() if source in row}
+        renamed: Row = {}
+        for key, value in row.items():
+            if key in taken:
+                continue
+            renamed[f"original_{key}" if key in self.key_map else key] = value
+        return renamed | values
+
+    def _question_key(self, row: Row, where: str) -> str:
+        for key in self.question_keys:
+            if key in row and (key != "messages" or isinstance(row[key], list)):
+                return key
+        raise UserError(missing("question", self.question_keys[0], row, where))
+
+    def _answer(self, row: Row, columns: dict[str, Any], where: str) -> str:
+        if self.key_map.get("answer") == "":
+            return ""
+        if "answer" not in row:
+            raise UserError(missing("answer", "answer", row, where))
+        given = row["answer"]
+        if isinstance(given, bool) or not isinstance(given, str | int | float):
+            raise UserError(f'{where}: "answer" is {given!r}; it must be a text or a number')
+        text = str(given)
+        if self.dataset_type == "gsm8k" and GOLD_MARK not in text:
+            raise UserError(
+                f'{where}: "answer" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; correct the '
+                "row or use the dataset_type plain"
+            )
+        gold = gold_answer(text, self.dataset_type)
+        if gold != text.strip():
+            columns.setdefault(WORKED_COLUMN, given)
+        return gold
+
+
+def at_path(row: Row, source: str, where: str) -> Any:
+    """The value of a key, or of keys inside one another: reward_model.ground_truth."""
+    if source in row:
+        return row[source]
+    value: Any = row
+    for key in source.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise UserError(
+                f"{where} has no {source!r}, its keys are {', '.join(row) or 'none'}; correct {MAP_WHERE}"
+            )
+        value = value[key]
+    return value
+
+
+def missing(name: str, key: str, row: Row, where: str) -> str:
+    likely = next((other for other in LIKELY_KEYS[name] if other in row), "KEY")
+    return (
+        f'{where} has no "{key}", its keys are {", ".join(row) or "none"}; name the one that holds it with '
+        f"{name}={likely} in {MAP_WHERE}"
     )
 
 
-def read_jsonl(path: Path, dataset_type: str | None) -> Iterator[tuple[str, Record]]:
-    """Yields (file:line, record). Blank lines hold no row and are passed over."""
-    if dataset_type not in (None, *DATASET_TYPES):
-        raise UserError(
-            f"dataset_type {dataset_type!r} is unknown; use one of {', '.join(DATASET_TYPES)}"
-        )
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{path}:{number}"
-                yield where, record_of(parse_line(line, where), where, dataset_type)
-
-
-def parse_line(line: bytes, where: str) -> Record:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
-        raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
-    if not isinstance(row, dict):
-        raise UserError(
-            f"{where} holds a {type(row).__name__}; each line must be an object with "
-            '"question" and "answer"'
-        )
-    return row
-
-
-def record_of(row: Record, where: str, dataset_type: str | None) -> Record:
-    question_key = text_key(row, QUESTION_KEYS.get(dataset_type, ("question",)), where)
-    question = row[question_key]
-    if not isinstance(question, str) or not question.strip():
-        raise UserError(f'{where}: "{question_key}" is {question!r}; it must be a non-empty text')
-    given = row[text_key(row, ("answer",), where)]
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        raise UserError(f'{where}: "answer" is {given!r}; it must be a text or a number')
-    if dataset_type == "gsm8k" and GOLD_MARK not in str(given):
-        raise UserError(
-            f'{where}: "answer" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; '
-            "correct the row or use --dataset_type plain"
-        )
-    gold = gold_answer(str(given), dataset_type)
-    record: Record = {"question": question, "answer": gold}
-    record |= {key: value for key, value in row.items() if key not in (question_key, "answer")}
-    if gold != str(given).strip():
-        record.setdefault(WORKED_COLUMN, given)
-    return record
-
-
-def text_key(row: Record, names: tuple[str, ...], where: str) -> str:
-    for name in names:
-        if name in row:
-            return name
-    raise UserError(
-        f'{where} has no "{names[0]}", its keys are {", ".join(row) or "none"}; '
-        'each row needs "question" and "answer"'
+def messages_of(value: object, where: str) -> tuple[Message, ...]:
+    """A question as one message; a list of messages as it is. Raises UserError."""
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list):
+        raise UserError(f"{where} is {value!r}; it must be a non-empty text or a list of messages")
+    messages = tuple(
+        message_of(message, f"{where} message {number}")
+        for number, message in enumerate(value, start=1)
     )
-
-
-def convert_jsonl(
-    source: str | Path,
-    target: str | Path,
-    *,
-    dataset_type: str | None = None,
-    keep: Callable[[Record, str], bool] | None = None,
-    overwrite: bool = False,
-) -> ConversionReport:
-    """`keep(record, "file:line")` may drop a row (it is counted) or raise."""
-    rows, written = Path(source), Path(target)
-    if not rows.is_file():
-        raise UserError(f"the data file {rows} does not exist; set --file_path to a .jsonl file")
-    if written.suffix != ".mindrecord":
-        raise UserError(f"the output {written} must end in .mindrecord; change --output_path")
-    if written.exists() and not overwrite:
-        raise UserError(f"the output {written} exists; remove it or pass --overwrite")
-    kept: list[Record] = []
-    dropped = 0
-    for where, record in read_jsonl(rows, dataset_type):
-        if keep is None or keep(record, where):
-            kept.append(record)
-        else:
-            dropped += 1
-    if not kept:
-        raise UserError(f"no row of {rows} is left ({dropped} dropped); nothing was written")
-    write_mindrecord(written, kept)
-    return ConversionReport(len(kept), dropped, written)
-
-
-def write_mindrecord(target: Path, records: Iterable[Record]) -> None:
-    from mindspore.mindrecord import FileWriter
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    rows = [pack_row(index, record) for index, record in enumerate(records)]
-    # The file knows its own name, so it is written under that name in a directory beside.
-    with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=target.parent) as folder:
-        partial = Path(folder) / target.name
-        writer = FileWriter(str(partial), shard_num=1)
-        writer.add_schema(SCHEMA, "prompts")
-        for start in range(0, len(rows), ROWS_PER_WRITE):
-            writer.write_raw_data(rows[start : start + ROWS_PER_WRITE])
-        writer.commit()
-        # The index goes first: a reader that finds the data file finds its index too.
-        target.unlink(missing_ok=True)
-        os.replace(f"{partial}.db", f"{target}.db")
-        os.replace(partial, target)
-
-
-def pack_row(index: int, record: Record) -> Record:
-    extra = {key: value for key, value in record.items() if key not in ("question", "answer")}
-    return {
-        "index": index,
-        "question": record["question"],
-        "answer": record["answer"],
-        "columns": json.dumps(extra, ensure_ascii=False),
-    }
-
-
-def read_mindrecord(path: Path) -> list[Record]:
-    from mindspore.mindrecord import FileReader
-
-    try:
-        reader = FileReader(str(path), num_consumer=1)
-        rows = list(reader.get_next())
-        reader.close()
-    except RuntimeError as error:
+    if not messages:
+        raise UserError(f"{where} is an empty list; it must hold at least one message")
+    last = messages[-1]
+    if last["role"] in ("assistant", "system"):
         raise UserError(
-            f"{path} cannot be read as a MindRecord (it needs {path.name}.db beside it and the "
-            "name it was written under); convert the JSONL again with rlhf_data.py"
-        ) from error
-    if rows and set(rows[0]) != set(SCHEMA):
-        raise UserError(
-            f"{path} has the columns {', '.join(sorted(rows[0]))}; {', '.join(sorted(SCHEMA))} "
-            "are wanted; convert the JSONL again with this version's rlhf_data.py"
+            f"{where} ends with the {last['role']} message, which leaves nothing to answer; end it with the user's last"
         )
-    rows.sort(key=lambda row: row["index"])
-    return [
-        {"question": row["question"], "answer": row["answer"], **json.loads(row["columns"])}
-        for row in rows
-    ]
+    if not last["content"].strip():
+        raise UserError(f"{where} ends with an empty {last['role']} message; it must ask something")
+    return messages
+
+
+def message_of(value: object, where: str) -> Message:
+    if isinstance(value, Mapping):
+        role, content = (
+            value.get("role", value.get("from")),
+            value.get("content", value.get("value")),
+        )
+        if isinstance(role, str) and role and isinstance(content, str):
+            rest = {
+                key: item
+                for key, item in value.items()
+                if key not in ("role", "from", "content", "value") and item is not None
+            }
+            return {"role": ROLES.get(role, role), "content": content, **rest}
+    raise UserError(f'{where} is {value!r}; it must be an object with a text "role" and "content"')

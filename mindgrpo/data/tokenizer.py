@@ -1,30 +1,29 @@
 """A Hugging Face tokenizer directory as text <-> ids, chat rendering and stop ids.
 
-Reads `tokenizer.json` with the light `tokenizers` library. A directory that has only older files
-(`vocab.json` + `merges.txt`, `tokenizer.model`) is read through transformers, from local files and
-without running code of the model's. Refuses to guess a chat template or an end-of-sequence id.
+Refuses to guess a chat template or an end-of-sequence id; how the files themselves are read is in codec.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jinja2 import Template, TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Codec
 
+from mindgrpo.data.codec import read_codec, read_json
+from mindgrpo.data.records import Message
+from mindgrpo.data.templates import (
+    SETTING,
+    ChatTemplate,
+    chat_environment,
+    choose_template,
+    shipped_names,
+)
 from mindgrpo.errors import UserError
-
-Message = Mapping[str, Any]
-OLDER_FILES = (("vocab.json", "merges.txt"), ("tokenizer.model",))
-TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ class Tokenizer:
     directory: Path
     codec: Codec
     special_tokens: Mapping[str, str]
-    chat_template: str | None
+    template: ChatTemplate | None
+    named_templates: Mapping[str, str]
     eos_id: int
     pad_id: int
     bos_id: int | None
@@ -53,61 +53,67 @@ class Tokenizer:
         return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        template = self.compiled_template
         try:
-            return self.compiled_template.render(
+            return template.render(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except TemplateError as error:
+        except (
+            Exception
+        ) as error:  # what the template raises, or its operations on what it is given
+            assert self.template is not None
             raise UserError(
-                f"the chat template of {self.directory} cannot render "
-                f"{[message.get('role') for message in messages]}: {error}; "
-                'correct "chat_template" in tokenizer_config.json'
+                f"{self.template.origin} cannot render {[message.get('role') for message in messages]}: {error}; "
+                f"correct it or set another {SETTING}"
             ) from error
 
     @cached_property
     def compiled_template(self) -> Template:
         """Compiled once: it costs more than encoding a prompt."""
-        if self.chat_template is None:
+        if self.template is None:
             raise UserError(
-                f"the tokenizer in {self.directory} has no chat template and prompts are rendered "
-                f'with one; set "chat_template" in {self.directory / "tokenizer_config.json"} '
-                "or set rl_config.chat_template (--chat_template) to a jinja file"
+                f"the tokenizer in {self.directory} has no chat template and prompts are rendered with one; set "
+                f'"chat_template" in {self.directory / "tokenizer_config.json"}, or set {SETTING} to one of '
+                f"{', '.join([*self.named_templates, *shipped_names()])} or to a jinja file"
             )
-        return chat_environment().from_string(self.chat_template)
+        try:
+            return chat_environment().from_string(self.template.text)
+        except TemplateError as error:
+            raise UserError(
+                f"{self.template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
+            ) from error
 
-    def with_template(self, chat_template: str | None) -> Tokenizer:
-        return self if chat_template is None else replace(self, chat_template=chat_template)
+    def with_template(self, value: str | None) -> Tokenizer:
+        """Renders with the template that `value` names (templates.py), and stops where it ends a turn."""
+        if value is None:
+            return self
+        template = choose_template(value, self.named_templates)
+        unknown = [text for text in template.markers if self.codec.token_to_id(text) is None]
+        if unknown:
+            raise UserError(
+                f"{template.origin} writes {', '.join(unknown)}, no token of the tokenizer in {self.directory}; "
+                f"set {SETTING} to a template for this model, such as base_r1, which writes plain text"
+            )
+        stop = None if template.stop is None else self.codec.token_to_id(template.stop)
+        stops = self.stop_ids if stop is None else tuple(dict.fromkeys([*self.stop_ids, stop]))
+        return replace(self, template=template, stop_ids=stops)
 
 
-def chat_environment() -> ImmutableSandboxedEnvironment:
-    """What templates written for transformers count on, in a sandbox."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def load_tokenizer(directory: str | Path) -> Tokenizer:
+def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None = None) -> Tokenizer:
+    """`vocabulary` names a vocabulary and a merges file where they have names of their own."""
     folder = Path(directory)
+    if folder.name == "tokenizer.json" and folder.is_file():
+        folder = folder.parent
     if not folder.is_dir():
         raise UserError(
             f"the tokenizer directory {folder} does not exist; set rl_config.tokenizer_dir "
             "(or --tokenizer_dir) to a Hugging Face model directory"
         )
     settings = read_json(folder / "tokenizer_config.json")
-    codec, tokens = read_codec(folder, settings)
+    codec, tokens = read_codec(folder, settings, vocabulary)
+    template, named = read_templates(folder, settings)
     generation = read_json(folder / "generation_config.json")
     eos = token_id(codec, tokens, "eos_token", folder)
     generation_eos = id_list(generation, "eos_token_id", folder)
@@ -124,7 +130,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         directory=folder,
         codec=codec,
         special_tokens=tokens,
-        chat_template=read_template(folder, settings),
+        template=template,
+        named_templates=named,
         eos_id=eos,
         pad_id=pads[0],
         bos_id=token_id(codec, tokens, "bos_token", folder),
@@ -132,68 +139,25 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     )
 
 
-def read_codec(folder: Path, settings: dict[str, Any]) -> tuple[Codec, dict[str, str]]:
-    if (folder / "tokenizer.json").is_file():
-        try:
-            codec = Codec.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        # Saved by other programs, these would cut or fill every prompt.
-        codec.no_truncation()
-        codec.no_padding()
-        return codec, named_tokens(folder, settings)
-    if any(all((folder / name).is_file() for name in names) for names in OLDER_FILES):
-        return read_older_codec(folder)
-    raise UserError(
-        f"{folder} holds no tokenizer; it must contain tokenizer.json, or vocab.json and "
-        "merges.txt; copy them from the model's Hugging Face repository"
-    )
-
-
-def read_older_codec(folder: Path) -> tuple[Codec, dict[str, str]]:
-    # Importing it without torch prints advice that has nothing to do with tokenizers.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UserError(
-            f"{folder} has no tokenizer.json and reading its older files takes transformers; "
-            "pip install transformers, or save tokenizer.json there"
-        ) from error
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
-        )
-        codec: Codec = loaded.backend_tokenizer
-    except Exception as error:  # whatever the model's tokenizer class raises
-        raise UserError(
-            f"transformers cannot read the tokenizer in {folder}: {first_line(error)}; "
-            "save tokenizer.json there, or add tokenizer_config.json with its tokenizer_class"
-        ) from error
-    held = loaded.special_tokens_map
-    return codec, {key: str(held[key]) for key in TOKEN_KEYS if key in held}
-
-
-def read_template(folder: Path, settings: dict[str, Any]) -> str | None:
+def read_templates(
+    folder: Path, settings: Mapping[str, Any]
+) -> tuple[ChatTemplate | None, dict[str, str]]:
+    """The one to render with, and all those that have names."""
+    listed = settings.get("chat_template")
+    named = {
+        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    }
+    texts = {name: path.read_text(encoding="utf-8") for name, path in named.items()}
+    if isinstance(listed, list):
+        texts = {entry["name"]: entry["template"] for entry in listed} | texts
+        listed = texts.get("default")
     beside = folder / "chat_template.jinja"
     if beside.is_file():
-        return beside.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
-
-
-def named_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    listed = {**read_json(folder / "special_tokens_map.json"), **settings}
-    tokens = {}
-    for key in TOKEN_KEYS:
-        entry = listed.get(key)
-        content = entry.get("content") if isinstance(entry, dict) else entry
-        if content:
-            tokens[key] = str(content)
-    return tokens
+        listed = beside.read_text(encoding="utf-8")
+    if listed is None:
+        listed = read_json(folder / "chat_template.json").get("chat_template")
+    origin = f"the chat template of {folder}"
+    return None if listed is None else ChatTemplate(listed, origin), texts
 
 
 def token_id(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> int | None:
@@ -217,19 +181,3 @@ def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:
             "it must be an id or a list of ids"
         )
     return numbers
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}; correct or remove it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
-    return content
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

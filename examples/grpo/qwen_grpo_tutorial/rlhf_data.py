@@ -1,4 +1,4 @@
-"""JSONL to MindRecord, with a check that every rendered prompt fits. Downloads nothing.
+"""Any data set to a MindRecord, with a check that every rendered prompt fits. Downloads nothing.
 
     python rlhf_data.py --tokenizer_dir MODEL_DIR --file_path train.jsonl \
         --output_path train.mindrecord --dataset_type gsm8k
@@ -7,44 +7,75 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from mindgrpo.data.prompts import PromptForm
-from mindgrpo.data.records import DATASET_TYPES, ConversionReport, convert_jsonl
-from mindgrpo.data.tokenizer import load_tokenizer
+from mindgrpo.data.convert import ConversionReport, convert
+from mindgrpo.data.directories import FOR_TRAINING
+from mindgrpo.data.progress import progress_bar
+from mindgrpo.data.prompts import OVERFLOWS, PromptForm
+from mindgrpo.data.records import DATASET_TYPES, RowForm, parse_key_map
+from mindgrpo.data.sources import open_records
+from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+
+RETIRED = {
+    "--seq_length": "rows are packed by the trainer, rl_config.seq_length",
+    "--pad_token_id": "nothing is padded, lengths tell where text ends",
+    "--tokenizer_type": "the tokenizer's own files tell its kind",
+}
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Turn a JSONL data set into a MindRecord.")
+    parser = argparse.ArgumentParser(description="Turn a data set into a MindRecord.")
     parser.add_argument("--tokenizer_dir", type=Path, help="a Hugging Face model directory")
     parser.add_argument("--vocab_path", type=Path, help="its vocab.json, with --merges_file_path")
     parser.add_argument("--merges_file_path", type=Path, help="its merges.txt")
-    parser.add_argument("--file_path", type=Path, required=True, help="the .jsonl to read")
+    parser.add_argument(
+        "--file_path",
+        type=Path,
+        required=True,
+        help="a .jsonl, .json, .parquet or .arrow file, or a directory of Hugging Face datasets",
+    )
+    parser.add_argument("--split", help="of a directory's splits; default: train, or the only one")
     parser.add_argument("--output_path", type=Path, required=True, help="the .mindrecord to write")
     parser.add_argument("--max_prompt_length", type=int, default=2048, help="in tokens")
     parser.add_argument(
         "--prompt_overflow",
-        choices=("error", "drop"),
+        choices=OVERFLOWS,
         default="error",
-        help="what becomes of a longer prompt; the trainer can also cut",
+        help="what becomes of a longer prompt: refused, dropped, or its question cut at that end",
     )
     parser.add_argument(
         "--dataset_type",
+        type=str.lower,
         choices=DATASET_TYPES,
-        help="gsm8k: the gold answer stands after ####; the others: the answer is the gold answer",
+        help="gsm8k: the gold answer stands after ####; openr1math: the question is called problem; plain: as it is",
     )
+    parser.add_argument(
+        "--map-keys",
+        "--map_keys",
+        default="",
+        metavar="NAME=KEY,...",
+        help="rows with other names: question=problem,answer=solution",
+    )
+    parser.add_argument("--columns", help="columns to keep for rewards, with commas; default: all")
     parser.add_argument("--system_prompt", default="", help="as the run will use it")
-    parser.add_argument("--chat_template", type=Path, help="a jinja file, as the run will use it")
+    parser.add_argument(
+        "--chat_template", help="as the run will use it: a name, FILE.jinja or FILE.json:NAME"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output")
+    for flag in RETIRED:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-def tokenizer_directory(arguments: argparse.Namespace) -> Path:
+def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     if arguments.tokenizer_dir is not None:
-        return Path(arguments.tokenizer_dir)
+        return load_tokenizer(arguments.tokenizer_dir)
     vocab, merges = arguments.vocab_path, arguments.merges_file_path
     if vocab is None or merges is None:
         raise UserError(
@@ -53,46 +84,56 @@ def tokenizer_directory(arguments: argparse.Namespace) -> Path:
     for path in (vocab, merges):
         if not path.is_file():
             raise UserError(f"the tokenizer file {path} does not exist; correct its flag")
-    if vocab.parent.resolve() != merges.parent.resolve():
-        raise UserError(
-            f"{vocab} and {merges} stand in two directories; put them and their "
-            "tokenizer_config.json into one and pass it as --tokenizer_dir"
-        )
-    return Path(vocab.parent)
+    return load_tokenizer(vocab.parent, (vocab, merges))
 
 
-def chat_template(path: Path | None) -> str | None:
-    try:
-        return None if path is None else path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat_template {path} cannot be read: {error}; give a file") from error
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word.strip()]
 
 
-def convert(arguments: argparse.Namespace) -> ConversionReport:
-    form = PromptForm(
-        load_tokenizer(tokenizer_directory(arguments)).with_template(
-            chat_template(arguments.chat_template)
-        ),
-        arguments.max_prompt_length,
-        arguments.prompt_overflow,
-        arguments.system_prompt,
-    )
-    return convert_jsonl(
+def run(arguments: argparse.Namespace) -> ConversionReport:
+    tokenizer = tokenizer_of(arguments).with_template(arguments.chat_template)
+    columns = None if arguments.columns is None else words(arguments.columns)
+    rows = RowForm(arguments.dataset_type, parse_key_map(words(arguments.map_keys)), columns)
+    records = open_records(
         arguments.file_path,
-        arguments.output_path,
-        dataset_type=arguments.dataset_type,
-        keep=lambda record, where: form.fits(record["question"], where),
-        overwrite=arguments.overwrite,
+        rows,
+        replace(FOR_TRAINING, name=arguments.split, key="--split"),
+        decode=tokenizer.decode,
+        key="--file_path",
     )
+    form = PromptForm(
+        tokenizer, arguments.max_prompt_length, arguments.prompt_overflow, arguments.system_prompt
+    )
+    return convert(
+        records,
+        arguments.output_path,
+        form,
+        source=str(arguments.file_path),
+        overwrite=arguments.overwrite,
+        progress=progress_bar,
+    )
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    for flag, reason in RETIRED.items():
+        if getattr(arguments, flag.lstrip("-")) is not None:
+            print(f"mindgrpo: {flag} has no effect: {reason}", file=sys.stderr)
+    # A program that is ended takes its half-written file with it.
+    signal.signal(signal.SIGTERM, interrupt)
     try:
-        print(convert(arguments))
+        print(run(arguments))
     except UserError as error:
         print(f"mindgrpo: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("mindgrpo: interrupted, nothing was written", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,0 +1,77 @@
+"""From any data set to a MindRecord, with a check that every rendered prompt fits.
+
+Reads, renders and writes row by row, keeps their order, and counts what it drops and cuts. Refuses to leave half a
+file behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mindgrpo.data.mindrecord import check_target, write_mindrecord
+from mindgrpo.data.prompts import PromptForm
+from mindgrpo.data.records import Record
+from mindgrpo.data.sources import Records
+
+# The whole question, where the prompt asks a shortened one.
+WHOLE_COLUMN = "full_question"
+Advance = Callable[[int], None]
+Progress = Callable[[int], AbstractContextManager[Advance]]
+
+
+@dataclass
+class ConversionReport:
+    target: Path
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    cut: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kept} of {self.rows} rows kept, {self.dropped} dropped and {self.cut} cut (too long), the longest "
+            f"prompt has {self.longest} tokens; written to {self.target}"
+        )
+
+
+def convert(
+    records: Records,
+    target: str | Path,
+    form: PromptForm,
+    *,
+    source: str,
+    overwrite: bool = False,
+    progress: Progress,
+) -> ConversionReport:
+    """`source` names the data in messages. `progress(rows)` gives what is told of each row that is done."""
+    written = Path(target)
+    check_target(written, overwrite)
+    report = ConversionReport(written, rows=len(records))
+    with progress(len(records)) as advance:
+        write_mindrecord(written, fitting(records, form, report, advance), source)
+    return report
+
+
+def fitting(
+    records: Records, form: PromptForm, report: ConversionReport, advance: Advance
+) -> Iterator[Record]:
+    for place, record in enumerate(records.read(0, len(records))):
+        fitted = form.fit(record, records.where(place))
+        if fitted is None:
+            report.dropped += 1
+        else:
+            report.kept += 1
+            report.cut += fitted.is_cut
+            report.longest = max(report.longest, len(fitted.ids))
+            yield with_whole_question(fitted.record, record) if fitted.is_cut else record
+        advance(1)
+
+
+def with_whole_question(cut: Record, whole: Record) -> Record:
+    if cut.question == whole.question:
+        return cut
+    return replace(cut, columns={**whole.columns, WHOLE_COLUMN: whole.question})

@@ -1,0 +1,129 @@
+"""Records in a MindRecord: written whole or not at all, read back as they were.
+
+Columns besides the prompt and the answer travel as one JSON text. Reads the MindRecords of MindRLHF, too, whose
+prompts and answers are token ids. Refuses other MindRecords.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from mindgrpo.data.records import Record, asked, gold_answer
+from mindgrpo.data.rows import Row
+from mindgrpo.errors import UserError
+
+# "messages" is empty where the prompt is one question.
+SCHEMA = {
+    "index": {"type": "int64"},
+    "question": {"type": "string"},
+    "answer": {"type": "string"},
+    "messages": {"type": "string"},
+    "columns": {"type": "string"},
+}
+TOKEN_COLUMNS = ("prompt_ids", "pretrain_ids")
+ROWS_PER_WRITE = 1000
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def check_target(target: Path, overwrite: bool) -> None:
+    if target.suffix != ".mindrecord":
+        raise UserError(f"the output {target} must end in .mindrecord; change --output_path")
+    if target.exists() and not overwrite:
+        raise UserError(f"the output {target} exists; remove it or pass --overwrite")
+
+
+def write_mindrecord(target: Path, records: Iterable[Record], source: str) -> int:
+    """Writes `records` as they come; how many there were. Raises UserError, and writes nothing, for none."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    rows = (packed(index, record) for index, record in enumerate(records))
+    # The file knows its own name, so it is written under that name in a directory beside.
+    with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=target.parent) as folder:
+        partial = Path(folder) / target.name
+        num_rows = write_rows(partial, rows)
+        if not num_rows:
+            raise UserError(f"no row of {source} is left; nothing was written")
+        # The index goes first: a reader that finds the data file finds its index too.
+        target.unlink(missing_ok=True)
+        os.replace(f"{partial}.db", f"{target}.db")
+        os.replace(partial, target)
+    return num_rows
+
+
+def write_rows(target: Path, rows: Iterator[Row]) -> int:
+    batch = list(islice(rows, ROWS_PER_WRITE))
+    if not batch:
+        return 0
+    from mindspore.mindrecord import FileWriter
+
+    writer = FileWriter(str(target), shard_num=1)
+    writer.add_schema(SCHEMA, "prompts")
+    num_rows = 0
+    while batch:
+        writer.write_raw_data(batch)
+        num_rows += len(batch)
+        batch = list(islice(rows, ROWS_PER_WRITE))
+    writer.commit()
+    return num_rows
+
+
+def packed(index: int, record: Record) -> Row:
+    messages = "" if record.is_question else json.dumps(record.messages, ensure_ascii=False)
+    return {
+        "index": index,
+        "question": record.question,
+        "answer": record.answer,
+        "messages": messages,
+        "columns": json.dumps(record.columns, ensure_ascii=False),
+    }
+
+
+def unpacked(row: Row) -> Record:
+    columns = json.loads(row["columns"])
+    if not row["messages"]:
+        return asked(row["question"], row["answer"], columns)
+    return Record(tuple(json.loads(row["messages"])), row["answer"], columns)
+
+
+def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
+    """All records in their order. `decode` is for those whose prompts are token ids."""
+    rows = stored_rows(path)
+    names = set(rows[0]) if rows else set(SCHEMA)
+    if names == set(SCHEMA):
+        return [unpacked(row) for row in sorted(rows, key=lambda row: int(row["index"]))]
+    if set(TOKEN_COLUMNS) <= names and decode is not None:
+        return [decoded(row, place, path, decode) for place, row in enumerate(rows)]
+    raise UserError(
+        f"{path} has the columns {', '.join(sorted(names))}; {', '.join(sorted(SCHEMA))} are wanted; convert "
+        "the data again with this version's rlhf_data.py"
+    )
+
+
+def stored_rows(path: Path) -> list[Row]:
+    from mindspore.mindrecord import FileReader
+
+    try:
+        reader = FileReader(str(path), num_consumer=1)
+        rows = list(reader.get_next())
+        reader.close()
+    except RuntimeError as error:
+        raise UserError(
+            f"{path} cannot be read as a MindRecord (it needs {path.name}.db beside it and the name it was "
+            "written under); convert the data again with rlhf_data.py"
+        ) from error
+    return rows
+
+
+def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
+    question, answer = (decode(row[name].tolist()).strip() for name in TOKEN_COLUMNS)
+    if not question:
+        raise UserError(
+            f"{path} row {place + 1}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "
+            "tokenizer that wrote them"
+        )
+    return asked(question, gold_answer(answer))

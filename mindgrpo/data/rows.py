@@ -1,0 +1,183 @@
+"""Rows as they stand in JSONL and JSON files, by place, each with the words that say where it stands.
+
+What lies on disk is read again whenever a row is asked for, so a rank holds no row that it does not use; a file that
+changed meanwhile is refused. Refuses to know what a question is: a row is a dictionary.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.errors import UserError
+
+Row = dict[str, Any]
+
+
+class Rows(ABC):
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def where(self, place: int) -> str:
+        """File and line (or row) of the row at `place`, which counts from 0."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        """The rows from place `start` up to `stop`. Raises UserError for one that cannot be read."""
+
+
+class Unchanged:
+    """Refuses files that were written to since: a row read then would belong to other token ids."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._seen = {path: self._state(path) for path in paths}
+
+    @staticmethod
+    def _state(path: Path) -> tuple[int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    def check(self, path: Path) -> None:
+        if self._state(path) != self._seen[path]:
+            raise UserError(
+                f"the data file {path} changed since the run read it; start the run again, and give a file "
+                "that nothing writes to"
+            )
+
+
+class JsonLines(Rows):
+    """One object a line. Blank lines hold no row and are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unchanged = Unchanged([path])
+        self._offsets, self._numbers = array("q"), array("q")
+        offset = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._numbers.append(number)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def where(self, place: int) -> str:
+        return f"{self._path}:{self._numbers[place]}"
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        self._unchanged.check(self._path)
+        with self._path.open("rb") as lines:
+            for place in range(start, stop):
+                lines.seek(self._offsets[place])
+                yield parse_line(lines.readline(), self.where(place))
+
+
+class JoinedRows(Rows):
+    """Several files as one, in their order."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def _part_at(self, place: int) -> int:
+        return bisect_right(self._starts, place) - 1
+
+    def where(self, place: int) -> str:
+        index = self._part_at(place)
+        return self._parts[index].where(place - self._starts[index])
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        while start < stop:
+            index = self._part_at(start)
+            end = min(stop, self._starts[index + 1])
+            yield from self._parts[index].read(
+                start - self._starts[index], end - self._starts[index]
+            )
+            start = end
+
+
+def parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
+    if not isinstance(row, dict):
+        raise UserError(
+            f'{where} holds a {type(row).__name__}; each line must be an object with "question" and "answer"'
+        )
+    return row
+
+
+class JsonArray(Rows):
+    """One list of objects, or an object in which one value is such a list, as in {"data": [...]}."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows = read_array(path)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, place: int) -> str:
+        return f"{self._path} row {place + 1}"
+
+    def read(self, start: int, stop: int) -> Iterator[Row]:
+        for place in range(start, stop):
+            row = self._rows[place]
+            if not isinstance(row, dict):
+                raise UserError(
+                    f"{self.where(place)} is a {type(row).__name__}; each row must be an object with "
+                    '"question" and "answer"'
+                )
+            yield row
+
+
+def read_array(path: Path) -> list[Any]:
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno} is not JSON: {error}; correct the file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if is_table(value)]
+        content = lists[0] if len(lists) == 1 else content
+    if not isinstance(content, list):
+        raise UserError(
+            f"{path} holds no list of rows; it must be [{{...}}, ...], an object with one such list, or one "
+            "object a line"
+        )
+    return content
+
+
+def is_table(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def open_json(path: Path) -> Rows:
+    """Files named .json hold one document or, written by many programs, one object a line."""
+    with path.open("rb") as lines:
+        filled = (line for line in lines if line.strip())
+        first, second = next(filled, b""), next(filled, None)
+    try:
+        head = json.loads(first.decode("utf-8-sig"))
+    except ValueError:
+        return JsonArray(path)
+    single = second is None and isinstance(head, dict)
+    is_document = isinstance(head, list) or (single and any(map(is_table, head.values())))
+    return JsonArray(path) if is_document and second is None else JsonLines(path)
