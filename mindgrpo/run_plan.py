@@ -6,7 +6,7 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.config import Config
@@ -15,6 +15,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, ParameterSpec, layers_of_stage, local_shape
 from mindgrpo.model.families import DecoderConfig, parameter_specs
+from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.reshard.plan import Plan, plan_reshard
 from mindgrpo.residency import PHASES
 
@@ -35,6 +36,14 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         return self.train.grid.size
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        given = self.config.actor_config.lora
+        if given.rank is None:
+            return None
+        alpha = given.rank if given.alpha is None else given.alpha
+        return LoraSettings(given.rank, float(alpha), tuple(given.target_modules or TARGETS))
 
     @cached_property
     def reshard(self) -> Plan:
@@ -64,15 +73,19 @@ class RunPlan:
         return rows
 
     def _bytes_by_role(self) -> Mapping[str, int]:
-        train = largest_share(self.train)
+        train = trained = largest_share(self.train)
+        if self.lora is not None:
+            specs = adapter_specs(self.train.specs, self.lora)
+            trained = largest_share(replace(self.train, specs=specs))
+            train += trained
         sampling = self.config.generate_config.sampling_config
         length = self.config.generate_config.max_prompt_length + sampling.max_tokens
         heads = max(1, self.model.num_key_value_heads // self.infer.grid.model_parallel)
         per_slot = 2 * self.model.num_hidden_layers * heads * length * self.model.head_dim
         by_role = {
             "policy": train,
-            "gradients": train,
-            "optimizer": 2 * train,
+            "gradients": trained,
+            "optimizer": 2 * trained,
             "generator": largest_share(self.infer),
             "kv_cache": self.slots * per_slot * FLOAT_BYTES,
         }
