@@ -11,27 +11,30 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mindgrpo.config import load_config, parse_command_line, require_run_keys
+from mindgrpo.config import load_config, parse_command_line, require_run_keys, split_overrides
 from mindgrpo.errors import UserError
 
 USAGE = """usage: python -m mindgrpo VERB ...
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone
   check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device
   plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
+          [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
+          [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)
   doctor                                             what this machine lacks, with remedies
   export  --from RUN_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]"""
 
 
 def train(argv: Sequence[str]) -> None:
-    from mindgrpo.backend import connect
-
-    if os.environ.get("MS_ROLE") == "MS_SCHED":
-        # msrun's scheduler runs this program too; it serves the cluster from here until the ranks end.
-        connect(None, None, dict(os.environ))
-        return
     path, overrides = parse_command_line(argv)
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun's scheduler runs this program too; it serves the cluster, if there is one, from here.
+        from mindgrpo.backend import connect
+
+        context = loaded.config.context
+        connect(context.device_target, context.transport, dict(os.environ))
+        return
     from mindgrpo.trainer import GRPOTrainer
 
     GRPOTrainer(loaded, name=_run_name(path)).train()
@@ -76,10 +79,11 @@ def check(argv: Sequence[str]) -> None:
 
 
 def plan(argv: Sequence[str]) -> None:
-    from mindgrpo.planning import print_plan
+    from mindgrpo.planning import print_plan, read_links
 
-    path, overrides = parse_command_line(argv)
-    print_plan(load_config(path, overrides))
+    links, rest = read_links(split_overrides(argv))
+    path, overrides = parse_command_line([f"{flag}={value}" for flag, value in rest])
+    print_plan(load_config(path, overrides), links)
 
 
 def doctor(argv: Sequence[str]) -> None:

@@ -46,6 +46,7 @@ def findings() -> list[Finding]:
         _python(),
         _mindspore(),
         _numpy(),
+        _kernels(),
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
@@ -89,6 +90,19 @@ def _numpy() -> Finding:
         what = f"numpy {version}, but mindspore is built against numpy 1"
         return Finding("error", what, install)
     return Finding("ok", f"numpy {version}")
+
+
+def _kernels() -> Finding:
+    try:
+        from mindgrpo.backend import native_library
+    except ImportError as error:
+        what = f"whether C kernels can be compiled is not known ({error})"
+        return Finding("warn", what, "mend what is missing first")
+    try:
+        return Finding("ok", f"C kernels are compiled: {native_library.build()}")
+    except native_library.Unavailable as why:
+        # Steps are right without, and take several times as long.
+        return Finding("warn", f"{why.what}: steps will be slow", why.remedy)
 
 
 def _optional(package: str, tested: str, purpose: str) -> Finding:

@@ -110,6 +110,8 @@ class RunRecord:
             ("prompt", [repr(first.text)]),
             ("stops", [stops]),
         ]
+        if backend.notices:
+            sections.append(("kernels", backend.notices))
         if self._loaded.notices:
             sections.append(("retired", self._loaded.notices))
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)

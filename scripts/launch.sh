@@ -4,8 +4,9 @@
 # Shows rank 0's output as it comes, keeps every rank's in a fresh log folder, returns the status of the
 # first rank that failed (2: the user's input cannot work) and leaves no process of its own behind.
 # Refuses a busy port and, where ARGUMENTS name a --config, a configuration that cannot work, before
-# any rank starts. Reads MINDGRPO_PORT (default: a free one), MINDGRPO_LOG_DIR (default: output/logs)
-# and MINDGRPO_STOP_SECONDS (how long ranks may take to end after Ctrl-C, default 10).
+# any rank starts. Reads MINDGRPO_PORT (default: a free one), MINDGRPO_LOG_DIR (default: output/logs),
+# MINDGRPO_STOP_SECONDS (how long ranks may take to end after Ctrl-C, default 10) and MINDGRPO_FORK
+# (0: every rank imports for itself; else ranks are forked from one process that has, where that is safe).
 set -uo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -32,18 +33,6 @@ find_programs() {
     command -v msrun >/dev/null || PATH="$root/.venv/bin:$PATH"
     command -v msrun >/dev/null || refuse \
         "msrun is not on PATH and $root/.venv holds none: run 'source scripts/setup_env.sh' first."
-}
-
-check_config() {
-    local argument
-    for argument in "$@"; do
-        case "$argument" in
-        --config | --config=*)
-            PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" python -m mindgrpo check --ranks "$ranks" "$@"
-            return
-            ;;
-        esac
-    done
 }
 
 choose_port() { # below the ephemeral range, or a rank's own connection may take it before the scheduler
@@ -84,8 +73,8 @@ set_environment() {
     local cores
     cores="$(nproc)"
     export GLOG_v="${GLOG_v:-3}"
-    # A dead rank is noticed below, within a second; this only ends ranks whose launcher died. Short
-    # limits raise false alarms while many ranks compile on few cores.
+    # For ranks that form MindSpore's cluster. A dead rank is noticed below, within a second; this only ends
+    # ranks whose launcher died. Short limits raise false alarms while many ranks compile on few cores.
     export MS_NODE_TIMEOUT="${MS_NODE_TIMEOUT:-60}"
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
     # Larger blocks go back to the system when freed, so that memory given up shows.
@@ -102,10 +91,11 @@ our_processes() {
     grep -lszxF "MINDGRPO_STATUS_DIR=$logs/status" /proc/[0-9]*/environ | cut -d / -f 3
 }
 
-our_workers() { # without msrun and its scheduler: one rank is the job itself
+our_workers() { # without msrun and its scheduler: one rank is the job itself; forked ranks hear of signals from them
     local pid
     for pid in $(our_processes); do
         [ "$ranks" -gt 1 ] && [ "$pid" = "$job" ] && continue
+        grep -qszxF "$root/scripts/fork_server.py" "/proc/$pid/cmdline" && continue
         grep -qszx 'MS_ROLE=MS_SCHED' "/proc/$pid/environ" || echo "$pid"
     done
 }
@@ -132,15 +122,29 @@ interrupted() {
     exit "$1"
 }
 
+start_fork_server() { # ends this script when the check that it begins with says so
+    local checked=1
+    fork_server="mindgrpo-$$-${logs##*/}"
+    exec 4< <(MINDGRPO_STATUS_DIR="$logs/status" exec python "$root/scripts/fork_server.py" \
+        "$fork_server" "$ranks" "$@")
+    read -r checked <&4 || checked=1
+    exec 4<&-
+    [ "$checked" -eq 0 ] && return
+    end_job KILL
+    rm -r "$logs" && rmdir --ignore-fail-on-non-empty "${logs%/*}"
+    exit "$checked"
+}
+
 start_job() {
     local worker="$root/scripts/worker.py"
     if [ "$ranks" -eq 1 ]; then
         # One rank needs no cluster, so no scheduler and no port.
-        setsid env MINDGRPO_STATUS_DIR="$logs/status" python "$worker" "$@" >"$logs/worker_0.log" 2>&1 &
+        setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
+            python "$worker" "$@" >"$logs/worker_0.log" 2>&1 &
     else
-        setsid env MINDGRPO_STATUS_DIR="$logs/status" msrun --worker_num="$ranks" \
-            --local_worker_num="$ranks" --master_port="$port" --join=True --log_dir="$logs" \
-            --tail_worker_log="$ranks" "$worker" "$@" >"$logs/msrun.log" 2>&1 &
+        setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
+            msrun --worker_num="$ranks" --local_worker_num="$ranks" --master_port="$port" --join=True --log_dir="$logs" \
+            --tail_worker_log="$ranks" -- "$worker" "$@" >"$logs/msrun.log" 2>&1 &
     fi
     job=$!
     tail -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" 2>/dev/null &
@@ -211,9 +215,9 @@ shift 3
 find_programs
 port=none
 [ "$ranks" -eq 1 ] || port="$(choose_port)" || exit 2
-check_config "${@:2}" || exit $?
 make_log_dir
 set_environment
+start_fork_server "${@:2}"
 [ "$ranks" -eq 1 ] && say "1 rank, full logs: $logs" || say "$ranks ranks on port $port, full logs: $logs"
 start_job "$@"
 trap 'interrupted 130' INT

@@ -58,6 +58,9 @@ def _last_words(folder: Path) -> str:
 
 def _launch(which: Which, folder: Path) -> World:
     environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    if which[1] == "mccl":
+        # The portable reference in all: MindSpore's own operations, and waits in Python.
+        environment["MINDGRPO_NATIVE"] = "0"
     # The scheduler and every rank find the programs and mindgrpo as this process does.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
     environment["PYTHONPATH"] = f"{HERE.parent}:{environment.get('PYTHONPATH', '')}"
@@ -245,6 +248,15 @@ def test_sums_inside_a_graph_are_right_over_either_transport(launch: Launch, wor
     for rank in launch(world)[1]:
         found = rank["sum_in_graph"]
         assert found["error"] <= 1e-6 * found["largest"]
+
+
+@several_ranks
+def test_a_gather_inside_a_graph_has_every_members_own_in_order(
+    launch: Launch, world: Which
+) -> None:
+    for rank in launch(world)[1]:
+        found = rank["sum_in_graph"]
+        assert found["gathered"] and found["rows_error"] <= 1e-6 * found["largest"]
 
 
 @several_ranks

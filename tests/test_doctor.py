@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from mindgrpo import doctor
+from mindgrpo.backend import native_library
 
 
 def finding(word: str) -> doctor.Finding:
@@ -67,3 +70,51 @@ def test_shared_memory_that_is_missing_or_small_is_told(monkeypatch: pytest.Monk
     assert finding("shared memory").level == "warn"
     monkeypatch.setattr(doctor, "SHARED_MEMORY", "/nowhere")
     assert finding("/nowhere").level == "error"
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty place for the C kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MINDGRPO_NATIVE", raising=False)
+    native_library.build.cache_clear()
+    yield tmp_path
+    native_library.build.cache_clear()
+
+
+def test_kernels_that_can_be_compiled_are_compiled(unbuilt: Path) -> None:
+    if native_library.compiler() is None:
+        pytest.skip("no C compiler on this machine")
+    assert finding("C kernels").level == "ok"
+    assert list((unbuilt / "mindgrpo").glob("native-*.so"))
+
+
+def test_a_machine_without_a_compiler_is_told_to_install_one(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = finding("C compiler")
+    assert (found.level, found.remedy) == ("warn", "install gcc")
+
+
+def test_a_compiler_that_fails_is_told_with_its_words(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = unbuilt / "cc"
+    broken.write_text(
+        "#!/bin/sh\n[ \"$1\" = --version ] || { echo 'omp.h: not found' >&2; exit 1; }\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    found = finding("cannot compile the C kernels")
+    assert found.level == "warn" and "omp.h: not found" in found.what and "OpenMP" in found.remedy
+
+
+def test_a_cache_that_cannot_be_written_is_told(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_library.compiler() is None:
+        pytest.skip("no C compiler on this machine")
+    (unbuilt / "mindgrpo").touch()
+    found = finding("cannot hold the C kernels")
+    assert found.level == "warn" and "XDG_CACHE_HOME" in found.remedy

@@ -19,11 +19,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!{python}
-import os, signal, subprocess, sys, time
-words = sys.argv[1:]
-first = next(number for number, word in enumerate(words) if not word.startswith("--"))
-options = dict(word[2:].split("=", 1) for word in words[:first])
-command = words[first:]
+import argparse, os, signal, subprocess, sys, time
+parser = argparse.ArgumentParser()  # as msrun's: it takes shortened options for its own
+for name in ("worker_num", "worker_log_name", "local_worker_num", "master_port", "join", "log_dir",
+             "tail_worker_log"):
+    parser.add_argument("--" + name)
+parser.add_argument("task_script")
+parser.add_argument("task_script_args", nargs=argparse.REMAINDER)
+given = parser.parse_args()
+options = vars(given)
+command = [given.task_script, *given.task_script_args]
 workers = []
 for rank in range(int(options["worker_num"])):
     log = open(f"{{options['log_dir']}}/worker_{{rank}}.log", "w")
@@ -52,7 +57,12 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     stand_in.chmod(0o755)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MINDGRPO_")}
-    return kept | {"PATH": path, "MINDGRPO_LOG_DIR": str(tmp_path / "logs")} | more
+    ours = {"PATH": path, "MINDGRPO_LOG_DIR": str(tmp_path / "logs"), "MINDGRPO_FORK": "0"}
+    return kept | ours | more
+
+
+# Ranks that run in their worker, and ranks forked from a process that has imported what they need.
+BOTH_WAYS = pytest.mark.parametrize("fork", ["0", "1"])
 
 
 def launch(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +101,14 @@ def test_bad_usage_is_one_sentence_and_status_2(tmp_path: Path, words: list[str]
     assert not (tmp_path / "logs").exists()
 
 
+def test_options_that_msrun_would_take_for_its_own_reach_the_program(tmp_path: Path) -> None:
+    given = ["--work", "w.json", "--join=no", "--log", "x", "--"]
+    source = "print(sys.argv[1:]) if rank == '0' else None"
+    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, source), *given)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == str(given)
+
+
 def test_a_busy_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -116,16 +134,22 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert is_one_sentence(ended.stderr) and "MINDGRPO_LOG_DIR" in ended.stderr
 
 
-def test_a_program_sees_its_own_arguments_and_place(tmp_path: Path) -> None:
-    source = "print(sys.argv, __name__, __file__, sys.path[0])"
+@BOTH_WAYS
+def test_a_program_sees_its_own_arguments_and_place(tmp_path: Path, fork: str) -> None:
+    source = (
+        "print(sys.argv, __name__, __file__, sys.path[0], os.getcwd(), 'mindspore' in sys.modules)"
+    )
     path = program(tmp_path, source)
-    ended = launch(tmp_path, "--ranks", "1", "--", path, "--a.b", "c d", "")
+    ended = launch(tmp_path, "--ranks", "1", "--", path, "--a.b", "c d", "", MINDGRPO_FORK=fork)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"{[path, '--a.b', 'c d', '']} __main__ {path} {tmp_path}\n"
+    seen = f"{[path, '--a.b', 'c d', '']} __main__ {path} {tmp_path} {os.getcwd()} {fork == '1'}"
+    assert ended.stdout == seen + "\n"
 
 
-def test_only_rank_0_speaks_and_every_rank_keeps_its_log(tmp_path: Path) -> None:
-    ended = launch(tmp_path, "--ranks", "3", "--", program(tmp_path, "print('rank', rank)"))
+@BOTH_WAYS
+def test_only_rank_0_speaks_and_every_rank_keeps_its_log(tmp_path: Path, fork: str) -> None:
+    path = program(tmp_path, "print('rank', rank)")
+    ended = launch(tmp_path, "--ranks", "3", "--", path, MINDGRPO_FORK=fork)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "rank 0\n"
     (logs,) = (tmp_path / "logs").iterdir()
@@ -148,21 +172,25 @@ def test_a_status_is_passed_on(tmp_path: Path, ranks: str, source: str, status: 
     assert ended.returncode == status
 
 
-def test_the_rank_that_failed_first_is_named_with_its_last_lines(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_the_rank_that_failed_first_is_named_with_its_last_lines(tmp_path: Path, fork: str) -> None:
     source = "if rank == '1': raise ValueError('broken here')\ntime.sleep(50)"
     start = time.monotonic()
-    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, source))
+    path = program(tmp_path, source)
+    ended = launch(tmp_path, "--ranks", "2", "--", path, MINDGRPO_FORK=fork)
     assert ended.returncode == 1
     assert "rank 1 failed first (status 1)" in ended.stderr
     assert "ValueError: broken here" in ended.stderr and "full logs: " in ended.stderr
     assert time.monotonic() - start < 20
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_rank_that_was_killed_is_named(tmp_path: Path, ranks: str) -> None:
+def test_a_rank_that_was_killed_is_named(tmp_path: Path, ranks: str, fork: str) -> None:
     last = str(int(ranks) - 1)
     source = f"if rank == '{last}': os.kill(os.getpid(), 9)\ntime.sleep(50)"
-    ended = launch(tmp_path, "--ranks", ranks, "--", program(tmp_path, source))
+    path = program(tmp_path, source)
+    ended = launch(tmp_path, "--ranks", ranks, "--", path, MINDGRPO_FORK=fork)
     assert ended.returncode == 1
     assert f"rank {last} failed first (killed by signal 9)" in ended.stderr
 
@@ -175,14 +203,15 @@ def is_over(pid: int) -> bool:
         return True
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str) -> None:
+def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str, fork: str) -> None:
     source = "print(os.getpid()); time.sleep(50)"
     command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", ranks, "--"]
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(50)"])
     job = subprocess.Popen(
         [*command, program(tmp_path, source)],
-        env=environment(tmp_path),
+        env=environment(tmp_path, MINDGRPO_FORK=fork),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -197,6 +226,40 @@ def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str) 
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_forked_rank_ends_with_the_worker_that_stands_in_for_it(tmp_path: Path) -> None:
+    source = "print(os.getpid(), flush=True); time.sleep(50)"
+    command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "1", "--"]
+    job = subprocess.Popen(
+        [*command, program(tmp_path, source)],
+        env=environment(tmp_path, MINDGRPO_FORK="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    rank = int(job.stdout.readline())
+    server = parent_of(rank)
+    (record,) = (tmp_path / "logs").glob("*/status/rank_0")
+    worker = int(record.read_text().split()[1])
+    assert worker not in (rank, server)
+    os.kill(worker, signal.SIGKILL)
+    assert job.wait(timeout=20) == 1
+    assert "rank 0 failed first (killed by signal 9)" in job.communicate()[1]
+    assert is_over(rank) and is_over(server)
+
+
+def test_a_refused_configuration_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    path = program(tmp_path, "print('started')")
+    ended = launch(tmp_path, "--ranks", "2", "--", path, "--config", "none.yaml", MINDGRPO_FORK="1")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert is_one_sentence(ended.stderr) and "none.yaml" in ended.stderr
+    assert not (tmp_path / "logs").exists()
 
 
 def test_quickstart_names_the_numbers_of_ranks_that_it_has_layouts_for() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +42,10 @@ class Group(ABC):
     @abstractmethod
     def sum_cell(self) -> nn.Cell:
         """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member."""
+
+    @abstractmethod
+    def gather_cell(self) -> nn.Cell:
+        """A cell for use inside graphs: float32 [...] -> [size, ...], member i's at [i], the same on every member."""
 
     @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
@@ -102,9 +107,14 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # What the user should hear of how this device computes.
+    notices: tuple[str, ...] = ()
     # True where parameters that share one pool may also be updated through one flat view of it.
     shares_memory: bool
     kernels: Kernels
+
+    @abstractmethod
+    def __init__(self, environment: dict[str, str], transport: str) -> None: ...
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:
@@ -161,6 +171,27 @@ def check_target(device_target: str | None, transport: str | None) -> str:
     return matches[0]
 
 
+def needs_cluster(target: str, transport: str | None) -> bool:
+    """Whether ranks on this device find each other through MindSpore's cluster and its scheduler."""
+    return (transport or TRANSPORTS[target][0]) != "shared_memory"
+
+
+def may_fork(device_target: str | None) -> bool:
+    """Whether ranks may be forked from a process that has imported what they need: not where that loads a driver."""
+    return check_target(device_target, None) == "CPU" and not any(Path("/dev").glob("davinci*"))
+
+
+def load(device_target: str | None) -> type[Backend]:
+    """The device's backend. Its libraries, MindSpore among them, are imported here and no earlier."""
+    if check_target(device_target, None) == "Ascend":
+        from mindgrpo.backend.ascend import AscendBackend
+
+        return AscendBackend
+    from mindgrpo.backend.cpu import CpuBackend
+
+    return CpuBackend
+
+
 def connect(
     device_target: str | None,
     transport: str | None,
@@ -169,18 +200,14 @@ def connect(
 ) -> Backend:
     """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
 
-    `deterministic` asks for kernels that give the same bits on every run.
+    `deterministic` asks for kernels that give the same bits on every run. msrun's scheduler process does not
+    return from here: it ends once the ranks have no more need of it.
     """
     target = check_target(device_target, transport)
-    # Each device's libraries are imported only where that device is asked for.
+    if environment.get("MS_ROLE") == "MS_SCHED" and not needs_cluster(target, transport):
+        raise SystemExit(0)
     if deterministic:
         import mindspore
 
         mindspore.set_deterministic(True)
-    if target == "Ascend":
-        from mindgrpo.backend.ascend import AscendBackend
-
-        return AscendBackend(environment)
-    from mindgrpo.backend.cpu import CpuBackend
-
-    return CpuBackend(environment, transport or TRANSPORTS[target][0])
+    return load(target)(environment, transport or TRANSPORTS[target][0])

@@ -18,6 +18,7 @@ from mindspore.communication import GlobalComm, create_group, get_group_size, ge
 
 from mindgrpo.backend import Backend, Group, Link, Pool
 from mindgrpo.backend.graph import CompileLog
+from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.plain_kernels import PlainKernels
 
 
@@ -26,18 +27,15 @@ def _result(output: Any) -> np.ndarray:
     return (output[0] if isinstance(output, tuple) else output).asnumpy()
 
 
-class _Sum(nn.Cell):
+class _Gather(nn.Cell):
+    """AllGather joins along the first dim, which x therefore gets first."""
+
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.call = ops.AllReduce(ops.ReduceOp.SUM, name)
+        self.call = ops.AllGather(name)
 
     def construct(self, x: Any) -> Any:
-        return self.call(x)
-
-
-class _Alone(nn.Cell):
-    def construct(self, x: Any) -> Any:
-        return x
+        return self.call(ops.expand_dims(x, 0))
 
 
 class AscendGroup(Group):
@@ -45,7 +43,10 @@ class AscendGroup(Group):
         self.ranks, self.index, self._name = ranks, index, name
 
     def sum_cell(self) -> nn.Cell:
-        return _Sum(self._name) if self.size > 1 else _Alone()
+        return MindSporeSum(self._name) if self.size > 1 else AloneSum()
+
+    def gather_cell(self) -> nn.Cell:
+        return _Gather(self._name) if self.size > 1 else AloneGather()
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         if self.size > 1:

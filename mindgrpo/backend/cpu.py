@@ -1,7 +1,8 @@
 """CPU: MindSpore's own kernels, ranks of one host joined by msrun, shared memory between and inside graphs.
 
 `transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
-memory is held equal to; between graphs ranks of one host always use shared memory. Refuses several hosts.
+memory is held equal to; between graphs ranks of one host always use shared memory, and where nothing else is
+used they never form MindSpore's cluster, which takes seconds to join and to leave. Refuses several hosts.
 """
 
 from __future__ import annotations
@@ -13,53 +14,25 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 
-from mindgrpo.backend import Backend, Group, Link, Pool
-from mindgrpo.backend.graph import CompileLog
+from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
+from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.shared_memory import Peers, SharedBuckets, SharedGroup, SharedLink
+from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
+from mindgrpo.backend.shared_memory import Host, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
 
-GROUP_BUFFER_BYTES = 2 << 20
+# Larger ones are no faster: what a group's members add at a time should stay in the caches.
+GROUP_BUFFER_BYTES = 512 << 10
+# Some 50 us: longer than a message takes where every rank has a core of its own.
+SPINS_WITH_A_CORE_EACH = 2000
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
-class _Alone(nn.Cell):
-    def construct(self, x: Any) -> Any:
-        return x
-
-
-class _SharedSum(nn.Cell):
-    """The group's sum inside a graph, through a Python call on numpy arrays."""
-
-    def __init__(self, group: SharedGroup) -> None:
-        super().__init__()
-
-        def call(x: np.ndarray) -> np.ndarray:
-            source = np.ascontiguousarray(x)
-            out = np.empty_like(source)
-            group.sum_into(source.reshape(-1), out.reshape(-1))
-            return out
-
-        self.call = ops.Custom(call, out_shape=_same, out_dtype=_same, func_type="pyfunc")
-
-    def construct(self, x: Any) -> Any:
-        return self.call(x)
-
-
-class _MindSporeSum(nn.Cell):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.call = ops.AllReduce(ops.ReduceOp.SUM, name)
-
-    def construct(self, x: Any) -> Any:
-        return self.call(x)
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 class CpuGroup(Group):
@@ -73,13 +46,26 @@ class CpuGroup(Group):
 
     def sum_cell(self) -> nn.Cell:
         if self._shared is None:
-            return _Alone()
-        return _MindSporeSum(self._mccl) if self._mccl else _SharedSum(self._shared)
+            return group_cells.AloneSum()
+        if self._mccl:
+            return group_cells.MindSporeSum(self._mccl)
+        if isinstance(self._shared, NativeGroup):
+            return group_cells.NativeSum(self._shared)
+        return group_cells.PythonSum(self._shared)
+
+    def gather_cell(self) -> nn.Cell:
+        if self._shared is None:
+            return group_cells.AloneGather()
+        if isinstance(self._shared, NativeGroup) and not self._mccl:
+            return group_cells.NativeGather(self._shared)
+        return group_cells.GatherBySum(self.sum_cell(), self.index, self.size)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         if self._shared is not None:
-            flat = array.reshape(-1)
-            self._shared.sum_into(flat, flat)
+            whole = np.ascontiguousarray(array)
+            self._shared.sum_into(whole.reshape(-1), whole.reshape(-1))
+            if whole is not array:
+                array[...] = whole
         return array
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -88,6 +74,23 @@ class CpuGroup(Group):
     def barrier(self) -> None:
         if self._shared is not None:
             self._shared.barrier()
+
+
+class CpuGraph(Graph):
+    """A graph's kernels can only end with a number: if a rank is gone, this is why."""
+
+    def __init__(
+        self, cell: Callable[..., Any], name: str, log: CompileLog, check: Callable[[], None]
+    ) -> None:
+        super().__init__(cell, name, log)
+        self._check = check
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            return super().__call__(*inputs)
+        except RuntimeError:
+            self._check()
+            raise
 
 
 class CpuLink(Link):
@@ -101,6 +104,24 @@ class CpuLink(Link):
         return self._shared.receive(shape, dtype)
 
 
+def _rank_told(environment: dict[str, str]) -> int:
+    told = environment.get("RANK_ID", "")
+    if not told.isdecimal():
+        raise UserError(
+            f"RANK_ID is '{told}', but must be this process's number among MS_WORKER_NUM="
+            f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
+        )
+    return int(told)
+
+
+def _notices() -> tuple[str, ...]:
+    try:
+        native_library.build()
+    except native_library.Unavailable as why:
+        return (f"MindSpore's own, so steps are slow: {why}",)
+    return ()
+
+
 class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
@@ -111,14 +132,27 @@ class CpuBackend(Backend):
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         ms.set_context(mode=ms.GRAPH_MODE)
+        self._share_cores()
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
         self.kernels = self._choose_kernels()
-        self._peers = Peers()
+        self.notices = _notices()
+        self._host = self._make_host()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._buckets: list[SharedBuckets] = []
         self._num_links: Counter[tuple[int, int]] = Counter()
+
+    def _share_cores(self) -> None:
+        """MindSpore's own threads: one that runs the graph, and others for large operations, which spin in between.
+
+        A rank without a second core to itself has none of the others: they took a third of its time from the ranks
+        beside it.
+        """
+        if self.world_size > 1:
+            threads = max(1, num_cores() // self.world_size)
+            # The names that replace these two do not accept 0.
+            ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
     def _choose_kernels() -> Kernels:
@@ -131,25 +165,34 @@ class CpuBackend(Backend):
         return NativeKernels()
 
     def _join(self, environment: dict[str, str]) -> None:
-        from mindspore.communication import get_rank, init
-
         local = int(environment.get("MS_LOCAL_WORKER_NUM", self.world_size))
         if local != self.world_size:
             raise UserError(
                 f"msrun was started with --worker_num={self.world_size} and --local_worker_num={local}, but ranks "
                 "on this device must share one host; start all of them here."
             )
-        init("mccl")
-        self.rank = get_rank()
+        if not needs_cluster(self.name, self._transport):
+            self.rank = _rank_told(environment)
+        else:
+            from mindspore.communication import get_rank, init
+
+            init("mccl")
+            self.rank = get_rank()
         # Every rank of one msrun has the same parent, and two runs never share parent and port.
         self._job = f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+
+    def _make_host(self) -> Host:
+        if self.world_size == 1:
+            return Host("alone", self.rank)
+        spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
+        return Host(self._job, self.rank, native_library.library(), spins)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)
         if key not in self._groups:
             shared, mccl = None, ""
             if len(key) > 1:
-                shared = SharedGroup(self._job, self.rank, key, GROUP_BUFFER_BYTES, self._peers)
+                shared = shared_group(self._host, key, GROUP_BUFFER_BYTES)
                 mccl = self._mccl_group(key) if self._transport == "mccl" else ""
             self._groups[key] = CpuGroup(key, key.index(self.rank), shared, mccl)
         return self._groups[key]
@@ -167,8 +210,10 @@ class CpuBackend(Backend):
         # Both ends count alike, so that a second link between them has a name of its own.
         serial = self._num_links[source, target]
         self._num_links[source, target] += 1
-        shared = SharedLink(self._job, self.rank, source, target, slot_bytes, serial, self._peers)
-        return CpuLink(shared)
+        return CpuLink(SharedLink(self._host, source, target, slot_bytes, serial))
+
+    def graph(self, cell: Callable[..., Any], name: str) -> Graph:
+        return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
 
     def pool(self, num_bytes: int) -> Pool:
         return HostPool(num_bytes)
@@ -195,9 +240,7 @@ class CpuBackend(Backend):
             if buckets.bucket_bytes >= bucket_bytes:
                 return buckets
         serial = len(self._buckets)
-        self._buckets.append(
-            SharedBuckets(self._job, self.rank, self.world_size, bucket_bytes, serial, self._peers)
-        )
+        self._buckets.append(SharedBuckets(self._host, self.world_size, bucket_bytes, serial))
         return self._buckets[-1]
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 if TYPE_CHECKING:
     from mindspore import nn
 
+    from mindgrpo.backend.rollout import Memory, Rules, Share, Slots
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -64,6 +66,8 @@ class Kernels(ABC):
     ragged: bool
     # True where `adamw` works on memory itself; else the optimizer is a graph.
     has_adamw: bool
+    # True where `slots` gives them; without, the generator does with plain operations.
+    has_slots: bool
 
     @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:
@@ -125,3 +129,15 @@ class Kernels(ABC):
 
         dlogp/dl = onehot - p; dH/dl = -p (log p + H).
         """
+
+    def slots(
+        self,
+        share: Share,
+        rules: Rules,
+        rotary: np.ndarray,
+        slots: int,
+        prompt_rows: int,
+        memory: Memory,
+    ) -> Slots:
+        """See rollout.py; `rotary` as for `places`."""
+        raise NotImplementedError

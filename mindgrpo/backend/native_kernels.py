@@ -14,6 +14,8 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
 from mindgrpo.backend.native_library import library, operation
+from mindgrpo.backend.native_rollout import NativeSlots
+from mindgrpo.backend.rollout import Memory, Rules, Share
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
@@ -214,6 +216,7 @@ def _address(array: np.ndarray) -> ctypes.c_void_p:
 class NativeKernels(Kernels):
     ragged = True
     has_adamw = True
+    has_slots = True
 
     def __init__(self) -> None:
         found = library()
@@ -274,3 +277,14 @@ class NativeKernels(Kernels):
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbGrad(vocabulary)
+
+    def slots(
+        self,
+        share: Share,
+        rules: Rules,
+        rotary: np.ndarray,
+        slots: int,
+        prompt_rows: int,
+        memory: Memory,
+    ) -> NativeSlots:
+        return NativeSlots(share, rules, rotary, slots, prompt_rows, memory)

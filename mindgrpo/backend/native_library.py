@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,33 @@ def _key(program: str) -> str:
     return digest.hexdigest()[:16]
 
 
+class Unavailable(Exception):
+    """Why there is no library: what is wrong, and the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
+
+
 @cache
 def library_path() -> Path | None:
     """The compiled library; None where there is no compiler or it fails."""
-    program = compiler()
-    if program is None or os.environ.get("MINDGRPO_NATIVE") == "0":
-        return None
     try:
-        folder = cache_directory()
+        return build()
+    except Unavailable:
+        return None
+
+
+@cache
+def build() -> Path:
+    """The library, compiled now if it is not there yet. Raises Unavailable."""
+    if os.environ.get("MINDGRPO_NATIVE") == "0":
+        raise Unavailable("the C kernels are switched off by MINDGRPO_NATIVE=0", "unset it")
+    program = compiler()
+    if program is None:
+        raise Unavailable("there is no C compiler for the kernels", "install gcc")
+    folder = cache_directory()
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"native-{_key(program)}.so"
         with (folder / "native.lock").open("w") as lock:
@@ -70,18 +90,38 @@ def library_path() -> Path | None:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 _compile(program, path)
-    except (OSError, subprocess.SubprocessError):
-        return None
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise Unavailable(
+            f"{program} cannot compile the C kernels ({said.splitlines()[0] if said else error})",
+            "install gcc with its libraries and OpenMP (gcc, libc6-dev, libgomp1)",
+        ) from None
+    except OSError as error:
+        raise Unavailable(
+            f"{folder} cannot hold the C kernels ({error.strerror or error})",
+            "set XDG_CACHE_HOME to a folder that can be written",
+        ) from None
     return path
 
 
 def _compile(program: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        flags = [flag for flag in FLAGS if flag != "-shared"]
+        commands = [
+            [program, *flags, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as side_by_side:
+            list(side_by_side.map(_run, commands))
         made = Path(folder) / path.name
-        sources = [str(source) for source in sorted(SOURCES.glob("*.c"))]
-        command = [program, *FLAGS, *sources, "-o", str(made), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        _run([program, *FLAGS, *map(str, objects), "-o", str(made), "-lm"])
         os.replace(made, path)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
 
 
 @cache

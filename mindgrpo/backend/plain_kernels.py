@@ -168,6 +168,7 @@ class _LogProbGrad(_Vocabulary):
 class PlainKernels(Kernels):
     ragged = False
     has_adamw = False
+    has_slots = False
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)

@@ -1,6 +1,7 @@
 """The user's configuration: YAML and command line in, one frozen Config out."""
 
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
+from mindgrpo.config.command_line import split_overrides
 from mindgrpo.config.load import (
     FLAGS,
     Loaded,
@@ -21,6 +22,7 @@ __all__ = [
     "memory_bytes",
     "parse_command_line",
     "require_run_keys",
+    "split_overrides",
     "validate_world",
     "write_resolved",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindgrpo.backend.rollout import Rules
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -22,3 +24,15 @@ class SamplingSettings:
     def trainer_temperature(self) -> float:
         """The temperature of the log-probs; the likeliest token's are those at 1."""
         return self.temperature or 1.0
+
+    def rules(self) -> Rules:
+        return Rules(
+            1.0 / self.trainer_temperature,
+            self.temperature == 0,
+            max(0, self.top_k),
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.min_tokens,
+            self.stop_ids,
+        )

@@ -86,6 +86,11 @@ class Plan:
     def _travels(self) -> NDArray[np.bool_]:
         return np.not_equal(self.source_of_move, self.target_of_move)
 
+    def traffic(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+        """(source rank, target rank, bytes) of every move between two ranks."""
+        rows = self._travels
+        return self.source_of_move[rows], self.target_of_move[rows], self._bytes_of_move[rows]
+
     def _sum_by_rank(self, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
         totals = np.zeros(self.num_ranks, dtype=np.int64)
         np.add.at(totals, ranks[self._travels], self._bytes_of_move[self._travels])

@@ -6,7 +6,8 @@ Refuses to time anything, and to choose what a user would not: keys that are not
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mindgrpo.roles import Roles
 from mindgrpo.run_plan import RunPlan, plan_run
 
 BETA = 0.01
-MICRO_BATCH_TOKENS = 2048
+MICRO_BATCH_TOKENS = 2304
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
@@ -30,29 +31,57 @@ def join_ranks() -> Backend | None:
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
 
 
+@dataclass(frozen=True)
+class Rows:
+    """A packed row holds `samples` samples of one group, their prompt once; a micro-batch takes `count` such rows."""
+
+    samples: int
+    count: int
+
+    @classmethod
+    def of(cls, work: Work, data_parallel: int) -> Rows:
+        """The largest within MICRO_BATCH_TOKENS that leave no row and no micro-batch short."""
+        samples = _largest(work.generations, lambda n: row_tokens(work, n) <= MICRO_BATCH_TOKENS)
+        rows = work.prompts * (work.generations // samples)
+        share = rows // data_parallel if rows % data_parallel == 0 else 1
+        tokens = row_tokens(work, samples)
+        return cls(samples, _largest(share, lambda n: n * tokens <= MICRO_BATCH_TOKENS))
+
+
+def _largest(whole: int, fits: Callable[[int], bool]) -> int:
+    """The largest divisor of `whole` that fits; 1 if none does."""
+    return max([n for n in range(1, whole + 1) if whole % n == 0 and fits(n)], default=1)
+
+
+def row_tokens(work: Work, samples: int) -> int:
+    # A sample's last token predicts nothing and takes no place, but a row must hold the longest sample whole.
+    packed = work.prompt_tokens + samples * (work.new_tokens - 1)
+    return max(packed, work.prompt_tokens + work.new_tokens)
+
+
 def configuration(
     work: Work,
     train: Sequence[int],
     infer: Sequence[int],
-    row_samples: int,
-    micro_rows: int | None = None,
+    rows: Rows,
     slots: int | None = None,
     beta: float = BETA,
+    directory: Path | None = None,
 ) -> Config:
-    """`row_samples` samples fill a row to its end; `slots` None: all samples at once."""
-    longest = work.prompt_tokens + work.new_tokens
-    row = longest * row_samples
-    rows = micro_rows or rows_at_once(-(-work.samples // (row_samples * train[0])), row)
+    """`slots` None: all samples at once; weights from `directory`."""
     tree: dict[str, Any] = {
         "rl_config": {
             "prompts_per_step": work.prompts,
             "num_generations": work.generations,
-            "seq_length": row,
-            "batch_size": rows,
+            "seq_length": row_tokens(work, rows.samples),
+            "batch_size": rows.count,
             "beta": beta,
         },
-        "actor_config": {"parallel_config": dict(zip(AXES, train, strict=True))},
-        "ref_config": {"ref_model_batch_size": rows},
+        "actor_config": {
+            "load": str(directory or ""),
+            "parallel_config": dict(zip(AXES, train, strict=True)),
+        },
+        "ref_config": {"ref_model_batch_size": rows.count},
         "generate_config": {
             "parallel_config": dict(zip(AXES[:2], infer, strict=True)),
             "max_prompt_length": work.prompt_tokens,
@@ -61,12 +90,6 @@ def configuration(
         },
     }
     return Config.model_validate(tree)
-
-
-def rows_at_once(rows: int, row_tokens: int) -> int:
-    """The largest share of `rows` within the tokens of a micro-batch that leaves no micro-batch short."""
-    most = max(1, MICRO_BATCH_TOKENS // row_tokens)
-    return max(count for count in range(1, min(most, rows) + 1) if rows % count == 0)
 
 
 def plan_of(config: Config, model: DecoderConfig, world_size: int) -> RunPlan:
@@ -79,10 +102,8 @@ def model_of(work: Work, directory: Path | None = None) -> DecoderConfig:
     return decoder_config(work.model, "the work file's model")
 
 
-def roles_of(
-    plan: RunPlan, backend: Backend, random_weights: bool = True, **sampling: Any
-) -> Roles:
-    """Without stop ids, every completion is exactly as long as asked for."""
+def roles_of(plan: RunPlan, backend: Backend, **sampling: Any) -> Roles:
+    """Random weights unless the configuration names a directory; no stop ids, so completions run to their limits."""
     longest = plan.config.generate_config.sampling_config.max_tokens
     settings = SamplingSettings(max_tokens=longest, stop_ids=(), **sampling)
-    return Roles(plan, backend, settings, random_weights=random_weights)
+    return Roles(plan, backend, settings, random_weights=not plan.config.actor_config.load)

@@ -25,7 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--train", type=launching.degrees, help="dp,mp,pp (default N,1,1)")
     parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
-    parser.add_argument("--row_samples", type=int, default=1, help="samples a packed row")
+    parser.add_argument("--row_samples", type=int, help="samples a packed row")
     parser.add_argument("--micro_rows", type=int, help="rows a micro-batch")
     given = parser.parse_args()
     given.train = given.train or (given.ranks, 1, 1)
@@ -45,9 +45,9 @@ def measure(given: argparse.Namespace, work: Work) -> None:
     backend = assembly.join_ranks()
     if backend is None:
         return
-    config = assembly.configuration(
-        work, given.train, given.infer, given.row_samples, given.micro_rows
-    )
+    rows = assembly.Rows.of(work, given.train[0])
+    rows = assembly.Rows(given.row_samples or rows.samples, given.micro_rows or rows.count)
+    config = assembly.configuration(work, given.train, given.infer, rows)
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
     stepper = Stepper(assembly.roles_of(plan, backend), lambda index: 1e-6)
 
@@ -72,6 +72,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
                 "new_tokens_per_step": int(outcomes[-1].samples.completion_lengths.sum()),
                 "padding_share": outcomes[-1].reports[-1].padding_share,
                 "grad_norm": outcomes[-1].reports[-1].grad_norm,
+                "rows": [rows.samples, rows.count],
                 "ranks": given.ranks,
                 "train": given.train,
                 "infer": given.infer,

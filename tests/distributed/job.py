@@ -272,29 +272,39 @@ def _through_link(backend: Backend) -> list[int]:
 
 
 class Summed(nn.Cell):
-    def __init__(self, world: nn.Cell, half: nn.Cell) -> None:
+    def __init__(self, world: nn.Cell, half: nn.Cell, gather: nn.Cell) -> None:
         super().__init__()
         self.world = world
         self.half = half
+        self.gather = gather
 
     def construct(self, x: Any) -> Any:
-        return self.half(self.world(x * 2.0) + x)
+        total = self.world(x * 2.0) + x
+        return self.half(total), self.gather(x), self.gather(total[0])
 
 
 def sum_in_graph(backend: Backend) -> dict[str, Any]:
-    """A small graph with sums over the world and over half of it."""
+    """A small graph with sums over the world and over half of it, where it also gathers."""
     size, index = backend.world_size, backend.rank
     half = range(0, size // 2) if index < size // 2 else range(size // 2, size)
     draws = [
         np.random.RandomState(rank).standard_normal((37, 11)).astype(np.float32)
         for rank in range(size)
     ]
-    cell = Summed(backend.world.sum_cell(), backend.group(half).sum_cell())
-    found = backend.graph(cell, "summed")(Tensor(draws[index])).asnumpy()
+    group = backend.group(half)
+    cell = Summed(backend.world.sum_cell(), group.sum_cell(), group.gather_cell())
+    outputs = backend.graph(cell, "summed")(Tensor(draws[index]))
+    found, gathered, rows = [output.asnumpy() for output in outputs]
     everyone = np.sum(draws, axis=0, dtype=np.float64)
     mine = np.sum([draws[rank] for rank in half], axis=0, dtype=np.float64)
     exact = len(half) * 2.0 * everyone + mine
-    return {"error": float(np.abs(found - exact).max()), "largest": float(np.abs(exact).max())}
+    exact_rows = np.stack([2.0 * everyone[0] + draws[rank][0] for rank in half])
+    return {
+        "error": float(np.abs(found - exact).max()),
+        "largest": float(np.abs(exact).max()),
+        "gathered": bool((gathered == np.stack([draws[rank] for rank in half])).all()),
+        "rows_error": float(np.abs(rows - exact_rows).max()),
+    }
 
 
 def run_all(folder: Path, backend: Backend, transport: str) -> None:

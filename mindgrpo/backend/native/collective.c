@@ -1,0 +1,269 @@
+/* See collective.h. An operation has a number, and every member goes through them in turn.
+ *
+ * A member copies its data into its slot and arrives; the last to arrive wakes the others once. A small sum it adds
+ * by itself first; a larger one is cut into chunks that any member which runs may take, so that nobody waits for a
+ * member that has no core. Slots alternate between two halves: one is written again two operations later, when every
+ * member has arrived at the operation in between and so has read it.
+ */
+#include "collective.h"
+
+#include <stdio.h>
+
+#include "core.h"
+#include "waiting.h"
+
+#define MAX_GROUPS 256
+#define CHUNK_BYTES 65536
+#define BLOCK 1024 /* elements that are added at a time: they stay in the first cache */
+#define LIFE_CHECK_MS 500
+
+typedef enum { FLOAT32, FLOAT64, INT32, INT64 } Kind;
+static const int64_t item_bytes[] = {4, 8, 4, 8};
+
+/* At the start of the shared memory; `asked` is what each member believes its operation to be, by half. */
+typedef struct {
+    Cell opened; /* the last operation whose chunks may be taken */
+    Cell done;   /* the last operation whose result stands */
+    _Alignas(64) _Atomic uint32_t arrived;
+    _Alignas(64) _Atomic uint32_t taken[2];
+    _Alignas(64) _Atomic uint32_t added[2];
+    _Atomic uint32_t out_of_step;
+    _Alignas(64) int64_t asked[];
+} Control;
+
+typedef struct {
+    int32_t id, index, size;
+    Control *control;
+    char *slots;
+    int64_t slot_bytes;
+    int64_t *pids; /* then one more: the process whose end was noticed first, 0 if none was */
+    uint32_t spins, number;
+    _Atomic int busy;
+} Group;
+
+static Group groups[MAX_GROUPS];
+static int64_t lost_pid;
+
+/* -- registration, from Python ------------------------------------------------------------------------------- */
+
+int64_t group_control_bytes(int32_t size) {
+    int64_t bytes = sizeof(Control) + 2 * size * (int64_t)sizeof(int64_t);
+    return (bytes + 4095) / 4096 * 4096;
+}
+
+/* `memory`: the control's bytes, then 2 * size slots. A second registration of an id takes the first one's place. */
+int group_register(int32_t id, void *memory, int64_t slot_bytes, int32_t index, int32_t size, int64_t *pids,
+                   uint32_t spins) {
+    Group *place = NULL;
+    for (int i = MAX_GROUPS - 1; i >= 0; i--)
+        if (!groups[i].control || groups[i].id == id) place = &groups[i];
+    for (int i = 0; i < MAX_GROUPS; i++)
+        if (groups[i].control && groups[i].id == id) place = &groups[i];
+    if (!place) return GROUP_UNKNOWN;
+    *place = (Group){.id = id, .index = index, .size = size, .control = memory, .slot_bytes = slot_bytes,
+                     .slots = (char *)memory + group_control_bytes(size), .pids = pids, .spins = spins};
+    return 0;
+}
+
+static Group *find(int32_t id) {
+    for (int i = 0; i < MAX_GROUPS; i++)
+        if (groups[i].control && groups[i].id == id) return &groups[i];
+    return NULL;
+}
+
+/* Only if it is still this registration: a later one may have taken the number. */
+void group_forget(int32_t id, const void *memory) {
+    Group *group = find(id);
+    if (group && group->control == memory) group->control = NULL;
+}
+
+/* The process whose end made an operation of this process fail, 0 if none did. */
+int64_t group_lost_pid(void) { return lost_pid; }
+
+/* -- one operation ------------------------------------------------------------------------------------------- */
+
+static inline char *slot(const Group *g, int half, int member) {
+    return g->slots + (half * g->size + member) * g->slot_bytes;
+}
+
+static inline int64_t piece_of(int64_t total, int64_t at, int64_t limit) {
+    return total - at < limit ? total - at : limit; /* not above 0: nothing is left of it */
+}
+
+/* The member that ended, 0 if all live. One that ended because another had is not the one to name. */
+static int64_t find_lost(const Group *g) {
+    _Atomic int64_t *first = (_Atomic int64_t *)&g->pids[g->size];
+    for (int i = 0; i < g->size && !atomic_load(first); i++) {
+        int64_t none = 0;
+        if (!process_lives(g->pids[i])) atomic_compare_exchange_strong(first, &none, g->pids[i]);
+    }
+    return atomic_load(first);
+}
+
+static int wait_for(const Group *g, Cell *cell) {
+    while (cell_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
+        int64_t lost = find_lost(g);
+        /* It may have posted as its last deed. */
+        if (lost && cell_wait(cell, g->number, 0, 0) != WAIT_OVER) {
+            lost_pid = lost;
+            return GROUP_PEER_LOST;
+        }
+    }
+    return 0;
+}
+
+/* Counts this member in. Returns 1 for the last of them, who sees what all others wrote before. */
+static int arrive(Group *g, int half, int64_t operation) {
+    Control *c = g->control;
+    c->asked[half * g->size + g->index] = operation;
+    if (atomic_fetch_add(&c->arrived, 1) + 1 != g->number * (uint32_t)g->size) return 0;
+    for (int i = 0; i < g->size; i++)
+        if (c->asked[half * g->size + i] != operation) atomic_store(&c->out_of_step, 1);
+    atomic_store(&c->taken[half], 0);
+    atomic_store(&c->added[half], 0);
+    return 1;
+}
+
+static int in_step(const Group *g) { return atomic_load(&g->control->out_of_step) ? GROUP_OUT_OF_STEP : 0; }
+
+/* Everybody has come; what they wrote into their slots of the half can be read. */
+static int meet(Group *g, int64_t operation) {
+    if (arrive(g, g->number & 1, operation)) cell_post(&g->control->done, g->number);
+    int status = wait_for(g, &g->control->done);
+    return status ? status : in_step(g);
+}
+
+#define ADD(TYPE)                                                                                 \
+    for (int64_t at = 0; at < bytes; at += BLOCK * sizeof(TYPE)) {                                \
+        int64_t n = (bytes - at) / (int64_t)sizeof(TYPE);                                         \
+        TYPE *total = (TYPE *)(slot(g, half, 0) + from + at);                                     \
+        for (int m = 1; m < g->size; m++) {                                                       \
+            const TYPE *part = (const TYPE *)(slot(g, half, m) + from + at);                      \
+            for (int64_t i = 0; i < (n < BLOCK ? n : BLOCK); i++) total[i] += part[i];            \
+        }                                                                                         \
+    }
+
+/* Adds the members' bytes [from, from + bytes) into member 0's slot. */
+static void add(const Group *g, int half, Kind kind, int64_t from, int64_t bytes) {
+    if (kind == FLOAT32) ADD(float)
+    if (kind == FLOAT64) ADD(double)
+    if (kind == INT32) ADD(int32_t)
+    if (kind == INT64) ADD(int64_t)
+}
+
+static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t chunks) {
+    Control *c = g->control;
+    for (uint32_t i; (i = atomic_fetch_add(&c->taken[half], 1)) < chunks;) {
+        int64_t from = i * (int64_t)CHUNK_BYTES;
+        add(g, half, kind, from, piece_of(bytes, from, CHUNK_BYTES));
+        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) cell_post(&c->done, g->number);
+    }
+}
+
+static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char *out) {
+    int half = ++g->number & 1;
+    uint32_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    memcpy(slot(g, half, g->index), mine, bytes);
+    int last = arrive(g, half, bytes * 8 + kind), status = 0;
+    if (chunks > 1) {
+        if (last) cell_post(&g->control->opened, g->number);
+        else status = wait_for(g, &g->control->opened);
+    }
+    if (!status && (last || chunks > 1)) add_chunks(g, half, kind, bytes, chunks);
+    if (!status) status = wait_for(g, &g->control->done);
+    if (!status) memcpy(out, slot(g, half, 0), bytes);
+    return status ? status : in_step(g);
+}
+
+static Group *begin(int32_t id, int *status) {
+    Group *g = find(id);
+    *status = g ? 0 : GROUP_UNKNOWN;
+    if (g && atomic_exchange(&g->busy, 1)) *status = GROUP_BUSY;
+    return *status ? NULL : g;
+}
+
+static int end(Group *g, int status) {
+    atomic_store(&g->busy, 0);
+    return status;
+}
+
+/* -- what is offered ----------------------------------------------------------------------------------------- */
+
+int group_barrier(int32_t id) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    g->number++;
+    return end(g, meet(g, -1));
+}
+
+int group_sum_of(int32_t id, int32_t kind, const void *mine, int64_t count, void *out) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    int64_t total = count * item_bytes[kind];
+    for (int64_t at = 0; at < total && !status; at += g->slot_bytes) {
+        int64_t bytes = piece_of(total, at, g->slot_bytes);
+        status = sum_piece(g, kind, (const char *)mine + at, bytes, (char *)out + at);
+    }
+    return end(g, status);
+}
+
+int group_sum(int32_t id, const float *mine, int64_t count, float *out) {
+    return group_sum_of(id, FLOAT32, mine, count, out);
+}
+
+/* sizes[i] bytes of member i at all + sizes[0] + .. + sizes[i - 1]; every member knows all sizes. */
+int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void *all) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    int64_t longest = 0;
+    for (int i = 0; i < g->size; i++) longest = sizes[i] > longest ? sizes[i] : longest;
+    for (int64_t at = 0; at < longest && !status; at += g->slot_bytes) {
+        int half = ++g->number & 1;
+        int64_t bytes = piece_of(sizes[g->index], at, g->slot_bytes);
+        if (bytes > 0) memcpy(slot(g, half, g->index), (const char *)mine + at, bytes);
+        status = meet(g, -2 - longest);
+        char *out = (char *)all + at;
+        for (int i = 0; i < g->size && !status; out += sizes[i++])
+            if ((bytes = piece_of(sizes[i], at, g->slot_bytes)) > 0) memcpy(out, slot(g, half, i), bytes);
+    }
+    return end(g, status);
+}
+
+int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
+    const Group *g = find(id);
+    if (!g) return GROUP_UNKNOWN;
+    int64_t sizes[g->size];
+    for (int i = 0; i < g->size; i++) sizes[i] = count * (int64_t)sizeof(float);
+    return group_gather_bytes(id, mine, sizes, all);
+}
+
+/* -- in graphs ----------------------------------------------------------------------------------------------- */
+
+/* A graph can only end with a number; what it means is said here, and by Python as far as that hears of it. */
+static int told(int status) {
+    if (status == GROUP_PEER_LOST)
+        fprintf(stderr, "mindgrpo: process %lld of this job has ended; its log says why\n",
+                (long long)lost_pid);
+    else if (status)
+        fprintf(stderr, "mindgrpo: a collective in a graph ended with status %d (collective.h)\n", status);
+    return status;
+}
+
+/* (x float32, group int32 [1]) -> the sum of the members' x */
+int shared_sum(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    int32_t id = *(const int32_t *)params[1];
+    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
+    return told(group_sum(id, params[0], numel(0, ndims, shapes), params[2]));
+}
+
+/* (x float32 [..], group int32 [1]) -> [size, ..] */
+int shared_gather(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    int32_t id = *(const int32_t *)params[1];
+    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
+    return told(group_gather(id, params[0], numel(0, ndims, shapes), params[2]));
+}

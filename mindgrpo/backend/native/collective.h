@@ -1,0 +1,19 @@
+/* Sums and gathers over ranks of one host, through memory that all of them have mapped.
+ *
+ * For other kernels: a group is known by a number that Python registered (shared_group.py), so that no address is
+ * ever part of a graph. Members make the same calls in the same order, one at a time. 0 is success.
+ */
+#ifndef MINDGRPO_COLLECTIVE_H
+#define MINDGRPO_COLLECTIVE_H
+
+#include <stdint.h>
+
+enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4, GROUP_BAD_TYPE = 5 };
+
+/* out = the members' sum, added in member order: the same bits on every member. `out` may be `mine`. */
+int group_sum(int32_t group, const float *mine, int64_t count, float *out);
+
+/* Member i's floats at all + i * count. */
+int group_gather(int32_t group, const float *mine, int64_t count, float *all);
+
+#endif

@@ -1,0 +1,89 @@
+/* Which sample sits in which slot, from one token to the next. See rollout.h.
+ *
+ * A slot that becomes free takes the next sample of the queue at once, inside the graph; the queue holds samples whose
+ * prompts are in their entries. Every rank of a group decides alike, as all have the same tokens.
+ */
+#include "rollout.h"
+
+static void mark_seen(const Rollout *g, int64_t slot, int32_t token) {
+    int64_t at = token - g->first_token;
+    if (at >= 0 && at < g->vocab) g->seen[slot * g->vocab + at] = 1;
+}
+
+/* Rows for as many samples of the queue as there are free slots; their first inputs go to `next`. */
+static void admit(Rollout *g) {
+    while (g->num_free > 0 && g->queue_head < g->queue_tail) {
+        int32_t sample = g->queue_sample[g->queue_head], entry = g->queue_entry[g->queue_head];
+        int32_t slot = g->free_slots[--g->num_free];
+        int64_t row = g->num_rows++;
+        g->queue_head++;
+        g->row_sample[row] = sample;
+        g->row_slot[row] = slot;
+        g->row_entry[row] = entry;
+        g->row_shared[row] = g->prompt_length[sample] - 1;
+        g->row_own[row] = 0;
+        memcpy(g->next + row * g->hidden, g->starts + entry * g->hidden, g->hidden * sizeof(float));
+        if (g->penalty == 1.0) continue;
+        memset(g->seen + slot * g->vocab, 0, g->vocab);
+        for (int64_t i = 0; i < g->prompt_length[sample]; i++)
+            mark_seen(g, slot, g->prompt_tokens[g->prompt_at[sample] + i]);
+    }
+}
+
+/* x of the rows in use; the others are zero, so that sums over ranks add numbers. */
+static void give_next(const Rollout *g, float *x, int64_t capacity) {
+    memcpy(x, g->next, g->num_rows * g->hidden * sizeof(float));
+    memset(x + g->num_rows * g->hidden, 0, (capacity - g->num_rows) * g->hidden * sizeof(float));
+}
+
+/* (anything, number int32 [1]) -> x [B, H], the inputs of the first step of a call */
+int rollout_begin(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    Rollout *g = rollout_of(params[1]);
+    if (!g) return 1;
+    admit(g);
+    give_next(g, params[2], shapes[2][0]);
+    return 0;
+}
+
+/* 1 where the row's sample has ended with this token. */
+static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
+    int32_t sample = g->row_sample[row];
+    int64_t at = g->row_own[row]++;
+    g->tokens[sample * g->longest + at] = token;
+    g->logps[sample * g->longest + at] = logp;
+    g->lengths[sample] = at + 1;
+    if (g->penalty != 1.0) mark_seen(g, g->row_slot[row], token);
+    for (int64_t i = 0; i < g->num_stops; i++)
+        if (g->stops[i] == token) g->stopped[sample] = 1;
+    return g->stopped[sample] || at + 1 == g->limit[sample];
+}
+
+/* (drawn [B, H + 2]: the token's embedding, the token, its log-prob; number int32 [1])
+ * -> (x [B, H], the inputs of the next step; rows and places in the queue that are left, int32 [1]) */
+int rollout_commit(KERNEL_ARGS) {
+    UNUSED_ARGS;
+    Rollout *g = rollout_of(params[1]);
+    if (!g) return 1;
+    const float *drawn = params[0];
+    int64_t width = g->hidden + 2, left = 0;
+    g->steps += g->num_rows > 0;
+    g->row_steps += g->num_rows;
+    for (int64_t row = 0; row < g->num_rows; row++) {
+        const float *one = drawn + row * width;
+        if (keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1])) {
+            g->free_slots[g->num_free++] = g->row_slot[row];
+            g->users[g->row_entry[row]]--;
+            continue;
+        }
+        int32_t *columns[] = {g->row_sample, g->row_slot, g->row_entry, g->row_shared, g->row_own};
+        for (int i = 0; i < 5; i++) columns[i][left] = columns[i][row];
+        memcpy(g->next + left * g->hidden, one, g->hidden * sizeof(float));
+        left++;
+    }
+    g->num_rows = left;
+    admit(g);
+    give_next(g, params[2], shapes[2][0]);
+    *(int32_t *)params[3] = g->num_rows + g->queue_tail - g->queue_head;
+    return 0;
+}

@@ -1,0 +1,78 @@
+"""Ranks of one host as plain forked processes, for tests of what they share.
+
+Refuses to start msrun: what needs graphs of several ranks is in distributed/.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.backend import native_library
+from mindgrpo.backend.shared_memory import Host
+
+SHM = Path("/dev/shm")
+WAIT_SECONDS = 30.0
+
+Work = Callable[..., Any]
+
+
+def native() -> ctypes.CDLL:
+    library = native_library.library()
+    if library is None:
+        pytest.skip("no C compiler")
+    return library
+
+
+def _rank(work: Work, host: Host, size: int, results: Any, arguments: tuple[Any, ...]) -> None:
+    try:
+        outcome = work(host, size, *arguments)
+    except BaseException as error:
+        outcome = error
+    results.put((host.rank, outcome))
+
+
+def run(
+    library: ctypes.CDLL | None, size: int, work: Work, *arguments: Any, silent: int = 0
+) -> dict[int, Any]:
+    """What `work(host, size, *arguments)` returns or raises on each rank; `silent` ranks say nothing."""
+    job = f"test-{uuid.uuid4().hex[:12]}"
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(
+            target=_rank, args=(work, Host(job, rank, library), size, results, arguments)
+        )
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS
+        outcomes: dict[int, Any] = {}
+        while len(outcomes) < size - silent:
+            assert time.monotonic() < deadline, f"only ranks {sorted(outcomes)} came to an end"
+            if results.empty():
+                time.sleep(0.005)
+                continue
+            rank, outcome = results.get()
+            outcomes[rank] = outcome
+    finally:
+        for process in processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+    assert not list(SHM.glob(f"*{job}*"))
+    return outcomes
+
+
+def numbers(rank: int, count: int, dtype: str) -> np.ndarray:
+    return (np.random.RandomState(rank).standard_normal(count) * 100).astype(dtype)
