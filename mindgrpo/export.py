@@ -9,11 +9,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from mindgrpo.backend import Backend
+from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.model.decoder import Adapters
 from mindgrpo.model.families import read_config
 from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Resharder
@@ -33,20 +38,57 @@ COMPANIONS = (
 MAX_SHARD_BYTES = 2 << 30
 
 
-def export_policy(weights: Weights, backend: Backend, source: str, target: Path) -> None:
-    """All ranks together; `source` is the directory that the run started from."""
-    layout = weights.layout
-    num_layers = layout.stage_layers[-1].stop
-    whole = Layout(Grid(1, 1, 1), layout.specs, (range(num_layers),))
-    full = Weights(whole, backend.rank, backend)
-    Resharder(plan_reshard(layout, whole), weights, full, backend).run()
+def export_policy(
+    weights: Weights,
+    backend: Backend,
+    source: str,
+    target: Path,
+    adapters: Adapters | None = None,
+) -> None:
+    """The whole model, adapters added in; all ranks together. `source` is the directory that the run started from."""
+    full = Weights(_whole(weights.layout), backend.rank, backend)
+    Delivery(weights, adapters, full, backend).run()
     if backend.rank == 0:
         with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
-            for spec in layout.specs:
+            for spec in full.layout.specs:
                 writer.add(spec.name, full.parts[spec.name])
         write_companions(Path(source), target, "float32")
     full.pool.release()
     backend.world.barrier()
+
+
+def export_adapters(adapters: Adapters, backend: Backend, source: str, target: Path) -> None:
+    """Only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
+    own = adapters.weights
+    full = Weights(_whole(own.layout), backend.rank, backend)
+    Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
+    if backend.rank == 0:
+        target.mkdir(parents=True)
+        tensors = {
+            f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
+            for spec in full.layout.specs
+        }
+        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+        settings = adapters.settings
+        described = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": source,
+            "r": settings.rank,
+            "lora_alpha": settings.alpha,
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "target_modules": list(settings.targets),
+        }
+        (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    full.pool.release()
+    backend.world.barrier()
+
+
+def _whole(layout: Layout) -> Layout:
+    """The same parameters on rank 0 alone."""
+    return Layout(Grid(1, 1, 1), layout.specs, (range(layout.stage_layers[-1].stop),))
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:

@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.config import memory_bytes
+from mindgrpo.delivery import Delivery
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import Shard
+from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.pretrained import fill_random, load_weights
 from mindgrpo.model.weights import Weights
-from mindgrpo.reshard.execute import Resharder, Traffic
-from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.reshard.execute import Traffic
+from mindgrpo.reshard.plan import Plan
 from mindgrpo.residency import Place, Residency
 from mindgrpo.run_plan import RunPlan
 from mindgrpo.update.optimizer import AdamWSettings
@@ -46,14 +48,14 @@ class Roles:
         self.residency = Residency(memory_bytes(budget) if budget else None)
         self._random = random_weights
         settings = update_settings(plan, sampling, backend)
-        self.policy = Policy(plan.model, plan.train, backend, settings)
+        self.policy = Policy(plan.model, plan.train, backend, settings, plan.lora)
         self.generator = Generator(plan.model, plan.infer, backend, sampling, plan.room)
         self._load(self.policy.weights, plan.config.actor_config.load)
+        if self.policy.adapters is not None:
+            fill_adapters(self.policy.adapters.weights, plan.config.rl_config.seed)
         self.reference = self._make_reference(sampling)
-        self._resharder = Resharder(
-            plan.reshard, self.policy.weights, self.generator.weights, backend
-        )
-        self._to_reference: Resharder | None = None
+        self._to_generator = self._delivery_to(self.generator.weights, plan.reshard)
+        self._to_reference: Delivery | None = None
         self.traffic = Traffic(0, 0.0)
         self._own_memory()
 
@@ -83,7 +85,8 @@ class Roles:
 
     def _own_memory(self) -> None:
         policy, residency = self.policy, self.residency
-        residency.own("policy", [policy.weights.pool], rebuilt=False, filled=True)
+        trained = [policy.adapters.weights.pool] if policy.adapters else []
+        residency.own("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
         residency.own("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
         moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
         residency.own("optimizer", moments, rebuilt=False, filled=True)
@@ -102,8 +105,12 @@ class Roles:
         if present and self.generator.version == self.policy.version:
             return
         self.enter("reshard")
-        self.traffic = self._resharder.run()
+        self.traffic = self._to_generator.run()
         self.generator.version = self.policy.version
+
+    def _delivery_to(self, target: Weights, plan: Plan | None = None) -> Delivery:
+        policy = self.policy
+        return Delivery(policy.weights, policy.adapters, target, self.backend, plan)
 
     def sync_reference(self, share: float) -> None:
         """reference = share * policy + (1 - share) * reference (TR-DPO, arXiv:2404.09656)."""
@@ -113,20 +120,16 @@ class Roles:
         old = self.reference.weights
         if share >= 1.0:
             if self._to_reference is None:
-                self._to_reference = self._resharder_to(old)
+                self._to_reference = self._delivery_to(old)
             self._to_reference.run()
             return
         fresh = Weights(old.layout, self.backend.rank, self.backend)
-        self._resharder_to(fresh).run()
+        self._delivery_to(fresh).run()
         for run, new in zip(old.runs, fresh.runs, strict=True):
             run *= 1.0 - share
             run += share * new
         old.pool.push()
         fresh.pool.release()
-
-    def _resharder_to(self, target: Weights) -> Resharder:
-        plan = plan_reshard(self.plan.train, target.layout)
-        return Resharder(plan, self.policy.weights, target, self.backend)
 
 
 def micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:

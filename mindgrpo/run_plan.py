@@ -6,7 +6,7 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.backend import keeps_slots
@@ -17,6 +17,7 @@ from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, ParameterSpec, layers_of_stage, local_shape
 from mindgrpo.model.families import DecoderConfig, parameter_specs
+from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.reshard.plan import Plan, plan_reshard
 from mindgrpo.residency import PHASES
 
@@ -37,6 +38,14 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         return self.train.grid.size
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        given = self.config.actor_config.lora
+        if given.rank is None:
+            return None
+        alpha = given.rank if given.alpha is None else given.alpha
+        return LoraSettings(given.rank, float(alpha), tuple(given.target_modules or TARGETS))
 
     @cached_property
     def reshard(self) -> Plan:
@@ -66,11 +75,15 @@ class RunPlan:
         return rows
 
     def _bytes_by_role(self) -> Mapping[str, int]:
-        train = largest_share(self.train)
+        train = trained = largest_share(self.train)
+        if self.lora is not None:
+            specs = adapter_specs(self.train.specs, self.lora)
+            trained = largest_share(replace(self.train, specs=specs))
+            train += trained
         by_role = {
             "policy": train,
-            "gradients": train,
-            "optimizer": 2 * train,
+            "gradients": trained,
+            "optimizer": 2 * trained,
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
         }

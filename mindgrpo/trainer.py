@@ -22,7 +22,7 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import Ranks
 from mindgrpo.experience import generate, score
-from mindgrpo.export import export_policy
+from mindgrpo.export import export_adapters, export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.generate.usage import Usage
@@ -96,12 +96,17 @@ class GRPOTrainer:
             self.record.step(step + 1, self.num_steps, figures)
         self.roles.enter("old_logps")
         with self.record.console.phase("writing the model"):
+            policy, source = self.roles.policy, self.config.actor_config.load
             export_policy(
-                self.roles.policy.weights,
+                policy.weights,
                 self.backend,
-                self.config.actor_config.load,
+                source,
                 self.record.model_directory,
+                policy.adapters,
             )
+            if policy.adapters is not None:
+                folder = self.record.directory / "adapter"
+                export_adapters(policy.adapters, self.backend, source, folder)
         self.record.close(self.num_steps)
         self.backend.close()
         return self.record.directory

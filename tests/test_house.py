@@ -28,6 +28,7 @@ LEVELS = (
     "generate",
     "reward",
     "reshard",
+    "delivery",
     "residency",
     "run_plan",
     "planning",

@@ -65,6 +65,18 @@ class LRSchedule(Section):
     decay_steps: int | None = Field(None, ge=1, description="null: the length of the run")
 
 
+class LoraConfig(Section):
+    rank: int | None = Field(
+        None, ge=1, description="width of the low-rank adapters; null: all weights are trained"
+    )
+    alpha: float | None = Field(
+        None, gt=0, description="adapters count alpha / rank times; null: once"
+    )
+    target_modules: list[str] | None = Field(
+        None, min_length=1, description="q_proj, down_proj...; null: every matrix of a layer"
+    )
+
+
 class ActorConfig(Section):
     load: Annotated[str, BEFORE_TEXT] = Field(
         "", description="Hugging Face directory of the model to train"
@@ -76,6 +88,7 @@ class ActorConfig(Section):
     recompute_config: RecomputeConfig = RecomputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
+    lora: LoraConfig = LoraConfig()
 
 
 class RefConfig(Section):

@@ -28,6 +28,7 @@ class ParameterSpec:
     `dim` is split over the model axis in steps of `unit` elements (None: whole on every rank).
     `replicate` lets neighbouring ranks share a unit where there are fewer units than ranks.
     `place` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
+    `partial_gradient`: whole on every rank of a model group, of which each sees its part of the gradient only.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ParameterSpec:
     replicate: bool = False
     place: Place = field(kw_only=True)
     decay: bool = field(kw_only=True)
+    partial_gradient: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.dim is not None and self.shape[self.dim] % self.unit:

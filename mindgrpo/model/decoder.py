@@ -6,6 +6,7 @@ from the backend's kernels. Refuses to hold weights of its own: a `Shard` hands 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -16,6 +17,8 @@ from mindgrpo.backend import Backend, Group
 from mindgrpo.backend.kernels import Heads, Vocabulary
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.logprobs import TokenLogProbs
+from mindgrpo.model.lora import LowRankLinear, fused_parts
+from mindgrpo.model.lora_plan import LoraSettings, adapter_names
 from mindgrpo.model.parallel_cells import CopyTo, Linear, ReduceFrom
 from mindgrpo.model.rotary import rotary_table
 from mindgrpo.model.weights import Weights
@@ -23,11 +26,27 @@ from mindgrpo.model.weights import Weights
 NEVER = -1e30
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """A rank's low-rank adapters, in the layout of the weights that they are for."""
+
+    weights: Weights
+    settings: LoraSettings
+
+
 class Shard:
-    """A rank's parameters of one role, by stored key, with the sizes that cells need."""
+    """A rank's parameters of one role, by stored key, with the sizes that cells need.
+
+    With `adapters`, matrices that have some are used together with them.
+    """
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, backend: Backend, prefix: str
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        backend: Backend,
+        prefix: str,
+        adapters: Adapters | None = None,
     ) -> None:
         layout = weights.layout
         self.config = config
@@ -47,6 +66,28 @@ class Shard:
             entry.key: backend.parameter(weights.tensors[entry.key], f"{prefix}.{entry.key}")
             for entry in weights.stored
         }
+
+        self._adapters = adapters
+        self.adapter_parameters: dict[str, Any] = {}
+        if adapters is not None:
+            self.adapter_parameters = {
+                entry.key: backend.parameter(
+                    adapters.weights.tensors[entry.key], f"{prefix}.{entry.key}"
+                )
+                for entry in adapters.weights.stored
+            }
+
+    def linear(self, key: str) -> nn.Cell:
+        """The product with matrix `key` (without bias)."""
+        base = Linear(self[key])
+        a_key, b_key = adapter_names(key)
+        if self._adapters is None or a_key not in self.adapter_parameters:
+            return base
+        adapted = {spec.name for e in self._adapters.weights.stored for spec in e.parts}
+        flags = [adapter_names(part)[0] in adapted for part in fused_parts(key)]
+        (entry,) = [entry for entry in self.weights.stored if entry.key == key]
+        parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
+        return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]
@@ -98,13 +139,13 @@ class Attention(nn.Cell):
         heads = shard.heads(prefix)
         nothing = Tensor([0.0], ms.float32)
         self.copy = CopyTo(shard.group)
-        self.qkv = Linear(shard[name + "qkv_proj.weight"])
+        self.qkv = shard.linear(name + "qkv_proj.weight")
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
         normed = heads.norm_eps is not None
         self.q_norm = shard[name + "q_norm.weight"] if normed else nothing
         self.k_norm = shard[name + "k_norm.weight"] if normed else nothing
         self.attend = shard.kernels.attention(heads, rotary)
-        self.out = Linear(shard[name + "o_proj.weight"])
+        self.out = shard.linear(name + "o_proj.weight")
         self.reduce = ReduceFrom(shard.group)
         self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None
@@ -124,9 +165,9 @@ class GatedMlp(nn.Cell):
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
         self.copy = CopyTo(shard.group)
-        self.gate_up = Linear(shard[prefix + "mlp.gate_up_proj.weight"])
+        self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
         self.gated = shard.kernels.gated()
-        self.down = Linear(shard[prefix + "mlp.down_proj.weight"])
+        self.down = shard.linear(prefix + "mlp.down_proj.weight")
         self.reduce = ReduceFrom(shard.group)
 
     def construct(self, x: Any) -> Any:

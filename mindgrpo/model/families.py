@@ -209,8 +209,10 @@ def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     return tuple(specs)
 
 
-def _norm(name: str, extent: int, place: Any) -> ParameterSpec:
-    return ParameterSpec(name=name, shape=(extent,), dim=None, place=place, decay=False)
+def _norm(name: str, extent: int, place: Any, partial: bool = False) -> ParameterSpec:
+    return ParameterSpec(
+        name=name, shape=(extent,), dim=None, place=place, decay=False, partial_gradient=partial
+    )
 
 
 def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
@@ -233,8 +235,9 @@ def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
                 )
             )
     if config.qk_norm:
-        specs.append(_norm(prefix + "self_attn.q_norm.weight", unit, layer))
-        specs.append(_norm(prefix + "self_attn.k_norm.weight", unit, layer))
+        # Norms inside a head see only the rank's own heads.
+        specs.append(_norm(prefix + "self_attn.q_norm.weight", unit, layer, partial=True))
+        specs.append(_norm(prefix + "self_attn.k_norm.weight", unit, layer, partial=True))
 
     def matrix(name: str, shape: tuple[int, int], dim: int, unit: int = 1) -> ParameterSpec:
         return ParameterSpec(

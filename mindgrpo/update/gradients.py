@@ -13,9 +13,6 @@ from mindgrpo.backend import Backend
 from mindgrpo.layout.split import ParameterSpec, num_replicas
 from mindgrpo.model.weights import Weights
 
-# Norms inside a head see only the rank's own heads, though every rank holds them whole.
-PER_HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-
 
 class GradientSync:
     """Sums over ranks that share a parameter, then over data-parallel ranks; and the global norm."""
@@ -62,7 +59,7 @@ class GradientSync:
     ) -> list[tuple[int, ...]]:
         if ways == 1:
             return []
-        if spec.name.endswith(PER_HEAD_NORMS):
+        if spec.partial_gradient:
             return [tuple(ranks)]
         replicas = num_replicas(spec, ways)
         if spec.replicate and replicas > 1:

@@ -6,7 +6,7 @@ Refuses an update whose loss or gradient is not finite. Roles' memory is handed 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,9 @@ import numpy as np
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.layout.split import Layout
-from mindgrpo.model.decoder import Shard
+from mindgrpo.model.decoder import Adapters, Shard
 from mindgrpo.model.families import DecoderConfig
+from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
 from mindgrpo.model.weights import Weights
 from mindgrpo.update.gradients import GradientSync
 from mindgrpo.update.loss_cell import GrpoLoss
@@ -49,12 +50,18 @@ class Policy:
         layout: Layout,
         backend: Backend,
         settings: UpdateSettings,
+        lora: LoraSettings | None = None,
     ) -> None:
         self.settings = settings
         self.backend = backend
         self.weights = Weights(layout, backend.rank, backend, shared=True)
-        self.gradients = Weights(layout, backend.rank, backend)
-        self.shard = Shard(config, self.weights, backend, "policy")
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            specs = adapter_specs(layout.specs, lora)
+            adapted = Weights(replace(layout, specs=specs), backend.rank, backend)
+            self.adapters = Adapters(adapted, lora)
+        self.gradients = Weights(self.trained.layout, backend.rank, backend)
+        self.shard = Shard(config, self.weights, backend, "policy", self.adapters)
         self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
         self.pipeline = Pipeline(
             self.shard,
@@ -65,16 +72,22 @@ class Policy:
             settings.temperature,
             settings.recompute,
         )
-        self.optimizer = AdamW(self.weights, self.gradients, backend, settings.adamw)
+        self.optimizer = AdamW(self.trained, self.gradients, backend, settings.adamw)
         self._sync = GradientSync(self.gradients, backend)
         self._backward: dict[bool, Any] = {}
         self.version = 0
         self.updates = 0
 
+    @property
+    def trained(self) -> Weights:
+        """What the optimizer changes: the adapters where there are some, else the weights."""
+        return self.adapters.weights if self.adapters else self.weights
+
     def _backward_graph(self, has_old: bool) -> Any:
         """The stage's backward; only the last stage's differs by whether old log-probs are given."""
         if has_old not in self._backward:
-            parameters = list(self.shard.parameters.values())
+            trained = self.shard.adapter_parameters if self.adapters else self.shard.parameters
+            parameters = list(trained.values())
             accumulators = list(self._gradient_shard.parameters.values())
             net = self.pipeline.net
             if net is not None:

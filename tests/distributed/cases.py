@@ -60,12 +60,14 @@ class Recipe:
     model: dict[str, Any]
     num_iterations: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
+    lora: tuple[int, float] | None = None  # rank and alpha
 
 
 RECIPES = {
     "one update": Recipe(QWEN2),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
+    "low rank": Recipe(QWEN2, lora=(3, 6.0)),
 }
 
 
@@ -99,6 +101,7 @@ SPREAD = (
     Case("one update", (1, 4, 1), (2, 2)),
     Case("one update", (1, 4, 2), (2, 4)),
     Case("two iterations", (2, 2, 2), (8, 1)),
+    Case("low rank", (2, 2, 2), (2, 4)),
     Case("qk norm", (1, 4, 1), (4, 1), transport="mccl"),
 )
 CASES = ALONE + SPREAD

@@ -23,6 +23,7 @@ from mindgrpo.algorithm.advantage import group_advantages
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
+from mindgrpo.delivery import Delivery
 from mindgrpo.experience import generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import ROLLOUT
@@ -32,6 +33,8 @@ from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, layers_of_stage
 from mindgrpo.model.decoder import Shard
 from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.model.lora import fill_adapters
+from mindgrpo.model.lora_plan import TARGETS, LoraSettings
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Resharder, checksums
@@ -77,7 +80,8 @@ class Run:
         self.generator = self._generator()
         self.reference = self._reference()
         plan = plan_reshard(self.train, self.infer)
-        self.resharder = Resharder(plan, self.policy.weights, self.generator.weights, backend)
+        adapters, target = self.policy.adapters, self.generator.weights
+        self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -90,8 +94,11 @@ class Run:
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         )
-        policy = Policy(self.config, self.train, self.backend, settings)
+        lora = self.recipe.lora and LoraSettings(*self.recipe.lora, TARGETS)
+        policy = Policy(self.config, self.train, self.backend, settings, lora)
         fill_random(policy.weights, SEED, c.INITIAL_SCALE)
+        if policy.adapters is not None:
+            fill_adapters(policy.adapters.weights, SEED)
         return policy
 
     def _generator(self) -> Generator:
@@ -119,7 +126,7 @@ class Run:
         )
 
     def step(self, number: int) -> dict[str, Any]:
-        self.resharder.run()
+        self.delivery.run()
         self.generator.version = version = self.policy.version
         draw = Draw(SEED, ROLLOUT, number)
         samples = generate(
@@ -150,7 +157,7 @@ class Run:
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
-        Resharder(plan, self.policy.weights, weights, self.backend).run()
+        Delivery(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
         return {name: np.array(part) for name, part in weights.parts.items()}
 
 

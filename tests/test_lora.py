@@ -1,0 +1,161 @@
+"""Low-rank adapters: base plus adapters equals the merged model, only adapters learn, and exports say the same.
+
+That every layout gives the same is shown by test_distributed.py. Does not prove that anything is learnt well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_update import CONFIG, LAYOUT, SETTINGS, samples
+
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.delivery import Delivery
+from mindgrpo.errors import UserError
+from mindgrpo.experience import sample_logps
+from mindgrpo.export import export_adapters
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.families import parameter_specs
+from mindgrpo.model.lora import fill_adapters
+from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_names, adapter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.update.batches import update
+from mindgrpo.update.policy import Policy
+
+
+def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = True) -> Policy:
+    policy = Policy(CONFIG, LAYOUT, backend, SETTINGS, LoraSettings(3, 6.0, targets))
+    fill_random(policy.weights, seed=2, scale=0.1)
+    assert policy.adapters is not None
+    fill_adapters(policy.adapters.weights, seed=5)
+    if random_b:
+        rng = np.random.default_rng(1)
+        for name, part in policy.adapters.weights.parts.items():
+            if "lora_B" in name:
+                part[...] = rng.normal(0, 0.1, part.shape)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return CpuBackend({}, "shared_memory")
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "q_proj", "down_proj"), ("up_proj",)])
+def test_the_merged_model_computes_what_base_and_adapters_do(
+    backend: CpuBackend, targets: tuple[str, ...]
+) -> None:
+    adapted = policy_with(backend, targets)
+    merged = Policy(CONFIG, LAYOUT, backend, SETTINGS)
+    Delivery(adapted.weights, adapted.adapters, merged.weights, backend).run()
+    changed = {n for n, p in merged.weights.parts.items() if (p != adapted.weights.parts[n]).any()}
+    assert changed == {
+        name
+        for name in merged.weights.parts
+        if name.split(".")[-2] in targets and name.endswith("weight")
+    }
+    ours = sample_logps(adapted.pipeline, LAYOUT, backend, samples())
+    whole = sample_logps(merged.pipeline, LAYOUT, backend, samples())
+    for one, other in zip(ours, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+def test_fresh_adapters_change_nothing_and_an_update_changes_only_them(backend: CpuBackend) -> None:
+    policy = policy_with(backend, TARGETS, random_b=False)
+    base = Policy(CONFIG, LAYOUT, backend, SETTINGS)
+    fill_random(base.weights, seed=2, scale=0.1)
+    ours = sample_logps(policy.pipeline, LAYOUT, backend, samples())
+    plain = sample_logps(base.pipeline, LAYOUT, backend, samples())
+    for one, other in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+    before = {name: part.copy() for name, part in policy.weights.parts.items()}
+    assert policy.adapters is not None
+    start = {name: part.copy() for name, part in policy.adapters.weights.parts.items()}
+    for _ in range(2):  # the first moves only B, for B is zero
+        update(policy, samples(), range(len(samples())), 1e-2)
+    for name, part in policy.weights.parts.items():
+        np.testing.assert_array_equal(part, before[name])
+    for name, part in policy.adapters.weights.parts.items():
+        assert np.abs(part - start[name]).max() > 1e-4, name
+
+
+def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend) -> None:
+    """dA = scale B^T dW and dB = scale dW A^T, with dW the gradient of the merged model's own matrices."""
+    adapted = policy_with(backend, TARGETS)
+    whole = Policy(CONFIG, LAYOUT, backend, SETTINGS)
+    Delivery(adapted.weights, adapted.adapters, whole.weights, backend).run()
+    from mindgrpo.algorithm import loss, packing
+
+    given = samples()
+    rows = packing.pack(given, range(len(given)), SETTINGS.shape)
+    batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
+    weights = loss.token_weights(given.completion_lengths)
+    for policy in (adapted, whole):
+        policy.clear_gradients()
+        extras = [
+            (
+                batch.spread(np.zeros(len(given))),
+                batch.spread(given.reference_logps or []),
+                batch.spread(given.advantages),
+                batch.spread(weights),
+            )
+            for batch in batches
+        ]
+        policy.accumulate(batches, extras, False)
+    assert adapted.adapters is not None
+    scale = adapted.adapters.settings.scale
+    parts = adapted.adapters.weights.parts
+    for name, dw in whole.gradients.parts.items():
+        a, b = adapter_names(name)
+        if a not in parts:
+            continue
+        for found, expected in (
+            (adapted.gradients.parts[a], scale * parts[b].T @ dw),
+            (adapted.gradients.parts[b], scale * dw @ parts[a].T),
+        ):
+            size = np.abs(expected).max()
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * size + 1e-8)
+
+
+def test_the_adapter_export_holds_what_the_merged_one_adds(
+    backend: CpuBackend, tmp_path: Path
+) -> None:
+    policy = policy_with(backend, ("q_proj", "o_proj"))
+    assert policy.adapters is not None
+    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
+    Delivery(policy.weights, policy.adapters, merged, backend).run()
+    pairs = [n for n in merged.parts if n.endswith(("q_proj.weight", "o_proj.weight"))]
+    assert len(tensors) == 2 * len(pairs) == 8
+    for name in pairs:
+        a, b = (tensors[f"base_model.model.{n}"] for n in adapter_names(name))
+        expected = policy.weights.parts[name] + 2.0 * b @ a
+        np.testing.assert_allclose(merged.parts[name], expected, rtol=0, atol=1e-6)
+
+
+def test_adapters_are_cut_where_their_matrix_is() -> None:
+    specs = parameter_specs(CONFIG)
+    layout = Layout(Grid(1, 2, 1), specs, (range(2),))
+    adapters = replace(layout, specs=adapter_specs(specs, LoraSettings(3, 3.0, TARGETS)))
+    for spec in adapters.specs:
+        base = spec.name.replace(".lora_A", "").replace(".lora_B", "")
+        boxes, wholes = adapters.boxes_of(spec.name), layout.boxes_of(base)
+        dim = layout.by_name[base].dim
+        follows = dim == (1 if "lora_A" in spec.name else 0)
+        assert spec.partial_gradient is not follows
+        for box, whole in zip(boxes, wholes, strict=True):
+            if follows:
+                assert (box.start[dim], box.stop[dim]) == (whole.start[dim], whole.stop[dim])
+            else:
+                assert box.shape == spec.shape
+
+
+def test_a_target_that_the_model_has_not_is_refused() -> None:
+    with pytest.raises(UserError, match="'c_attn', but must name some of q_proj"):
+        adapter_specs(parameter_specs(CONFIG), LoraSettings(3, 3.0, ("q_proj", "c_attn")))
