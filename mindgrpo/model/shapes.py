@@ -5,6 +5,7 @@ Refuses a file that lacks a dimension, and one that disagrees with the config.js
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,14 @@ COMPARED = (
     "num_key_value_heads",
     "head_dim",
     "rope_theta",
+    "rope_scaling",
     "qkv_bias",
+)
+ROPE_FACTORS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
 )
 
 
@@ -66,6 +74,7 @@ def read_model_yaml(path: str | Path) -> DecoderConfig:
         raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")
     raw = {target: section[key] for key, target in REQUIRED.items()}
     raw |= {target: section[key] for key, target in OPTIONAL.items() if key in section}
+    raw |= _rope_scaling(section, str(path))
     bias = bool(section.get("qkv_has_bias", False))
     raw["model_type"] = section.get("model_type") or ("qwen2" if bias else "llama")
     if raw["model_type"] == "qwen2":
@@ -73,11 +82,31 @@ def read_model_yaml(path: str | Path) -> DecoderConfig:
     return decoder_config(raw, str(path))
 
 
+def _rope_scaling(section: Mapping[str, Any], path: str) -> dict[str, Any]:
+    method = section.get("extend_method") or "None"
+    if method == "None":
+        return {}
+    factors = section.get("scaling_factor")
+    if method != "LLAMA3" or not isinstance(factors, dict) or set(ROPE_FACTORS) - set(factors):
+        raise UserError(
+            f"model_config '{path}' has extend_method '{method}', but only LLAMA3 with a scaling_factor of "
+            f"{', '.join(ROPE_FACTORS)} is computed here; correct the YAML or leave model_config out."
+        )
+    return {"rope_scaling": {"rope_type": "llama3", **factors}}
+
+
+def _stated(config: DecoderConfig, name: str) -> Any:
+    value = getattr(config, name)
+    if name != "rope_scaling" or value is None:
+        return value
+    return {factor: float(value[factor]) for factor in ROPE_FACTORS}
+
+
 def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
     """Raises UserError naming the first dimension in which the YAML and config.json differ."""
     stated = read_model_yaml(model_yaml)
     for name in COMPARED:
-        mine, theirs = getattr(stated, name), getattr(model, name)
+        mine, theirs = _stated(stated, name), _stated(model, name)
         if mine != theirs:
             raise UserError(
                 f"{name} is {mine} in model_config '{model_yaml}' but {theirs} in {directory}/config.json; the "

@@ -1,0 +1,86 @@
+"""The files of model_configs/: each gives its model's published number of parameters, and agrees with itself.
+
+Does not prove that a published model's config.json says the same in every field: none is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.model.families import decoder_config
+from mindgrpo.model.shapes import check_agreement, read_model_yaml
+
+FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
+# From the models' cards; tied embeddings are counted once.
+PARAMETERS = {
+    "qwen_grpo/qwen2_5_0_5b": 494_032_768,
+    "qwen_grpo/qwen2_5_7b": 7_615_616_512,
+    "qwen_grpo/qwen2_5_32b": 32_763_876_352,
+    "qwen_grpo/qwen3_0_6b": 596_049_920,
+    "qwen_grpo/qwen3_8b": 8_190_735_360,
+    "llama_grpo/llama3_2_1b": 1_235_814_400,
+    "llama_grpo/smollm2_135m": 134_515_008,
+}
+LLAMA = FOLDER / "llama_grpo/llama3_2_1b/finetune_llama3_2_1b.yaml"
+# Llama-3.2-1B's own config.json, as far as it matters here.
+LLAMA_RAW = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128256,
+    "intermediate_size": 8192,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+
+
+def test_every_model_has_its_two_files_and_no_other() -> None:
+    found = sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.yaml"))
+    expected = []
+    for name in PARAMETERS:
+        model = name.rpartition("/")[2]
+        expected += [f"{name}/finetune_{model}.yaml", f"{name}/predict_{model}_instruct.yaml"]
+    assert found == sorted(expected)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_both_files_have_the_published_number_of_parameters(name: str) -> None:
+    files = sorted((FOLDER / name).glob("*.yaml"))
+    configs = [read_model_yaml(path) for path in files]
+    assert [config.num_parameters for config in configs] == [PARAMETERS[name]] * 2
+    for path in files:
+        check_agreement(configs[0], str(path), "here")
+
+
+def test_a_config_json_with_the_same_rope_scaling_agrees() -> None:
+    check_agreement(decoder_config(LLAMA_RAW, "here"), str(LLAMA), "here")
+
+
+def test_another_rope_scaling_is_told() -> None:
+    other = json.loads(json.dumps(LLAMA_RAW))
+    other["rope_scaling"]["factor"] = 8.0
+    with pytest.raises(UserError, match="rope_scaling is .*32.0.* but .*8.0"):
+        check_agreement(decoder_config(other, "here"), str(LLAMA), "here")
+
+
+def test_a_way_to_extend_positions_that_is_not_computed_is_refused(tmp_path: Path) -> None:
+    text = LLAMA.read_text().replace('"LLAMA3"', '"YARN"')
+    (tmp_path / "other.yaml").write_text(text)
+    with pytest.raises(UserError, match="extend_method 'YARN', but only LLAMA3"):
+        read_model_yaml(tmp_path / "other.yaml")
