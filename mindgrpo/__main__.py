@@ -1,4 +1,4 @@
-"""`python -m mindgrpo <verb>`: train, check, plan, doctor, export.
+"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, export.
 
 Prints a user's error as one sentence and ends with status 2. Refuses to do a verb's work itself.
 """
@@ -20,6 +20,7 @@ USAGE = """usage: python -m mindgrpo VERB ...
   plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
           [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
           [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)
+  config  --explain KEY | --reference                one key of the configuration in words, or all of them
   doctor                                             what this machine lacks, with remedies
   export  --from RUN_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]"""
 
@@ -86,6 +87,21 @@ def plan(argv: Sequence[str]) -> None:
     print_plan(load_config(path, overrides), links)
 
 
+def config(argv: Sequence[str]) -> None:
+    from mindgrpo.config.reference import explain, reference
+
+    words = list(argv)
+    if words[:1] == ["--explain"] and len(words) > 1:
+        print("\n\n".join(explain(name) for name in words[1:]))
+    elif words == ["--reference"]:
+        print(reference())
+    else:
+        raise UserError(
+            f"config takes --explain KEY or --reference, but was given '{' '.join(words)}'; write "
+            "python -m mindgrpo config --explain rl_config.beta."
+        )
+
+
 def doctor(argv: Sequence[str]) -> None:
     from mindgrpo.doctor import findings
 
@@ -114,6 +130,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "check": check,
     "plan": plan,
+    "config": config,
     "doctor": doctor,
     "export": export,
 }

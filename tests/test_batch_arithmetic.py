@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.config import BatchPlan, Config, validate_world
+from mindgrpo.config import BatchPlan, Config, schedule_notes, validate_world
 from mindgrpo.config.arithmetic import nearest_layouts
 from mindgrpo.errors import UserError
 
@@ -185,3 +185,32 @@ def test_nearest_layouts_fill_the_world_and_differ(world: int) -> None:
 
 def test_the_layout_asked_for_is_the_nearest_where_it_fits() -> None:
     assert nearest_layouts((1, 4, 2), 8)[0] == "DP1/MP4/PP2"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({}, []),
+        ({"decay_steps": 200}, []),
+        ({"decay_steps": 200_000}, ["decay_steps 200000 is far beyond the run's 100 updates"]),
+        ({"decay_steps": 200_000, "lr_decay_style": "constant"}, []),
+        ({"warmup_step": 99}, []),
+        ({"warmup_step": 100}, ["warmup_step 100 is not below the run's 100 updates"]),
+    ],
+)
+def test_what_a_run_never_sees_of_its_schedule_is_told(
+    schedule: dict[str, Any], words: list[str]
+) -> None:
+    config = Config.model_validate({"actor_config": {"lr_schedule": schedule}})
+    notes = schedule_notes(config, 100)
+    assert len(notes) == len(words)
+    assert all(part in note for part, note in zip(words, notes, strict=True))
+
+
+def test_parts_of_a_micro_batch_change_no_count_and_are_told() -> None:
+    whole, parts = (
+        BatchPlan.of(users_config(batch_size=4, micro_batch_interleaved=n)) for n in (1, 2)
+    )
+    assert whole.updates_per_rollout == parts.updates_per_rollout
+    assert "4 rows a micro-batch in 2 parts" in "".join(parts.lines())
+    assert "parts" not in "".join(whole.lines())

@@ -91,6 +91,11 @@ def test_one_weight_is_a_list_of_one(load: Loader) -> None:
     assert config.reward_config.verifier_weight == [1.0]
 
 
+def test_a_retired_flag_is_accepted_and_told(load: Loader) -> None:
+    (notice,) = load("", "--save_strategy_dir", "x").notices
+    assert notice.startswith("rl_config.save_strategy_dir has no effect (command line ")
+
+
 def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
     text = "ref_config:\n  parallel_config:\n    data_parallel: 2\n"
     assert (
@@ -107,7 +112,8 @@ def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
         (["--beta", "1"], "--beta is no flag of this program; did you mean --rl_config.beta."),
         (["--dataset_fil", "x"], "did you mean --dataset_file."),
         (["--max_completion_length=3"], "--generate_config.sampling_config.max_tokens here"),
-        (["--save_strategy_dir", "x"], "(which is retired: "),
+        (["--clip_ratio", "0.1"], "it is called --rl_config.epsilon_low here"),
+        (["--use_wandb", "true"], "--use_wandb is no flag of this program; figures go to"),
         (["--rl_config.bta", "1"], "did you mean rl_config.beta (command line --rl_config.bta)"),
         (["--rl_config.beta"], "--rl_config.beta on the command line has no value"),
         (["--rl_config.epochs", "0"], "(command line --rl_config.epochs)"),

@@ -1,6 +1,6 @@
 """The user's configuration: YAML and command line in, one frozen Config out."""
 
-from mindgrpo.config.arithmetic import BatchPlan, validate_world
+from mindgrpo.config.arithmetic import BatchPlan, schedule_notes, validate_world
 from mindgrpo.config.command_line import split_overrides
 from mindgrpo.config.load import (
     FLAGS,
@@ -10,7 +10,7 @@ from mindgrpo.config.load import (
     require_run_keys,
     write_resolved,
 )
-from mindgrpo.config.schema import Config
+from mindgrpo.config.schema import Config, values_by_key
 from mindgrpo.config.section import memory_bytes
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "parse_command_line",
     "require_run_keys",
     "split_overrides",
+    "schedule_notes",
     "validate_world",
+    "values_by_key",
     "write_resolved",
 ]

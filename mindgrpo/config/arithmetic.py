@@ -26,6 +26,7 @@ class BatchPlan:
     rows_per_micro_batch: int  # over all training data-parallel ranks
     tokens_per_row: int
     samples_per_row: int | None  # at most; None: as many as fit
+    parts: int  # that a micro-batch passes the pipeline in
     formulas: tuple[str, str]
 
     @classmethod
@@ -45,6 +46,7 @@ class BatchPlan:
             rows_per_micro_batch=rl.batch_size * config.actor_config.parallel_config.data_parallel,
             tokens_per_row=rl.seq_length,
             samples_per_row=rl.pack_num if rl.packing else 1,
+            parts=rl.micro_batch_interleaved,
             formulas=(prompts_formula, updates_formula),
         )
 
@@ -89,7 +91,8 @@ class BatchPlan:
             f"samples a step: {prompts} = {self.samples_per_step}",
             f"updates a rollout: {updates}, {each}",
             f"rows: {self.tokens_per_row} tokens, {packed}; "
-            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch, at most "
+            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch"
+            f"{f' in {self.parts} parts' if self.parts > 1 else ''}, at most "
             f"{_count(self.max_micro_batches, 'micro-batch', 'micro-batches')} an update",
         ]
         if self.num_iterations > 1:
@@ -116,6 +119,24 @@ def validate_world(config: Config, world_size: int) -> None:
         if math.prod(layout) > world_size:
             sentence = _wrong_layout("ref_config", layout, world_size).rstrip(".")
             raise UserError(f"{sentence}, or ref_config.parallel_config to null for the actor's.")
+
+
+def schedule_notes(config: Config, updates: int) -> list[str]:
+    """What of the learning rate's schedule a run of so many updates never comes to see."""
+    schedule, prefix = config.actor_config.lr_schedule, "actor_config.lr_schedule."
+    notes = []
+    if schedule.warmup_step >= updates:
+        notes.append(
+            f"{prefix}warmup_step {schedule.warmup_step} is not below the run's {updates} updates: "
+            f"lr {schedule.lr} is only reached at its end, if at all"
+        )
+    decay = schedule.decay_steps
+    if decay is not None and decay > 2 * updates and schedule.lr_decay_style != "constant":
+        notes.append(
+            f"{prefix}decay_steps {decay} is far beyond the run's {updates} updates, so lr hardly "
+            f"falls; null makes it the length of the run"
+        )
+    return notes
 
 
 def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) -> list[str]:

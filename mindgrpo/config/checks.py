@@ -55,6 +55,18 @@ def _packing_and_pack_num(config: Config) -> None:
         )
 
 
+def _parts_of_a_micro_batch(config: Config) -> None:
+    rl = config.rl_config
+    if rl.batch_size % rl.micro_batch_interleaved:
+        raise Contradiction(
+            f"rl_config.micro_batch_interleaved {rl.micro_batch_interleaved} must divide "
+            f"rl_config.batch_size {rl.batch_size}, the rows of a micro-batch; set it to 1 or "
+            "batch_size to a multiple of it",
+            "rl_config.micro_batch_interleaved",
+            "rl_config.batch_size",
+        )
+
+
 def _lengths_fit(config: Config) -> None:
     generate, rl = config.generate_config, config.rl_config
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens
@@ -168,6 +180,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _same_weights_for_generator,
     _prompts_counted_once,
     _packing_and_pack_num,
+    _parts_of_a_micro_batch,
     _lengths_fit,
     _min_tokens,
     _learning_rates,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindgrpo.config.names import SECTIONS, suggestion
+from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError
 
@@ -25,6 +26,9 @@ FLAGS: dict[str, str] = {
     "--verifier_function": "reward_config.verifier_function",
     "--verifier_weight": "reward_config.verifier_weight",
     "--tensorboard": "rl_config.tensorboard",
+    "--tensorboard_dir": "rl_config.tensorboard_dir",
+    "--tensorboard_queue_size": "rl_config.tensorboard_queue_size",
+    "--save_strategy_dir": "rl_config.save_strategy_dir",
     "--save_checkpoint_dir": "actor_config.save",
     "--output_dir": "output_dir",
 }
@@ -86,6 +90,6 @@ def _may_stand_alone(flag: str) -> bool:
 
 def _flag_suggestion(name: str) -> str:
     near = difflib.get_close_matches(f"--{name}", ["--config", *FLAGS], n=1, cutoff=0.8)
-    if near:
+    if near and name not in {*NEIGHBOURS, *WITHOUT_COUNTERPART}:
         return f"did you mean {near[0]}"
     return suggestion(name, "--")

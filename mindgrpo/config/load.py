@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from mindgrpo.config.command_line import FLAGS, key_of, parse_command_line, split_overrides
 from mindgrpo.config.names import SECTIONS, unknown
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
-from mindgrpo.config.schema import LIVE, Config
+from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section
 from mindgrpo.config.sentences import explain, kinds
 from mindgrpo.config.source import Entry, flatten, parse_value, read_yaml
@@ -26,6 +26,7 @@ __all__ = ["FLAGS", "Loaded", "load_config", "parse_command_line", "require_run_
 __all__ += ["write_resolved"]
 
 Entries = dict[str, Entry]
+Notices = dict[str, str]
 
 # What a run cannot start without; `plan` and its like can.
 RUN_KEYS: dict[str, str] = {
@@ -65,10 +66,7 @@ def load_config(
 def require_run_keys(loaded: Loaded, *, rewards_in_code: bool = False) -> None:
     """Name all the settings at once that a run needs and the user has still to make."""
     missing = []
-    for key, key_info in LIVE.items():
-        value: Any = loaded.config
-        for attribute in key_info.path:
-            value = getattr(value, attribute, None)
+    for key, value in values_by_key(loaded.config).items():
         needed = key in RUN_KEYS and not (rewards_in_code and key.startswith("reward_config."))
         if needed and not value:
             missing.append(f"{key} ({RUN_KEYS[key]}) is not set")
@@ -124,9 +122,9 @@ def _parsed(word: str) -> object:
 
 
 def _sort(entries: Entries) -> tuple[Entries, list[str]]:
-    """The live entries, and one notice for each retired key."""
+    """The live entries, and one notice for each retired key and each that a run goes on without."""
     live: Entries = {}
-    notices: dict[str, str] = {}
+    notices: Notices = {}
     for key, entry in entries.items():
         retired = retired_key(key)
         if key in LIVE:
@@ -136,7 +134,7 @@ def _sort(entries: Entries) -> tuple[Entries, list[str]]:
                 retired, f"{retired} has no effect ({entry.origin}): {RETIRED[retired]}."
             )
         elif key in PENDING:
-            _refuse_active(key, entry)
+            notices |= _refuse_active(key, entry)
         elif key not in SECTIONS:
             raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
         elif entry.value is not None and entry.value != {}:
@@ -147,13 +145,14 @@ def _sort(entries: Entries) -> tuple[Entries, list[str]]:
     return live, list(notices.values())
 
 
-def _refuse_active(key: str, entry: Entry) -> None:
+def _refuse_active(key: str, entry: Entry) -> Notices:
     pending = PENDING[key]
-    if not pending.accepts(entry.value):
-        raise UserError(
-            f"{key} {entry.value!r} asks for {pending.feature}, which {pending.verdict}; set it to "
-            f"{pending.set_to!r} ({entry.origin})."
-        )
+    if pending.accepts(entry.value):
+        return {}
+    asked = f"{key} {entry.value!r} asks for {pending.feature}, which {pending.verdict}"
+    if pending.may_go_on(entry.value):
+        return {key: f"{asked}: {pending.goes_on} ({entry.origin})."}
+    raise UserError(f"{asked}; set it to {pending.set_to!r} ({entry.origin}).")
 
 
 def _build(live: Entries) -> Config:

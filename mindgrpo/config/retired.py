@@ -8,7 +8,7 @@ RETIRED, PENDING and schema.LIVE; nothing else is accepted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 RETIRED: dict[str, str] = {
     "rl_config.align_type": "all phases of a step are one program; leave it out",
@@ -24,12 +24,13 @@ RETIRED: dict[str, str] = {
     "rl_config.reshard_mem_opt_level": "resharding adds at most one bucket of bounded size",
     "rl_config.reshard_mode": "resharding follows one plan; leave it out",
     "rl_config.enable_reshard_optimizer": "a rank is never sent what it holds; leave it out",
-    "rl_config.micro_batch_interleaved": "use actor_config.parallel_config.micro_batch_num",
     "rl_config.enable_full_monitor": "metrics.jsonl always has all of it; leave it out",
     "rl_config.calculate_entropy": "metrics.jsonl always has it; leave it out",
     "actor_config.enable_alltoall": "dense models have no expert exchange; leave it out",
     "actor_config.use_eod_attn_mask_compression": "samples attend to themselves only; leave it out",
-    "actor_config.enable_parallel_optimizer": "use parallel_config to lower memory a rank",
+    "actor_config.enable_parallel_optimizer": "each data-parallel replica keeps its moments whole; "
+    "use model_parallel, pipeline_stage or optimizer.opt_offload to lower memory a rank",
+    "actor_config.loss_scale_value": "gradients are float32, which needs no scaling; leave it out",
     "actor_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "actor_config.recompute_config.select_comm_recompute": "use recompute",
     "actor_config.recompute_config.parallel_optimizer_comm_recompute": "use recompute",
@@ -52,21 +53,24 @@ RETIRED: dict[str, str] = {
     "generate_config.sampling_config.pad_token_id": "lengths tell where text ends; leave it out",
     "generate_config.sampling_config.detokenize": "rewards always get text; leave it out",
     "generate_config.sampling_config.logprobs": "log-probs are always kept; leave it out",
-    "context.max_call_depth": "graphs here nest only a few calls deep; leave it out",
-    "context.save_graphs": "set the environment variable MS_DEV_SAVE_GRAPHS=1 instead",
-    "context.save_graphs_path": "set the environment variable MS_DEV_SAVE_GRAPHS_PATH instead",
     "context.device_id": "each rank takes the device of its place on its host; leave it out",
 }
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What an active value asks for, what to set instead, and which values are inactive."""
+    """What an active value asks for, what to set instead, and which values are inactive.
+
+    Where a run without the feature still does what its user came for, `goes_on` says once at start
+    what it does instead, for the values that `may_go_on`; any other active value is refused.
+    """
 
     feature: str
     set_to: object = None
     accepts: Callable[[object], bool] = lambda value: True
     verdict: str = "is not available yet"
+    goes_on: str = ""
+    may_go_on: Callable[[object], bool] = lambda value: False
 
 
 def _only(feature: str, value: object) -> Pending:
@@ -77,60 +81,36 @@ def _only(feature: str, value: object) -> Pending:
     return Pending(feature, value, accepts)
 
 
+def _told(feature: str, value: int, goes_on: str, active: Callable[[int], bool]) -> Pending:
+    def may_go_on(given: object) -> bool:
+        return isinstance(given, int) and not isinstance(given, bool) and active(given)
+
+    return replace(_only(feature, value), goes_on=goes_on, may_go_on=may_go_on)
+
+
 def _beside(switch: str) -> Pending:
     """A key that matters only while `switch`, itself pending, is active."""
     return Pending(f"a detail of {switch}")
 
 
-def _is_negative(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
-
-
-_PROFILER_DETAILS = (
-    "stage",
-    "profile_save_path",
-    "profile_step_start",
-    "profile_step_end",
-    "profile_level",
-    "profile_with_memory",
-    "profile_with_cpu",
-    "profile_with_npu",
-    "profile_with_stack",
-    "profile_analysis",
-    "profile_ranks",
-)
-
 PENDING: dict[str, Pending] = {
     "rl_config.resume_training": _only("continuing an earlier run", False),
-    "rl_config.save_ckpt_interval": _only("checkpoints during a run", 0),
+    "rl_config.save_ckpt_interval": _told(
+        "checkpoints during a run",
+        0,
+        "none is written, only the final model",
+        lambda steps: steps > 0,
+    ),
     "rl_config.save_max_ckpt_num": _beside("save_ckpt_interval"),
     "rl_config.save_ckpt_format": _beside("save_ckpt_interval"),
     "rl_config.enable_compile_cache": _only("keeping compiled graphs between runs", False),
-    "actor_config.recompute_config.select_recompute": _only("recomputing attention only", False),
-    "actor_config.loss_scale_value": _only("loss scaling", 1),
-    "actor_config.optimizer.opt_offload": _only("an optimizer kept on the host", False),
-    "generate_config.use_vllm": _only("vLLM as the generator", 0),
+    "generate_config.use_vllm": _told(
+        "vLLM as the generator", 0, "the embedded generator is used", lambda kind: kind in (1, 2)
+    ),
     "generate_config.trust_remote_code": Pending(
         "running code from the model directory", False, lambda value: value is False, "is refused"
     ),
-    "monitor_config.host_monitor_interval": Pending("host memory monitoring", -1.0, _is_negative),
-    "monitor_config.host_monitor_steps": _only("host memory monitoring", []),
-    "monitor_config.host_memory_protection": _only("host memory protection", False),
-    "monitor_config.host_max_memory_threshold": _beside("host_memory_protection"),
-    "profiler_config.profile": _only("profiling", False),
-    "profiler_config.mstx": _only("profiling marks", False),
-    "msprobe_config.msprobe": _only("msprobe", False),
-    "msprobe_config.dump_path": _beside("msprobe"),
-    "msprobe_config.key_data_dump": _beside("msprobe"),
-    "msprobe_config.configurations_dump": _beside("msprobe"),
-    "context.mode": _only("running without compiled graphs", 0),
-    "context.jit_config.jit_level": _only("another compile level", "O0"),
-    "context.memory_optimize_level": _only("another memory level", "O0"),
-    "context.ascend_config.precision_mode": _only(
-        "another precision mode", "must_keep_origin_dtype"
-    ),
 }
-PENDING.update({f"profiler_config.{name}": _beside("profile") for name in _PROFILER_DETAILS})
 for _role in ("actor_config", "ref_config", "generate_config"):
     PENDING[f"{_role}.parallel_config.context_parallel"] = _only("context parallelism", 1)
     PENDING[f"{_role}.parallel_config.expert_parallel"] = _only("expert parallelism", 1)

@@ -1,4 +1,4 @@
-"""`rl_config`, `reward_config` and `context`: what a run does, scores and may use.
+"""`rl_config` and `reward_config`: what a run does and scores.
 
 Refuses values outside their range; what spans several keys is in checks.py.
 """
@@ -15,7 +15,6 @@ from mindgrpo.config.section import (
     BEFORE_ON_OFF,
     OptionalText,
     Section,
-    memory_bytes,
 )
 
 
@@ -67,6 +66,12 @@ class RLConfig(Section):
         None, ge=1, description="at most so many samples a row; null: as many as fit"
     )
 
+    micro_batch_interleaved: int = Field(
+        1,
+        ge=1,
+        description="parts that a micro-batch's rows pass the pipeline in, so that stages wait less",
+    )
+
     prompts_per_step: int | None = Field(
         None, ge=1, description="prompts a step whatever the layout, instead of chunk_size"
     )
@@ -101,9 +106,13 @@ class RLConfig(Section):
 
     save_prompt_completions_data: bool = Field(True, description="write completions.jsonl")
     save_prompt_completions_interval: int = Field(1, ge=1, description="every so many steps")
-    save_prompt_completions_dir: OptionalText = Field(None, description="default: output_dir")
+    save_prompt_completions_dir: OptionalText = Field(
+        None, description="where completions.jsonl goes; null: the run's folder"
+    )
     tensorboard: bool = Field(True, description="write TensorBoard events")
-    tensorboard_dir: OptionalText = Field(None, description="default: in output_dir")
+    tensorboard_dir: OptionalText = Field(
+        None, description="where the events go; null: tensorboard/ in the run's folder"
+    )
     tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
     performance_stats: bool = Field(False, description="print the seconds of every phase")
 
@@ -125,18 +134,3 @@ class RewardConfig(Section):
     verifier_weight: list[float] | None = Field(
         None, description="one weight a function; null: 1.0 each"
     )
-
-
-class Context(Section):
-    device_target: OptionalText = Field(None, description="null: the device that is found")
-    max_device_memory: OptionalText = Field(
-        None, description="budget a device, such as 58GB; null: no budget"
-    )
-    transport: OptionalText = Field(None, description="null: the device's own choice")
-
-    @field_validator("max_device_memory")
-    @classmethod
-    def _is_a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            memory_bytes(value)
-        return value

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from mindgrpo.config.section import BEFORE_TEXT, OptionalText, Section
+from mindgrpo.config.section import BEFORE_TEXT, Contradiction, OptionalText, Section
 
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "shapes in MindFormers' form, checked against the model's config.json"
@@ -39,8 +39,54 @@ class GenerateParallelConfig(ParallelConfig):
         return value
 
 
+RECOMPUTED_PARTS = ("attention", "mlp")
+
+
 class RecomputeConfig(Section):
     recompute: bool = Field(False, description="recompute whole layers in the backward pass")
+    select_recompute: bool | int | list[str] = Field(
+        False,
+        description="recompute less than that: true or [attention] the attention of every layer, "
+        "[mlp] its other half, a number n every n-th layer as a whole",
+    )
+
+    @field_validator("select_recompute")
+    @classmethod
+    def _are_parts(cls, value: bool | int | list[str]) -> bool | int | list[str]:
+        bad_list = isinstance(value, list) and (not value or set(value) - set(RECOMPUTED_PARTS))
+        bad_number = isinstance(value, int) and not isinstance(value, bool) and value < 1
+        if bad_list or bad_number:
+            raise ValueError(
+                "must be true, false, a number from 1 up, or a list of attention and mlp"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _all_or_some(self) -> RecomputeConfig:
+        if self.recompute and self.select_recompute is not False:
+            prefix = "actor_config.recompute_config."
+            raise Contradiction(
+                f"{prefix}recompute True recomputes all of every layer, which leaves nothing for "
+                f"{prefix}select_recompute {self.select_recompute} to choose; set one of them to False",
+                prefix + "recompute",
+                prefix + "select_recompute",
+            )
+        return self
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What of a layer is recomputed: of attention and mlp."""
+        if isinstance(self.select_recompute, list):
+            return frozenset(self.select_recompute)
+        if self.select_recompute is True:
+            return frozenset(("attention",))
+        return frozenset(RECOMPUTED_PARTS if self.recompute or self.select_recompute else ())
+
+    @property
+    def every(self) -> int:
+        """Of how many layers one."""
+        select = self.select_recompute
+        return select if isinstance(select, int) and select is not True and select else 1
 
 
 class OptimizerConfig(Section):
@@ -50,6 +96,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.0, ge=0, description="not on norms and biases")
     max_grad_norm: float = Field(1.0, gt=0, description="global norm that gradients are cut to")
+    opt_offload: bool = Field(
+        False, description="keep the moments on the host and update the weights there"
+    )
 
 
 class LRSchedule(Section):
@@ -81,7 +130,10 @@ class ActorConfig(Section):
     load: Annotated[str, BEFORE_TEXT] = Field(
         "", description="Hugging Face directory of the model to train"
     )
-    save: OptionalText = Field(None, description="where the final model goes; null: OUTPUT/hf")
+    save: OptionalText = Field(
+        None,
+        description="folder of the final model, or of a new one in it where it is not empty; null: OUTPUT/hf",
+    )
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()

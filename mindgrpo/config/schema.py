@@ -9,7 +9,9 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from mindgrpo.config.checks import CHECKS
-from mindgrpo.config.rl import Context, RewardConfig, RLConfig
+from mindgrpo.config.context import Context
+from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
+from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 
@@ -22,6 +24,9 @@ class Config(Section):
     reward_config: RewardConfig = RewardConfig()
     generate_config: GenerateConfig = GenerateConfig()
     context: Context = Context()
+    monitor_config: MonitorConfig = MonitorConfig()
+    profiler_config: ProfilerConfig = ProfilerConfig()
+    msprobe_config: MsprobeConfig = MsprobeConfig()
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -48,3 +53,14 @@ class Config(Section):
 
 
 LIVE: dict[str, Key] = dict(keys_of(Config))
+
+
+def values_by_key(config: Config) -> dict[str, object]:
+    """Every value by its dotted key, defaults included."""
+    values: dict[str, object] = {}
+    for key, known in LIVE.items():
+        value: object = config
+        for attribute in known.path:
+            value = getattr(value, attribute, None)
+        values[key] = value
+    return values

@@ -40,6 +40,10 @@ def _on_or_off(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
 def _empty_if_unset(value: object) -> object:
     return "" if value is None else value
 
@@ -62,6 +66,7 @@ BEFORE_TEXT = BeforeValidator(_empty_if_unset)
 BEFORE_LIST = BeforeValidator(_list_of_words)
 BEFORE_NAME = BeforeValidator(_lower_name)
 BEFORE_ON_OFF = BeforeValidator(_on_or_off)
+BEFORE_UPPER = BeforeValidator(_upper)
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 

@@ -53,6 +53,18 @@ def explain(error: ValidationError, live: Mapping[str, Entry]) -> str:
     return f"{key} is {shown}, but {_rule(finding, field)}; {_remedy(value, field)} ({origin})."
 
 
+def takes(field: FieldInfo) -> str:
+    """What a field accepts, in words: its types, then its bounds."""
+    words = " or ".join(_describe(kind) for kind in kinds(field.annotation))
+    bounds = [
+        f"{rule.removeprefix('must be ')} {getattr(limit, name)}"
+        for limit in field.metadata
+        for rule, name in _BOUNDS.values()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([words, *bounds])
+
+
 def _key_at(location: tuple[int | str, ...]) -> str:
     for end in range(len(location), 0, -1):
         key = ".".join(str(part) for part in location[:end])
@@ -75,10 +87,14 @@ def _rule(finding: Any, field: FieldInfo) -> str:
 
 def _describe(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return " or ".join(f"'{choice}'" for choice in get_args(kind))
+        return " or ".join(repr(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
-        return f"a list of {_PLURALS[get_args(kind)[0]]}"
+        return "a list of " + " or ".join(_plural(part) for part in kinds(get_args(kind)[0]))
     return _KINDS[kind]
+
+
+def _plural(kind: Any) -> str:
+    return f"lists of {_PLURALS[get_args(kind)[0]]}" if get_origin(kind) is list else _PLURALS[kind]
 
 
 def _remedy(value: object, field: FieldInfo) -> str:

@@ -1,0 +1,149 @@
+"""`monitor_config`, `profiler_config` and `msprobe_config`: how a run is watched.
+
+Refuses values outside their range; nothing here changes what a run computes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mindgrpo.config.section import BEFORE_TEXT, Contradiction, Section
+
+# Users' names for phases -> ours; ours are accepted as well.
+PROFILED_STAGES: dict[str, tuple[str, ...]] = {
+    "actor_generate": ("rollout",),
+    "actor_old_log_prob": ("old_logps",),
+    "reference_log_prob": ("reference",),
+    "actor_update": ("update",),
+    "reshard": ("reshard",),
+    "score": ("score",),
+    "rollout": ("rollout",),
+    "old_logps": ("old_logps",),
+    "reference": ("reference",),
+    "update": ("update",),
+    "sync_reference": ("sync_reference",),
+}
+
+
+class MonitorConfig(Section):
+    host_monitor_interval: float = Field(
+        -1.0, description="seconds between looks at the host's memory; 0 or less is off"
+    )
+    host_monitor_steps: list[int | list[int]] = Field(
+        default=[],
+        description="steps whose looks are written down, as numbers from 1 and [first, last] "
+        "pairs; empty: all",
+    )
+    host_memory_protection: bool = Field(
+        False,
+        description="end this run, and nothing else, once the host's memory is used above "
+        "host_max_memory_threshold; looks every second unless host_monitor_interval says otherwise",
+    )
+    host_max_memory_threshold: float = Field(
+        0.95, gt=0, le=1, description="share of the host's memory, all programs counted"
+    )
+
+    @field_validator("host_monitor_steps")
+    @classmethod
+    def _are_steps(cls, value: list[int | list[int]]) -> list[int | list[int]]:
+        for entry in value:
+            pair = entry if isinstance(entry, list) else [entry, entry]
+            if len(pair) != 2 or not 1 <= pair[0] <= pair[1]:
+                raise ValueError(
+                    "must hold step numbers from 1 up and pairs [first, last] of such, as [1, [5, 8]]"
+                )
+        return value
+
+    @property
+    def seconds(self) -> float | None:
+        """Between looks; None where nobody asked for any."""
+        if self.host_monitor_interval > 0:
+            return self.host_monitor_interval
+        return 1.0 if self.host_memory_protection else None
+
+    def covers(self, step: int) -> bool:
+        """Whether looks during `step`, from 1, are written down."""
+        spans = [entry if isinstance(entry, list) else [entry] for entry in self.host_monitor_steps]
+        return not spans or any(span[0] <= step <= span[-1] for span in spans)
+
+
+class ProfilerConfig(Section):
+    profile: bool = Field(False, description="write a trace of the phases for chrome://tracing")
+    mstx: bool = Field(
+        False, description="mark the phases in the accelerator's own profile as well"
+    )
+    stage: str | list[str] = Field(
+        "all", description="phases that are traced: all, or some of " + ", ".join(PROFILED_STAGES)
+    )
+    profile_save_path: Annotated[str, BEFORE_TEXT] = Field(
+        "./profiler_data", description="folder of the traces; a run makes one of its own in it"
+    )
+    profile_step_start: int = Field(0, ge=0, description="first step traced, counted from 0")
+    profile_step_end: int = Field(
+        1, ge=-1, description="first step no longer traced, counted from 0; -1: none"
+    )
+    profile_level: Literal["levelNone", "level_none", "level0", "level1", "level2"] = Field(
+        "level1", description="detail of the accelerator's own profile"
+    )
+    profile_with_memory: bool = Field(False, description="memory at the ends of phases as well")
+    profile_with_cpu: bool = Field(
+        True, description="processor seconds of phases, and the host in the accelerator's profile"
+    )
+    profile_with_npu: bool = Field(True, description="the accelerator's own profile, where one is")
+    profile_with_stack: bool = Field(
+        False, description="call stacks in the accelerator's own profile"
+    )
+    profile_analysis: bool = Field(
+        False, description="analyse the accelerator's own profile when it ends"
+    )
+    profile_ranks: Literal["all"] | list[int] = Field("all", description="ranks that are traced")
+
+    @field_validator("stage")
+    @classmethod
+    def _are_stages(cls, value: str | list[str]) -> str | list[str]:
+        names = [value] if isinstance(value, str) else value
+        if not names or any(name != "all" and name not in PROFILED_STAGES for name in names):
+            raise ValueError("must be all, or of " + ", ".join(PROFILED_STAGES))
+        return value
+
+    @model_validator(mode="after")
+    def _has_steps(self) -> ProfilerConfig:
+        if self.profile and self.profile_step_end in range(self.profile_step_start + 1):
+            prefix = "profiler_config."
+            raise Contradiction(
+                f"{prefix}profile_step_end {self.profile_step_end} is not above "
+                f"{prefix}profile_step_start {self.profile_step_start}, so no step would be traced; "
+                "raise it, or set it to -1 for the end of the run",
+                prefix + "profile_step_end",
+                prefix + "profile_step_start",
+            )
+        return self
+
+    @property
+    def phases(self) -> frozenset[str] | None:
+        """The phases that are traced; None for all."""
+        names = [self.stage] if isinstance(self.stage, str) else self.stage
+        if "all" in names:
+            return None
+        return frozenset(phase for name in names for phase in PROFILED_STAGES[name])
+
+    def covers(self, step: int, rank: int) -> bool:
+        """Whether `rank` traces `step`, counted from 0."""
+        after = self.profile_step_end != -1 and step >= self.profile_step_end
+        listed = self.profile_ranks == "all" or rank in self.profile_ranks
+        return self.profile and listed and step >= self.profile_step_start and not after
+
+
+class MsprobeConfig(Section):
+    msprobe: bool = Field(
+        False, description="write data through msprobe's SingleSave, where msprobe is installed"
+    )
+    dump_path: Annotated[str, BEFORE_TEXT] = Field(
+        "./msprobe_dump", description="folder of the dumps; a run makes one of its own in it"
+    )
+    key_data_dump: bool = Field(
+        True, description="each step's tokens, log-probs, rewards and advantages, with statistics"
+    )
+    configurations_dump: bool = Field(True, description="every value of this configuration")

@@ -1,0 +1,159 @@
+"""Names: every key that users' configurations carry, unknown ones, and those of other trainers.
+
+Does not prove that a live key has its effect in a run; the tests of the rooms that read it do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindgrpo.config import Loaded, load_config
+from mindgrpo.config.names import KNOWN, SECTIONS
+from mindgrpo.config.neighbours import NEIGHBOUR_SECTIONS, NEIGHBOURS, WITHOUT_COUNTERPART
+from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.schema import LIVE
+from mindgrpo.config.source import read_yaml
+from mindgrpo.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+USERS_CONFIGURATION = (ROOT / "tests/data/users_grpo_config.yaml").read_text("utf-8")
+
+
+class Loader:
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "grpo_config.yaml"
+
+    def __call__(self, text: str, *overrides: str, **flags: object) -> Loaded:
+        self.path.write_text(text, encoding="utf-8")
+        return load_config(self.path, overrides, flags)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)
+
+
+def section(key: str, value: str) -> str:
+    """YAML that gives one dotted key."""
+    parts = key.split(".")
+    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
+    return "\n".join(lines) + f" {value}\n"
+
+
+def test_the_users_configuration_loads_as_it_is(load: Loader) -> None:
+    config = load(USERS_CONFIGURATION).config
+    assert (ROOT / str(config.actor_config.model_yaml)).is_file()
+    assert (ROOT / str(config.generate_config.model_yaml)).is_file()
+    assert config.actor_config.optimizer.weight_decay == 0.01
+    assert config.generate_config.sampling_config.eos_token_id == [151645, 151643]
+    assert config.ref_config.load is None
+
+
+def test_what_has_no_effect_in_the_users_configuration_is_told_once(load: Loader) -> None:
+    loaded = load(USERS_CONFIGURATION)
+    told = [notice.split(" ")[0] for notice in loaded.notices]
+    assert len(told) == len(set(told))
+    gone_on_without = {"generate_config.use_vllm", "rl_config.save_ckpt_interval"}
+    assert set(told) - set(RETIRED) == gone_on_without
+    assert "rl_config.align_type" in told and "context.device_id" in told
+    assert all("(grpo_config.yaml line" in notice for notice in loaded.notices)
+
+
+def test_no_key_of_the_users_configuration_is_passed_over(load: Loader) -> None:
+    loaded = load(USERS_CONFIGURATION)
+    given = {key for key in read_yaml(load.path) if key not in SECTIONS}
+    assert len(given) == 139
+    told = {notice.split(" ")[0] for notice in loaded.notices}
+    for key in given:
+        is_live = loaded.origins.get(key, "").startswith("grpo_config.yaml line")
+        inactive = key in PENDING and key not in told
+        assert is_live + (retired_key(key) in told or key in told) + inactive == 1, key
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("generate_config.use_vllm", "1", "the embedded generator is used"),
+        ("generate_config.use_vllm", "2", "the embedded generator is used"),
+        ("rl_config.save_ckpt_interval", "5", "none is written, only the final model"),
+    ],
+)
+def test_what_a_run_goes_on_without_is_told_in_one_line(
+    load: Loader, key: str, value: str, instead: str
+) -> None:
+    (notice,) = load(section(key, value)).notices
+    assert notice.startswith(f"{key} {value} asks for ") and "is not available yet" in notice
+    assert instead in notice and "(grpo_config.yaml line 2)" in notice
+
+
+def test_neighbours_names_lead_to_keys_that_are_not_retired() -> None:
+    ours = {key.rpartition(".")[2] for key in KNOWN}
+    assert set(NEIGHBOURS.values()) <= {*LIVE, *PENDING, "output_dir"}
+    assert not {*NEIGHBOURS, *WITHOUT_COUNTERPART} & ours
+    assert not set(NEIGHBOURS) & set(WITHOUT_COUNTERPART)
+    assert not set(NEIGHBOUR_SECTIONS) & SECTIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rl_config:\n  bta: 1\n", "did you mean rl_config.beta (grpo_config.yaml line 2)"),
+        ("actor_config:\n  beta: 1\n", "did you mean rl_config.beta (grpo_config.yaml line 2)"),
+        ("rl_config:\n  lr: 1\n", "did you mean actor_config.lr_schedule.lr ("),
+        ("beta: 1\n", "did you mean rl_config.beta (grpo_config.yaml line 1)"),
+        ("rl_conf:\n  beta: 1\n", "'rl_conf' is no section; did you mean rl_config ("),
+        ("rl_conf:\n  beta: 1\n", "(grpo_config.yaml line 1)"),
+        ("actor_config:\n  optimiser:\n    eps: 1\n", "did you mean actor_config.optimizer ("),
+        ("zzz: 1\n", "no key comes near it"),
+        ("rl_config:\n  beta:\n    x: 1\n", "rl_config.beta takes one value"),
+        ("rl_config: 5\n", "rl_config is a section of keys and cannot be 5"),
+    ],
+)
+def test_unknown_key_names_the_nearest_one_and_its_line(
+    load: Loader, text: str, sentence: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        load(text)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("n_samples_per_prompt", "rl_config.num_generations"),
+        ("clip_ratio", "rl_config.epsilon_low"),
+        ("mini_batch_size", "rl_config.updates_per_rollout"),
+        ("kl_loss_coef", "rl_config.beta"),
+        ("train_batch_size", "rl_config.prompts_per_step"),
+        ("max_completion_length", "generate_config.sampling_config.max_tokens"),
+        ("per_device_train_batch_size", "rl_config.batch_size"),
+    ],
+)
+def test_a_neighbours_name_is_pointed_to_ours(load: Loader, name: str, ours: str) -> None:
+    with pytest.raises(UserError, match=f"it is called {ours} here"):
+        load(section(f"rl_config.{name}", "1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "data:\n  train_batch_size: 8\n",
+            "keep there is in rl_config here (grpo_config.yaml line 1)",
+        ),
+        ("actor_config:\n  optim:\n    lr: 1.0\n", "is in actor_config.optimizer and"),
+        ("rl_config:\n  bf16: True\n", "everything is computed and kept in float32"),
+        (
+            "rl_config:\n  param_offload: True\n",
+            "leave the device between its phases by themselves",
+        ),
+    ],
+)
+def test_what_only_neighbours_have_is_told_with_what_stands_for_it(
+    load: Loader, text: str, sentence: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        load(text)
+    assert sentence in str(refused.value)
