@@ -14,7 +14,7 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.delivery import Delivery
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import Shard
+from mindgrpo.model.decoder import Recompute, Shard
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.pretrained import fill_random, load_weights
 from mindgrpo.model.weights import Weights
@@ -89,7 +89,8 @@ class Roles:
         residency.own("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
         residency.own("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
         moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        residency.own("optimizer", moments, rebuilt=False, filled=True)
+        if not policy.settings.moments_on_host:
+            residency.own("optimizer", moments, rebuilt=False, filled=True)
         residency.own("generator", [self.generator.weights.pool], rebuilt=True, filled=False)
         residency.own("kv_cache", [self.generator.cache], rebuilt=True, filled=False)
         if self.reference is not None:
@@ -146,14 +147,15 @@ def update_settings(plan: RunPlan, sampling: SamplingSettings, backend: Backend)
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     return UpdateSettings(
-        shape=micro_shape(plan, rl.batch_size, backend),
+        shape=micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
-        recompute=actor.recompute_config.recompute,
+        recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
         epsilon=(rl.epsilon_low, rl.epsilon_high),
         beta=rl.beta,
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay
         ),
+        moments_on_host=optimizer.opt_offload,
     )

@@ -87,6 +87,8 @@ class RunPlan:
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
         }
+        if self.config.actor_config.optimizer.opt_offload:
+            del by_role["optimizer"]
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
         return by_role
@@ -137,6 +139,9 @@ class RunPlan:
             if held:
                 parts = " + ".join(f"{role} {size / 2**20:.1f}" for role, size in held.items())
                 lines.append(f"{phase:<15}{total / 2**20:>10.1f} MiB a rank = {parts}")
+        if self.config.actor_config.optimizer.opt_offload:
+            moments = 2 * largest_share(self.train) / 2**20
+            lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 
     def reshard_lines(self) -> list[str]:

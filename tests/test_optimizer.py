@@ -35,14 +35,14 @@ RAW = {
 class Setting:
     """Weights, gradients and the optimizer of one process, as a policy has them."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, on_host: bool) -> None:
         config = decoder_config(RAW, "here")
         layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(2),))
         backend = CpuBackend({}, "shared_memory")
         backend.kernels = kernels
         self.weights = Weights(layout, 0, backend)
         self.gradients = Weights(layout, 0, backend)
-        self.optimizer = AdamW(self.weights, self.gradients, backend, SETTINGS)
+        self.optimizer = AdamW(self.weights, self.gradients, backend, SETTINGS, on_host)
 
     def reset(self) -> None:
         fill_random(self.weights, seed=3)
@@ -54,11 +54,18 @@ class Setting:
         return {name: part.astype(np.float64) for name, part in self.weights.parts.items()}
 
 
-@pytest.fixture(scope="module", params=[NativeKernels, PlainKernels])
+# With plain kernels the device's way is a graph, and the host's is numpy's.
+WAYS = [(NativeKernels, False), (NativeKernels, True), (PlainKernels, False), (PlainKernels, True)]
+
+
+@pytest.fixture(
+    scope="module", params=WAYS, ids=lambda way: f"{way[0].__name__}{'-on_host' * way[1]}"
+)
 def built(request: pytest.FixtureRequest) -> Setting:
-    if request.param is NativeKernels and library_path() is None:
+    kernels, on_host = request.param
+    if kernels is NativeKernels and library_path() is None:
         pytest.skip("no C compiler on this machine")
-    return Setting(request.param())
+    return Setting(kernels(), on_host)
 
 
 @pytest.fixture
@@ -129,3 +136,40 @@ def test_the_gradients_are_zero_after_a_step(setting: Setting) -> None:
     setting.optimizer.step(1, 1e-3, 0.25)
     for run in setting.gradients.runs:
         np.testing.assert_array_equal(run, 0.0)
+
+
+class Distant:
+    """A pool whose graphs see only what was pushed and whose views show only what was pulled."""
+
+    def __init__(self, runs: tuple[np.ndarray, ...]) -> None:
+        self.runs = runs
+        self.device = [run.copy() for run in runs]
+
+    def pull(self) -> None:
+        for run, kept in zip(self.runs, self.device, strict=True):
+            run[...] = kept
+
+    def push(self) -> None:
+        for run, kept in zip(self.runs, self.device, strict=True):
+            kept[...] = run
+
+
+def test_on_the_host_weights_come_from_the_device_and_go_back_with_empty_gradients() -> None:
+    setting = Setting(PlainKernels(), on_host=True)
+    setting.reset()
+    before = [run.copy() for run in setting.weights.runs]
+    weights = setting.weights.pool = Distant(setting.weights.runs)  # type: ignore[assignment]
+    for run in setting.gradients.runs:
+        run[...] = 1.0
+    gradients = setting.gradients.pool = Distant(setting.gradients.runs)  # type: ignore[assignment]
+    for run in setting.weights.runs:
+        run[...] = np.nan
+    setting.optimizer.step(1, 1e-2, 1.0)
+    for device, old in zip(weights.device, before, strict=True):
+        # A first step of Adam moves by lr, whatever the gradient.
+        assert np.isfinite(device).all()
+        np.testing.assert_allclose(
+            device, old * (1 - 1e-3 * (device is weights.device[0])) - 1e-2, atol=1e-6
+        )
+    for device in gradients.device:
+        np.testing.assert_array_equal(device, 0.0)

@@ -18,6 +18,7 @@ from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.backend.plain_kernels import PlainKernels
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout
+from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.update.batches import UpdateReport, update
@@ -42,7 +43,7 @@ SETTINGS = UpdateSettings(
     shape=MicroShape(2, 24),
     num_positions=24,
     temperature=0.9,
-    recompute=False,
+    recompute=KEEP_ALL,
     epsilon=(0.2, 0.3),
     beta=0.05,
     max_grad_norm=0.5,
@@ -177,7 +178,7 @@ def test_kernels_of_mindspores_own_operations_learn_the_same(
 
 
 def test_recomputing_layers_changes_nothing(policy_of: PolicyOf, packed: Outcome) -> None:
-    assert_same(one_update(policy_of(replace(SETTINGS, recompute=True)), samples()), packed)
+    assert_same(one_update(policy_of(replace(SETTINGS, recompute=WHOLE_LAYERS)), samples()), packed)
 
 
 def test_old_log_probs_that_are_the_policys_own_change_nothing(

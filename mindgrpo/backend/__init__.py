@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,8 @@ import numpy as np
 from mindgrpo.backend import native_library
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,9 +127,14 @@ class Backend(ABC):
     # True where parameters that share one pool may also be updated through one flat view of it.
     shares_memory: bool
     kernels: Kernels
+    # What was asked of the device that it does not have, a sentence each.
+    unmet: Sequence[str] = ()
+    has_device_profile: bool = False
 
     @abstractmethod
-    def __init__(self, environment: dict[str, str], transport: str) -> None: ...
+    def __init__(
+        self, environment: dict[str, str], transport: str, compiled: bool = True
+    ) -> None: ...
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:
@@ -147,6 +155,10 @@ class Backend(ABC):
         return None
 
     @abstractmethod
+    def host_pool(self, num_bytes: int) -> Pool:
+        """A pool of the host's memory, on any device, that no graph works on."""
+
+    @abstractmethod
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Any:
         """A Parameter on `array`'s memory (a view of a pool)."""
 
@@ -165,6 +177,16 @@ class Backend(ABC):
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
+
+    def device_profile(
+        self, folder: Path, settings: ProfileSettings
+    ) -> AbstractContextManager[None]:
+        """The device's own profile of what runs inside, written into `folder`, where it has one."""
+        return nullcontext()
+
+    def device_mark(self, name: str) -> AbstractContextManager[None]:
+        """What runs inside, marked as a range in the device's own profile, where it has one."""
+        return nullcontext()
 
     @property
     def world(self) -> Group:
@@ -221,18 +243,18 @@ def connect(
     device_target: str | None,
     transport: str | None,
     environment: dict[str, str],
-    deterministic: bool = False,
+    runtime: RuntimeSettings | None = None,
 ) -> Backend:
     """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
 
-    `deterministic` asks for kernels that give the same bits on every run. msrun's scheduler process does not
-    return from here: it ends once the ranks have no more need of it.
+    msrun's scheduler process does not return from here: it ends once the ranks have no more need of it.
     """
     target = check_target(device_target, transport)
     if environment.get("MS_ROLE") == "MS_SCHED" and not needs_cluster(target, transport):
         raise SystemExit(0)
-    if deterministic:
-        import mindspore
-
-        mindspore.set_deterministic(True)
-    return load(target)(environment, transport or TRANSPORTS[target][0])
+    runtime = runtime or RuntimeSettings()
+    unmet = apply(runtime, target, environment)
+    backend = load(target)(environment, transport or TRANSPORTS[target][0], runtime.compiled)
+    backend.unmet = unmet
+    backend.compile_log.compiles = runtime.compiled
+    return backend

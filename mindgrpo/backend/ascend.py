@@ -8,7 +8,9 @@ releasing and bringing back a role does as well. Refuses nothing that the CPU ac
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -19,7 +21,9 @@ from mindspore.communication import GlobalComm, create_group, get_group_size, ge
 from mindgrpo.backend import Backend, Group, Link, Pool
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
+from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.backend.profile import ProfileSettings
 
 
 def _result(output: Any) -> np.ndarray:
@@ -130,11 +134,14 @@ class AscendPool(Pool):
 class AscendBackend(Backend):
     name = "Ascend"
     shares_memory = False
+    has_device_profile = True
     kernels = PlainKernels()
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(
+        self, environment: dict[str, str], transport: str = "hccl", compiled: bool = True
+    ) -> None:
         self.compile_log = CompileLog()
-        ms.set_context(mode=ms.GRAPH_MODE)
+        ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         ms.set_device("Ascend")
         self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
         if self.world_size > 1:
@@ -161,6 +168,9 @@ class AscendBackend(Backend):
         self._pools.append(AscendPool(num_bytes))
         return self._pools[-1]
 
+    def host_pool(self, num_bytes: int) -> Pool:
+        return HostPool(num_bytes)
+
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(array), name, requires_grad=requires_grad)
         for pool in self._pools:
@@ -181,3 +191,40 @@ class AscendBackend(Backend):
 
     def close(self) -> None:
         self.world.barrier()
+
+    @contextmanager
+    def device_profile(self, folder: Path, settings: ProfileSettings) -> Iterator[None]:
+        from mindspore import profiler
+
+        levels = profiler.ProfilerLevel
+        level = {"none": levels.LevelNone, "0": levels.Level0, "2": levels.Level2}
+        activities = [profiler.ProfilerActivity.NPU] if settings.with_device else []
+        if settings.with_host or settings.with_memory or settings.with_stack:
+            activities.append(profiler.ProfilerActivity.CPU)
+        running = profiler.profile(
+            activities=activities,
+            with_stack=settings.with_stack,
+            profile_memory=settings.with_memory,
+            start_profile=False,
+            on_trace_ready=profiler.tensorboard_trace_handler(
+                str(folder), analyse_flag=settings.analyse
+            ),
+            experimental_config=profiler._ExperimentalConfig(
+                profiler_level=level.get(settings.level, levels.Level1), mstx=settings.marks
+            ),
+        )
+        running.start()
+        try:
+            yield
+        finally:
+            running.stop()
+
+    @contextmanager
+    def device_mark(self, name: str) -> Iterator[None]:
+        from mindspore.profiler import mstx
+
+        mark = mstx.range_start(name)
+        try:
+            yield
+        finally:
+            mstx.range_end(mark)

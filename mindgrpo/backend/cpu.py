@@ -127,17 +127,17 @@ class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
 
-    def __init__(self, environment: dict[str, str], transport: str) -> None:
+    def __init__(self, environment: dict[str, str], transport: str, compiled: bool = True) -> None:
         self._transport = transport
         self.compile_log = CompileLog()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
-        ms.set_context(mode=ms.GRAPH_MODE)
+        ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._share_cores()
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
-        self.kernels = self._choose_kernels()
+        self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
@@ -156,8 +156,9 @@ class CpuBackend(Backend):
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
-    def _choose_kernels() -> Kernels:
-        if library_path() is None:
+    def _choose_kernels(compiled: bool) -> Kernels:
+        # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
+        if library_path() is None or not compiled:
             from mindgrpo.backend.plain_kernels import PlainKernels
 
             return PlainKernels()
@@ -232,6 +233,9 @@ class CpuBackend(Backend):
             peers = {}
         complete = self.world.gather_objects(len(peers) == self.world_size - 1)
         return peers if all(complete) else None
+
+    def host_pool(self, num_bytes: int) -> Pool:
+        return HostPool(num_bytes)
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)

@@ -64,7 +64,7 @@ class Kernels(ABC):
 
     # True where attention's cost follows the samples' lengths, so that one long row wastes nothing.
     ragged: bool
-    # True where `adamw` works on memory itself; else the optimizer is a graph.
+    # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
     has_adamw: bool
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots: bool

@@ -14,6 +14,8 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
 
 NEVER = -1e30
+# Elements of an array that the host works on at once.
+PIECE = 1 << 18
 
 
 class _RmsNorm(nn.Cell):
@@ -196,7 +198,20 @@ class PlainKernels(Kernels):
         second: np.ndarray,
         numbers: AdamWNumbers,
     ) -> None:
-        raise NotImplementedError("has_adamw is False: the optimizer is a graph")
+        n = numbers
+        # A piece at a time, so that what is computed on the way stays small.
+        for start in range(0, weight.size, PIECE):
+            piece = slice(start, start + PIECE)
+            w, m, v = weight[piece], first[piece], second[piece]
+            g = gradient[piece] * np.float32(n.scale)
+            m *= n.beta1
+            m += (1.0 - n.beta1) * g
+            v *= n.beta2
+            v += (1.0 - n.beta2) * np.square(g)
+            root = np.sqrt(v / (1.0 - n.beta2**n.count)) + n.eps
+            w *= 1.0 - n.lr * n.weight_decay
+            w -= n.lr / (1.0 - n.beta1**n.count) * m / root
+            gradient[piece] = 0.0
 
     def square_sum(self, array: np.ndarray) -> float:
         return float(np.sum(np.square(array, dtype=np.float64)))

@@ -34,6 +34,28 @@ class Adapters:
     settings: LoraSettings
 
 
+@dataclass(frozen=True)
+class Recompute:
+    """`parts` ("attention", "mlp") of each `every`-th layer are computed again in the backward pass, not kept."""
+
+    parts: frozenset[str] = frozenset()
+    every: int = 1
+
+    def apply(self, layer: Any, index: int) -> None:
+        """`index` counts layers from 0 over the whole model."""
+        if index % self.every:
+            return
+        if self.parts == {"attention", "mlp"}:
+            layer.recompute()
+            return
+        for part in sorted(self.parts):
+            getattr(layer, part).recompute()
+
+
+KEEP_ALL = Recompute()
+WHOLE_LAYERS = Recompute(frozenset(("attention", "mlp")))
+
+
 class Shard:
     """A rank's parameters of one role, by stored key, with the sizes that cells need.
 
@@ -206,7 +228,7 @@ class Stage(nn.Cell):
     Spans as in backend/kernels.py; positions stay below `num_positions`.
     """
 
-    def __init__(self, shard: Shard, num_positions: int, recompute: bool = False) -> None:
+    def __init__(self, shard: Shard, num_positions: int, recompute: Recompute = KEEP_ALL) -> None:
         super().__init__()
         self.is_first = shard.is_first
         kernels = shard.kernels
@@ -218,9 +240,8 @@ class Stage(nn.Cell):
         heads = shard.heads(f"model.layers.{shard.layers.start}.")
         self.places = kernels.places(heads, rotary)
         self.layers = nn.CellList([Layer(shard, index, rotary) for index in shard.layers])
-        if recompute:
-            for layer in self.layers:
-                layer.recompute()
+        for index, layer in zip(shard.layers, self.layers, strict=True):
+            recompute.apply(layer, index)
 
     def construct(self, x: Any, positions: Any, spans: Any) -> Any:
         place, other_place = self.places(positions, spans)

@@ -87,13 +87,22 @@ class Weights:
 
     `tensors[key]` float32 as stored; `parts[name]` float32 [out, in], exactly the box `boxes[name]` of the
     Hugging Face tensor; `runs` the (decaying, not decaying) stretches of the pool, 1-dim. `shared` lets other ranks
-    read them.
+    read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
     """
 
-    def __init__(self, layout: Layout, rank: int, backend: Backend, shared: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        backend: Backend,
+        shared: bool = False,
+        on_host: bool = False,
+    ) -> None:
         self.stored = arrange(layout, rank)
-        size = sum(entry.size for entry in self.stored)
-        self.pool: Pool = backend.pool(size * FLOAT_BYTES, shared)
+        num_bytes = sum(entry.size for entry in self.stored) * FLOAT_BYTES
+        self.pool: Pool = (
+            backend.host_pool(num_bytes) if on_host else backend.pool(num_bytes, shared)
+        )
         self._arrange(layout, rank, self.pool)
 
     @classmethod

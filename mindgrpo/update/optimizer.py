@@ -66,18 +66,28 @@ class _AdamWGraph(nn.Cell):
 
 
 class AdamW:
-    """`first` and `second` are the moments, arranged like the weights. `update` counts from 1."""
+    """`first` and `second` are the moments, arranged like the weights. `update` counts from 1.
+
+    `on_host`: they stay in the host's memory and the weights are updated there, whatever the device; what travels
+    then is weights and gradients, half as much as the moments would, and the device has room for other things.
+    """
 
     def __init__(
-        self, weights: Weights, gradients: Weights, backend: Backend, settings: AdamWSettings
+        self,
+        weights: Weights,
+        gradients: Weights,
+        backend: Backend,
+        settings: AdamWSettings,
+        on_host: bool = False,
     ) -> None:
-        self.first = Weights(weights.layout, weights.rank, backend)
-        self.second = Weights(weights.layout, weights.rank, backend)
+        self.first = Weights(weights.layout, weights.rank, backend, on_host)
+        self.second = Weights(weights.layout, weights.rank, backend, on_host)
+        self._weights = weights
         self._settings, self._kernels = settings, backend.kernels
         self._gradients = gradients
         self._graph: Graph | None = None
         self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        if backend.kernels.has_adamw and backend.shares_memory:
+        if on_host or (backend.kernels.has_adamw and backend.shares_memory):
             roles_runs = zip(
                 weights.runs, gradients.runs, self.first.runs, self.second.runs, strict=True
             )
@@ -108,12 +118,15 @@ class AdamW:
         """Applies `scale` times the gradients, which are zero afterwards."""
         settings = self._settings
         if self._graph is None:
+            self._weights.pool.pull()
             for decays, arrays in zip((True, False), self._runs, strict=True):
                 decay = settings.weight_decay if decays else 0.0
                 beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
                 self._kernels.adamw(
                     *arrays, AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale)
                 )
+            self._weights.pool.push()
+            self._gradients.pool.push()
             return
         power1, power2 = settings.beta1**update, settings.beta2**update
         numbers = (

@@ -15,7 +15,7 @@ from mindspore import Tensor
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.algorithm.schedule import one_forward_one_backward
 from mindgrpo.backend import Backend, Link
-from mindgrpo.model.decoder import LogProbStage, Shard, Stage
+from mindgrpo.model.decoder import KEEP_ALL, LogProbStage, Recompute, Shard, Stage
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
 LOGITS_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class Pipeline:
         shape: MicroShape,
         num_positions: int,
         temperature: float,
-        recompute: bool = False,
+        recompute: Recompute = KEEP_ALL,
     ) -> None:
         grid = shard.weights.layout.grid
         rank = shard.weights.rank

@@ -14,7 +14,7 @@ import numpy as np
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.layout.split import Layout
-from mindgrpo.model.decoder import Adapters, Shard
+from mindgrpo.model.decoder import Adapters, Recompute, Shard
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
 from mindgrpo.model.weights import Weights
@@ -32,11 +32,12 @@ class UpdateSettings:
     shape: MicroShape
     num_positions: int
     temperature: float
-    recompute: bool
+    recompute: Recompute
     epsilon: tuple[float, float]
     beta: float
     max_grad_norm: float
     adamw: AdamWSettings
+    moments_on_host: bool = False
 
 
 class NotFinite(RuntimeError):
@@ -72,7 +73,9 @@ class Policy:
             settings.temperature,
             settings.recompute,
         )
-        self.optimizer = AdamW(self.trained, self.gradients, backend, settings.adamw)
+        self.optimizer = AdamW(
+            self.trained, self.gradients, backend, settings.adamw, settings.moments_on_host
+        )
         self._sync = GradientSync(self.gradients, backend)
         self._backward: dict[bool, Any] = {}
         self.version = 0

@@ -31,7 +31,7 @@ from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import Shard
+from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
 from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings
@@ -88,7 +88,7 @@ class Run:
             shape=MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
-            recompute=self.case.recompute,
+            recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
             epsilon=c.EPSILON,
             beta=c.BETA,
             max_grad_norm=c.MAX_GRAD_NORM,

@@ -32,6 +32,7 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.layout.grid import Grid  # noqa: E402
 from mindgrpo.layout.split import Layout, layers_of_stage  # noqa: E402
 from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
+from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
 from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
 from mindgrpo.model.pretrained import fill_random  # noqa: E402
 from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
@@ -131,7 +132,7 @@ def main() -> None:
         micro_rows=ROWS,
         row_length=ROW_LENGTH,
         temperature=1.0,
-        recompute=False,
+        recompute=KEEP_ALL,
         epsilon=(0.2, 0.2),
         beta=0.0,
         max_grad_norm=1.0,

@@ -1,0 +1,80 @@
+"""How the framework compiles and runs graphs on a device, as the user asked for it.
+
+Set once, before anything is placed on the device. What a device does not have is told in a sentence, and the run
+goes on without. Refuses to set what nobody asked for: None, False and 0 leave the framework's own choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What the host's processors do anyway.
+HOST_PRECISION = "must_keep_origin_dtype"
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """`compiled` False runs every operation by itself; `max_device_bytes` is for the framework's own pool."""
+
+    compiled: bool = True
+    deterministic: bool = False
+    jit_level: str | None = None
+    max_call_depth: int | None = None
+    save_graphs: bool | int = False
+    save_graphs_path: str = "./graphs"
+    memory_optimize_level: str | None = None
+    max_device_bytes: int | None = None
+    precision_mode: str | None = None
+
+
+def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
+    """Sets up this process for `target`; what the device cannot do, a sentence each."""
+    import mindspore as ms
+
+    ms.set_device(target)
+    if settings.deterministic:
+        ms.set_deterministic(True)
+    if settings.jit_level:
+        ms.set_context(jit_config={"jit_level": settings.jit_level})
+    if settings.max_call_depth:
+        ms.set_recursion_limit(settings.max_call_depth)
+    if settings.save_graphs:
+        folder = Path(settings.save_graphs_path)
+        if int(environment.get("MS_WORKER_NUM", "1")) > 1:
+            folder /= f"rank_{environment.get('RANK_ID', '0')}"
+        ms.set_context(save_graphs=settings.save_graphs, save_graphs_path=str(folder))
+    _set_memory(settings, target)
+    slow = []
+    if not settings.compiled:
+        slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
+    return slow + _set_precision(settings.precision_mode, target)
+
+
+def _set_memory(settings: RuntimeSettings, target: str) -> None:
+    import mindspore as ms
+
+    # The framework takes all of it in one call, and only once.
+    given: dict[str, str] = {}
+    if settings.memory_optimize_level:
+        given["optimize_level"] = settings.memory_optimize_level
+    # The host's own memory is no pool of the framework's; the run's budget limits that.
+    if settings.max_device_bytes and target != "CPU":
+        given["max_size"] = f"{settings.max_device_bytes / 2**30:.2f}GB"
+    if given:
+        ms.runtime.set_memory(**given)
+
+
+def _set_precision(mode: str | None, target: str) -> list[str]:
+    if mode is None or (target == "CPU" and mode == HOST_PRECISION):
+        return []
+    if target == "CPU":
+        return [
+            f"context.ascend_config.precision_mode '{mode}' has no effect on this device, which "
+            f"computes everything in the type that it is given ({HOST_PRECISION})"
+        ]
+    import mindspore as ms
+
+    ms.device_context.ascend.op_precision.precision_mode(mode)
+    return []

@@ -1,0 +1,113 @@
+"""What the backward pass computes again, counted in the graph that the compiler ends with.
+
+Does not prove that memory falls: a processor's graphs do not say what they hold. test_update.py shows that the
+gradients stay the same.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.config.roles import RecomputeConfig
+from mindgrpo.layout.grid import Grid
+from mindgrpo.layout.split import Layout
+from mindgrpo.model.decoder import Recompute, Shard, Stage
+from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.model.pretrained import fill_random
+from mindgrpo.model.weights import Weights
+
+NUM_LAYERS, TOKENS = 3, 8
+RAW = {
+    "model_type": "qwen2",
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# What of a layer is needed again: the matrix products whose results a gradient asks for.
+QKV, GATE_UP = f"({TOKENS}, 64)", f"({TOKENS}, 80)"
+
+
+class Backward(nn.Cell):
+    def __init__(self, stage: Stage, parameters: list[object]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.parameters_of_stage = ms.ParameterTuple(parameters)
+
+    def construct(self, x: object, positions: object, spans: object, dy: object) -> object:
+        y = self.stage(x, positions, spans)
+        return y, self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
+
+
+def products(recompute: Recompute, folder: Path) -> dict[str, int]:
+    """How often the compiled backward pass makes a product of each shape."""
+    config = decoder_config(RAW, "here")
+    layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
+    backend = CpuBackend({}, "shared_memory")
+    weights = Weights(layout, 0, backend)
+    fill_random(weights, seed=1)
+    shard = Shard(config, weights, backend, "policy")
+    cell = Backward(Stage(shard, TOKENS, recompute), list(shard.parameters.values()))
+    tokens = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
+    spans = Tensor(np.zeros((1, TOKENS, 3), np.int32))
+    dy = Tensor(np.ones((TOKENS, 32), np.float32))
+    ms.set_context(save_graphs=1, save_graphs_path=str(folder))
+    try:
+        cell(tokens, tokens, spans, dy)
+    finally:
+        ms.set_context(save_graphs=0)
+    (last,) = folder.glob("*_validate_*.ir")
+    lines = last.read_text().splitlines()
+    made = [lines[i + 1] for i, line in enumerate(lines[:-1]) if "MatMul(" in line]
+    shapes = [re.findall(r"\(\d+, \d+\)", line)[-1] for line in made]
+    return {shape: shapes.count(shape) for shape in (QKV, GATE_UP)}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return products(Recompute(), tmp_path_factory.mktemp("kept"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "again"),
+    [
+        ({"recompute": True}, (3, 3)),
+        ({"select_recompute": True}, (3, 0)),
+        ({"select_recompute": ["mlp"]}, (0, 3)),
+        ({"select_recompute": 2}, (2, 2)),
+    ],
+    ids=["all", "attention", "mlp", "every second layer"],
+)
+def test_what_was_asked_for_and_nothing_else_is_computed_again(
+    kept: dict[str, int], tmp_path: Path, settings: dict[str, object], again: tuple[int, int]
+) -> None:
+    config = RecomputeConfig.model_validate(settings)
+    found = products(Recompute(config.parts, config.every), tmp_path)
+    assert (found[QKV] - kept[QKV], found[GATE_UP] - kept[GATE_UP]) == again
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts", "every"),
+    [
+        ({}, set(), 1),
+        ({"recompute": True}, {"attention", "mlp"}, 1),
+        ({"select_recompute": 1}, {"attention", "mlp"}, 1),
+        ({"select_recompute": 3}, {"attention", "mlp"}, 3),
+        ({"select_recompute": ["attention", "mlp"]}, {"attention", "mlp"}, 1),
+    ],
+)
+def test_settings_as_parts_and_layers(
+    settings: dict[str, object], parts: set[str], every: int
+) -> None:
+    config = RecomputeConfig.model_validate(settings)
+    assert (config.parts, config.every) == (parts, every)
