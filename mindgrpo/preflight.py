@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.config import Config
+from mindgrpo.backend.runtime import RuntimeSettings
+from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
 from mindgrpo.data.records import RowForm, parse_key_map
@@ -30,7 +31,7 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on; `held_out` is None without an evaluation data set."""
+    """What a run works on; `held_out` is None without an evaluation data set. `notes` are for the user."""
 
     plan: RunPlan
     tokenizer: Tokenizer
@@ -38,6 +39,7 @@ class Inputs:
     held_out: PromptSet | None
     scorer: Scorer
     sampling: SamplingSettings
+    notes: tuple[str, ...] = ()
 
 
 def prepare(
@@ -84,7 +86,38 @@ def prepare(
         )
     _dry_run(scorer, prompts)
     sampling = sampling_settings(config, tokenizer)
-    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling)
+    notes = (*_stop_notes(sampling, model.vocab_size),)
+    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
+
+
+def runtime_settings(config: Config) -> RuntimeSettings:
+    """What of `context` the device's backend sets up."""
+    context = config.context
+    budget = context.max_device_memory
+    return RuntimeSettings(
+        compiled=context.mode == 0,
+        deterministic=config.rl_config.deterministic == "ON",
+        jit_level=context.jit_config.jit_level,
+        max_call_depth=context.max_call_depth,
+        save_graphs=context.save_graphs,
+        save_graphs_path=context.save_graphs_path,
+        memory_optimize_level=context.memory_optimize_level,
+        max_device_bytes=memory_bytes(budget) if budget else None,
+        precision_mode=context.ascend_config.precision_mode,
+    )
+
+
+def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
+    """Ids that the model cannot draw never end a sample, and completions then run to max_tokens."""
+    outside = [i for i in sampling.stop_ids if i >= vocab_size]
+    if not outside:
+        return []
+    left = len(outside) < len(sampling.stop_ids)
+    return [
+        f"generate_config.sampling_config.eos_token_id {', '.join(map(str, outside))} is outside of "
+        f"the model's {vocab_size} tokens and ends no sample"
+        + ("" if left else ", nor does any other id; leave the key out for the model's own")
+    ]
 
 
 def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
@@ -153,8 +186,7 @@ def _dry_run(scorer: Scorer, prompts: PromptSet) -> None:
 
 def _check_save(config: Config) -> None:
     save = config.actor_config.save
-    if save and Path(save).exists() and (not Path(save).is_dir() or any(Path(save).iterdir())):
+    if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(
-            f"actor_config.save '{save}' exists and is not an empty folder, and nothing is written over; "
-            "choose another or leave it out."
+            f"actor_config.save '{save}' is a file, and nothing is written over; name a folder or leave it out."
         )

@@ -140,7 +140,7 @@ class RunPlan:
                 parts = " + ".join(f"{role} {size / 2**20:.1f}" for role, size in held.items())
                 lines.append(f"{phase:<15}{total / 2**20:>10.1f} MiB a rank = {parts}")
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * largest_share(self.train) / 2**20
+            moments = 2 * self._bytes_by_role()["gradients"] / 2**20
             lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 

@@ -38,44 +38,67 @@ class RunRecord:
         self._loaded, self._plan, self._backend = loaded, plan, backend
         self._launched = launched
         self._is_writer = backend.rank == 0
+        self._name = name
         self.console = Console(self._is_writer)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
-        directory = None
-        if self._is_writer:
-            directory = run_directory.create(loaded.config.output_dir, name)
-        self.directory: Path = backend.world.gather_objects(directory)[0]
+        self._elsewhere: list[str] = []
+        places = self._make_places() if self._is_writer else None
+        # Both are made now: a folder that cannot be written is better told before a run than after it.
+        self.directory: Path
+        self.model_directory: Path
+        self.directory, self.model_directory = backend.world.gather_objects(places)[0]
         backend.compile_log.listener = self._compiling
         if self._is_writer:
             self._open()
+
+    def _make_places(self) -> tuple[Path, Path]:
+        config = self._loaded.config
+        directory = run_directory.create(config.output_dir, self._name)
+        save = config.actor_config.save
+        if not save:
+            return directory, directory / "hf"
+        label = _label(directory)
+        return directory, run_directory.own_place(save, label, "*", "actor_config.save")
+
+    @property
+    def label(self) -> str:
+        """This run's name in folders that it shares with others."""
+        return _label(self.directory)
 
     def _open(self) -> None:
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
         board = None
         if rl.tensorboard:
-            board = (
-                Path(rl.tensorboard_dir) if rl.tensorboard_dir else self.directory / "tensorboard"
-            )
+            board = self.directory / "tensorboard"
+            if rl.tensorboard_dir:
+                board = self._own_place(rl.tensorboard_dir, "*tfevents*", "tensorboard_dir")
         self._metrics = MetricsWriter(self.directory, board, rl.tensorboard_queue_size)
         self._completions = None
         if rl.save_prompt_completions_data:
-            folder = Path(rl.save_prompt_completions_dir or self.directory)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = self.directory
+            if rl.save_prompt_completions_dir:
+                folder = self._own_place(
+                    rl.save_prompt_completions_dir,
+                    "completions.jsonl",
+                    "save_prompt_completions_dir",
+                )
             self._completions = CompletionsWriter(
                 folder / "completions.jsonl", rl.save_prompt_completions_interval
             )
 
-    @property
-    def model_directory(self) -> Path:
-        save = self._loaded.config.actor_config.save
-        return Path(save) if save else self.directory / "hf"
+    def _own_place(self, given: str, taken: str, key: str) -> Path:
+        """A folder outside of the run's own, and the user told where in it."""
+        place = run_directory.own_place(given, self.label, taken, f"rl_config.{key}")
+        self._elsewhere.append(f"{key}: {place}")
+        return place
 
     def _compiling(self, name: str, seconds: float | None) -> None:
         if seconds is not None:
             self.console.line(f"  compiled {name}: {seconds:.1f} s")
 
-    def banner(self, num_steps: int, inputs: Inputs) -> None:
+    def banner(self, num_steps: int, inputs: Inputs, notes: Sequence[str] = ()) -> None:
         plan, backend = self._plan, self._backend
         first = inputs.prompts[0]
         name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
@@ -109,8 +132,10 @@ class RunRecord:
         ]
         if backend.notices:
             sections.append(("kernels", backend.notices))
-        if self._loaded.notices:
-            sections.append(("retired", self._loaded.notices))
+        if self._elsewhere:
+            sections.append(("elsewhere", self._elsewhere))
+        if notes or self._loaded.notices:
+            sections.append(("notes", [*notes, *self._loaded.notices]))
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
     def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
@@ -203,6 +228,10 @@ class RunRecord:
                 ("curve", [str(self.directory / "reward_curve.png")]),
             ],
         )
+
+
+def _label(directory: Path) -> str:
+    return "-".join(directory.absolute().parts[-2:]).strip("/")
 
 
 def _number(value: float) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +33,20 @@ class StepOutcome:
     seconds: dict[str, float]
 
 
-class Stepper:
-    """`learning_rate` gives the rate of an update, counted from 0 over the run."""
+def _unwatched(phase: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
-    def __init__(self, roles: Roles, learning_rate: Callable[[int], float]) -> None:
+
+class Stepper:
+    """`learning_rate` gives the rate of an update, counted from 0 over the run; `watch` surrounds each phase."""
+
+    def __init__(
+        self,
+        roles: Roles,
+        learning_rate: Callable[[int], float],
+        watch: Callable[[str], AbstractContextManager[None]] = _unwatched,
+    ) -> None:
+        self._watch = watch
         self.roles, self.plan, self.backend = roles, roles.plan, roles.backend
         self._learning_rate = learning_rate
         self._seconds: dict[str, float] = {}
@@ -59,7 +69,8 @@ class Stepper:
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with self._watch(name):
+            yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _rollout(self, step: int, prompts: Sequence[np.ndarray]) -> Samples:

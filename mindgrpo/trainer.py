@@ -17,7 +17,7 @@ from mindgrpo.algorithm.advantage import zero_std_groups
 from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend import connect
-from mindgrpo.config import Config, Loaded
+from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import Ranks
@@ -26,10 +26,12 @@ from mindgrpo.export import export_adapters, export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.generate.usage import Usage
+from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.monitor.memory import process_rss
-from mindgrpo.preflight import Reward, prepare
+from mindgrpo.preflight import Reward, prepare, runtime_settings
 from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
+from mindgrpo.run_watch import Watch
 from mindgrpo.step import StepOutcome, Stepper
 from mindgrpo.update.batches import UpdateReport
 
@@ -63,7 +65,7 @@ class GRPOTrainer:
             context.device_target,
             context.transport,
             dict(os.environ),
-            self.config.rl_config.deterministic == "ON",
+            runtime_settings(self.config),
         )
         self.inputs = prepare(
             self.config,
@@ -75,10 +77,14 @@ class GRPOTrainer:
         self.plan = self.inputs.plan
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
         self.num_steps = self._num_steps()
-        self.record.banner(self.num_steps, self.inputs)
+        self.watch = Watch(self.config, self.backend, self.record)
+        updates = self.num_steps * self.plan.batch.updates_per_step
+        notes = [*self.inputs.notes, *schedule_notes(self.config, updates)]
+        notes += [*self.backend.unmet, *self.watch.notes]
+        self.record.banner(self.num_steps, self.inputs, notes)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
-        self._stepper = Stepper(self.roles, self._learning_rate)
+        self._stepper = Stepper(self.roles, self._learning_rate, self.watch.phase)
 
     def _num_steps(self) -> int:
         rl = self.config.rl_config
@@ -90,10 +96,22 @@ class GRPOTrainer:
         every = self.config.rl_config.eval_steps
         self._evaluate(0)
         for step in range(self.num_steps):
-            figures = self._step(step)
-            if step + 1 == self.num_steps or (every and (step + 1) % every == 0):
-                figures |= self._evaluate(step + 1)
+            with self.watch.step(step):
+                figures = self._step(step)
+                if step + 1 == self.num_steps or (every and (step + 1) % every == 0):
+                    figures |= self._evaluate(step + 1)
             self.record.step(step + 1, self.num_steps, figures)
+            exceeded = self.watch.memory_exceeded()
+            if exceeded:
+                self._write_model()
+                raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
+        self._write_model()
+        self.watch.close()
+        self.record.close(self.num_steps)
+        self.backend.close()
+        return self.record.directory
+
+    def _write_model(self) -> None:
         self.roles.enter("old_logps")
         with self.record.console.phase("writing the model"):
             policy, source = self.roles.policy, self.config.actor_config.load
@@ -107,9 +125,6 @@ class GRPOTrainer:
             if policy.adapters is not None:
                 folder = self.record.directory / "adapter"
                 export_adapters(policy.adapters, self.backend, source, folder)
-        self.record.close(self.num_steps)
-        self.backend.close()
-        return self.record.directory
 
     def _step(self, step: int) -> dict[str, Any]:
         rl = self.config.rl_config
@@ -123,6 +138,7 @@ class GRPOTrainer:
             ),
         )
         self.record.completions(step + 1, owners, outcome.samples, outcome.scored)
+        self.watch.dump(outcome)
         return self._figures(outcome)
 
     def _learning_rate(self, index: int) -> float:
@@ -215,7 +231,8 @@ class GRPOTrainer:
             return {}
         count = self.config.rl_config.eval_samples
         prompts = held_out[:count]
-        with self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts"):
+        told = self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts")
+        with told, self.watch.phase("evaluate"):
             self.roles.refresh_generator()
             self.roles.enter("rollout")
             samples = generate(

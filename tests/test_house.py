@@ -41,6 +41,7 @@ LEVELS = (
     "monitor",
     "doctor",
     "run_record",
+    "run_watch",
     "trainer",
     "__main__",
 )

@@ -236,3 +236,9 @@ def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Pat
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "lots" in only_sentence(ended.stderr)
+
+
+def test_a_file_where_the_model_should_go_is_told(refused: Check, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    sentence = refused("--actor_config.save", str(tmp_path / "taken"))
+    assert "actor_config.save" in sentence and str(tmp_path / "taken") in sentence

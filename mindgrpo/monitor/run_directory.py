@@ -41,6 +41,37 @@ def check_free(directory: Path | str) -> None:
         )
 
 
+def own_place(given: Path | str, name: str, taken: str, key: str) -> Path:
+    """`given` itself where nothing in it matches `taken` (a glob), else a new folder in it called `name`.
+
+    `key` is the setting that `given` came from. Raises UserError for what cannot be made.
+    """
+    place = Path(given)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        if any(place.glob(taken)):
+            return _make_fresh(place, name)
+    except OSError as error:
+        raise UserError(
+            f"{key} '{given}' cannot be made or read as a folder ({error.strerror}): name a folder "
+            "that can be written, or leave it out."
+        ) from error
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{key} '{given}' cannot be written: name a folder that can, or leave it out."
+        )
+    return place
+
+
+def _make_fresh(parent: Path, name: str) -> Path:
+    for number in itertools.count(1):
+        directory = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise AssertionError("itertools.count ended")
+
+
 def _make_given(directory: Path) -> Path:
     check_free(directory)
     try:
@@ -63,17 +94,12 @@ def _make_default(root: Path, config_name: str) -> Path:
     parent = root / config_name
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            directory = parent / (stamp if number == 1 else f"{stamp}-{number}")
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                return directory
+        return _make_fresh(parent, stamp)
     except OSError as error:
         raise UserError(
             f"the directory {parent} for the run cannot be made ({error.strerror}): "
             "name a directory that can be written with --output_dir."
         ) from error
-    raise AssertionError("itertools.count ended")
 
 
 def _point_latest(root: Path, directory: Path) -> None:

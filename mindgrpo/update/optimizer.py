@@ -80,8 +80,8 @@ class AdamW:
         settings: AdamWSettings,
         on_host: bool = False,
     ) -> None:
-        self.first = Weights(weights.layout, weights.rank, backend, on_host)
-        self.second = Weights(weights.layout, weights.rank, backend, on_host)
+        self.first = Weights(weights.layout, weights.rank, backend, on_host=on_host)
+        self.second = Weights(weights.layout, weights.rank, backend, on_host=on_host)
         self._weights = weights
         self._settings, self._kernels = settings, backend.kernels
         self._gradients = gradients

@@ -1,0 +1,160 @@
+"""Looks at the host's memory while a run works: writes it down, warns, and ends this run before the host runs out.
+
+A thread of one rank a host. Reads figures of the ranks' own processes and of the host as a whole, no others'.
+Refuses to signal any process: what it ends is the process that it runs in, and that ends its run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from mindgrpo.config.observation import MonitorConfig
+from mindgrpo.monitor.memory import format_bytes
+
+CGROUPS = (  # folder, limit, use: version 2, then version 1
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+# A warning comes again only after the share was this much below the limit.
+HYSTERESIS = 0.02
+
+
+class HostMemoryExhausted(RuntimeError):
+    """The host's memory is used above the limit, and the run was asked to end then."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes, of all programs together; those of a container where it has a limit of its own."""
+
+    used: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        return self.used / self.total
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    whole = psutil.virtual_memory()
+    for folder, limit, use in CGROUPS:
+        container = _container(root / folder.lstrip("/"), limit, use)
+        if container is not None and container.total < whole.total:
+            return container
+    return HostMemory(whole.total - whole.available, whole.total)
+
+
+def _container(folder: Path, limit: str, use: str) -> HostMemory | None:
+    try:
+        total = int((folder / limit).read_text())
+        used = int((folder / use).read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    # Pages of files that the system drops by itself before it runs out.
+    stat = dict(line.split() for line in lines)
+    files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return HostMemory(max(0, used - files), total)
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    os._exit(1)
+
+
+class HostMemoryMonitor:
+    """`processes` are the ranks of this host by number; `say` puts a line on the console.
+
+    With protection, `exceeded` says so above the threshold, for the run to end at its next step; half-way from the
+    threshold to all of the memory there may be no next step, and `end` is called from the thread.
+    """
+
+    def __init__(
+        self,
+        settings: MonitorConfig,
+        path: Path,
+        processes: Mapping[int, int],
+        say: Callable[[str], None],
+        read: Callable[[], HostMemory] = host_memory,
+        end: Callable[[], None] = _end_at_once,
+    ) -> None:
+        self._settings, self._path, self._say = settings, path, say
+        self._read, self._end = read, end
+        self._processes = {rank: psutil.Process(pid) for rank, pid in processes.items()}
+        self._stopped = threading.Event()
+        self._warned = False
+        self.step = 1
+        self.exceeded: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="host memory", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        seconds = self._settings.seconds
+        while not self._stopped.wait(seconds):
+            self.look()
+
+    def look(self) -> None:
+        memory = self._read()
+        rss = self._rss()
+        if self._settings.covers(self.step):
+            self._write(memory, rss)
+        limit = self._settings.host_max_memory_threshold
+        if memory.share > limit:
+            self._beyond(memory, rss)
+        elif memory.share < limit - HYSTERESIS:
+            self._warned = False
+
+    def _rss(self) -> dict[int, int]:
+        found = {}
+        for rank, process in self._processes.items():
+            try:
+                found[rank] = int(process.memory_info().rss)
+            except psutil.Error:
+                found[rank] = 0
+        return found
+
+    def _write(self, memory: HostMemory, rss: Mapping[int, int]) -> None:
+        row = {
+            "time": time.time(),
+            "step": self.step,
+            "used": memory.used,
+            "total": memory.total,
+            "share": memory.share,
+            "rss": {str(rank): size for rank, size in rss.items()},
+        }
+        with self._path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+    def _beyond(self, memory: HostMemory, rss: Mapping[int, int]) -> None:
+        settings = self._settings
+        limit = settings.host_max_memory_threshold
+        words = (
+            f"the host's memory is used to {memory.share:.1%} ({format_bytes(memory.used)} of "
+            f"{format_bytes(memory.total)}, by this run's ranks {format_bytes(sum(rss.values()))}), "
+            f"above monitor_config.host_max_memory_threshold {limit}"
+        )
+        if not self._warned:
+            self._warned = True
+            self._say(f"  warning: {words}")
+        if not settings.host_memory_protection:
+            return
+        self.exceeded = words
+        if memory.share > (1 + limit) / 2:
+            self._say(f"  ending this run at once, without its model: {words}")
+            self._end()

@@ -1,0 +1,80 @@
+"""A step's key data, written by msprobe's SingleSave, for comparing two runs element by element.
+
+msprobe is optional: where it is not installed a run says so in one line and goes on, and where it fails later the
+run goes on without it. Written for mindstudio-probe 26.2. Refuses to save what a step does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.samples import Samples
+
+
+def load_saver() -> Any:
+    """msprobe's SingleSave. Raises ImportError, also for a package that is only called alike."""
+    from msprobe.core import SingleSave
+
+    return SingleSave
+
+
+def key_data(
+    samples: Samples,
+    rewards: Mapping[str, np.ndarray],
+    policy_logps: Mapping[int, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
+
+    def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+    data = {
+        "prompt_lengths": np.array([len(tokens) for tokens in samples.prompts], np.int32),
+        "prompt_tokens": joined(samples.prompts),
+        "completion_lengths": samples.completion_lengths.astype(np.int32),
+        "completion_tokens": joined(samples.completions),
+        "generator_logps": joined(samples.generator_logps),
+        "policy_logps": joined([policy_logps[i] for i in sorted(policy_logps)]),
+        "advantages": samples.advantages,
+    }
+    if samples.reference_logps is not None:
+        data["reference_logps"] = joined(samples.reference_logps)
+    if samples.old_logps is not None:
+        data["old_logps"] = joined(samples.old_logps)
+    return data | {f"reward_{name}": values for name, values in rewards.items()}
+
+
+class Probe:
+    """Saves into `folder`: configurations.json, and data/NAME/stepN/rank0/... with statistics beside."""
+
+    def __init__(self, saver: Any, folder: Path, warn: Callable[[str], None]) -> None:
+        self._saver, self._warn = saver, warn
+        self._works = True
+        self._guarded(lambda: saver(str(folder), fmk="mindspore"))
+
+    def configuration(self, values: Mapping[str, object]) -> None:
+        self._guarded(lambda: self._saver.save_config(dict(values)))
+
+    def step(self, data: Mapping[str, np.ndarray]) -> None:
+        from mindspore import Tensor
+
+        self._guarded(
+            lambda: self._saver.save(
+                {name: Tensor(values) for name, values in data.items() if values.size}
+            )
+        )
+        self._guarded(self._saver.step)
+
+    def _guarded(self, call: Callable[[], object]) -> None:
+        if not self._works:
+            return
+        try:
+            call()
+        except Exception as error:  # a debugging aid must not end what it looks at
+            self._works = False
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._warn(f"  warning: msprobe failed and is not used any more in this run ({reason})")

@@ -1,0 +1,84 @@
+"""Where the time of a run goes, as a trace in the Trace Event Format that chrome://tracing and Perfetto open.
+
+One file a rank, and rank 0's with all of them. Clocks are the host's, so that ranks of one host line up. Refuses to
+look inside a phase: the accelerator's own profile does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.monitor.memory import process_rss
+
+Event = dict[str, Any]
+MICROSECONDS = 1e6
+
+
+class PhaseTrace:
+    """Events of one rank. `phases` None takes all of them; steps are always taken."""
+
+    def __init__(
+        self,
+        rank: int,
+        phases: frozenset[str] | None = None,
+        with_memory: bool = False,
+        with_processor: bool = True,
+    ) -> None:
+        self.events: list[Event] = []
+        self._rank, self._phases = rank, phases
+        self._with_memory, self._with_processor = with_memory, with_processor
+        # A clock that never jumps, started at the time that other ranks know too.
+        self._start = time.time() - time.perf_counter()
+        self._name("process_name", f"rank {rank}")
+        self._name("thread_name", "phases")
+
+    def _name(self, kind: str, name: str) -> None:
+        self._add("M", kind, args={"name": name})
+
+    def _add(self, kind: str, name: str, **more: Any) -> None:
+        self.events.append({"ph": kind, "name": name, "pid": self._rank, "tid": 0, **more})
+
+    def now(self) -> float:
+        """Microseconds since the epoch."""
+        return (self._start + time.perf_counter()) * MICROSECONDS
+
+    def wants(self, phase: str) -> bool:
+        return self._phases is None or phase in self._phases
+
+    @contextmanager
+    def span(self, name: str, kind: str = "phase") -> Iterator[None]:
+        """Everything inside, as one bar; bars inside it stand below."""
+        started, used = self.now(), os.times()
+        self._memory(started)
+        try:
+            yield
+        finally:
+            ended, then = self.now(), os.times()
+            args = {}
+            if self._with_processor:
+                args = {"user_s": then.user - used.user, "system_s": then.system - used.system}
+            self._add("X", name, cat=kind, ts=started, dur=ended - started, args=args)
+            self._memory(ended)
+
+    def bar(self, name: str, kind: str, seconds: float) -> None:
+        """What took `seconds` and has just ended."""
+        ended = self.now()
+        self._add(
+            "X", name, cat=kind, ts=ended - seconds * MICROSECONDS, dur=seconds * MICROSECONDS
+        )
+
+    def _memory(self, when: float) -> None:
+        if self._with_memory:
+            self._add("C", "memory", ts=when, args={"rss": process_rss()})
+
+
+def write_trace(path: Path, events: Sequence[Event]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"})
+    path.write_text(text + "\n", encoding="utf-8")
