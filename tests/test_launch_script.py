@@ -283,3 +283,14 @@ def test_setup_refuses_a_python_that_does_not_run(tmp_path: Path) -> None:
     assert ended.returncode == 2
     assert is_one_sentence(ended.stderr) and "PYTHON=/nowhere/python3" in ended.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_the_users_launch_script_names_all_that_it_misses_at_once() -> None:
+    script = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "run_grpo_vllm.sh"
+    bare = {"PATH": os.environ["PATH"]}
+    ended = subprocess.run(
+        ["bash", str(script)], env=bare, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert is_one_sentence(ended.stderr)
+    assert "QWEN_MODEL_PATH" in ended.stderr and "DATASET_FILE" in ended.stderr
