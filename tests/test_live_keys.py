@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from mindgrpo.monitor.host_memory import host_memory
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"
 RUN_SECONDS = 300
@@ -33,7 +35,7 @@ FIGURES = ("loss", "kl", "entropy", "grad_norm", "reward/mean", "tokens", "lr")
 
 
 class Run:
-    def __init__(self, folder: Path, **keys: str) -> None:
+    def __init__(self, folder: Path, status: int = 0, **keys: str) -> None:
         self.folder = folder
         given = SMALL | {"output_dir": str(folder / "output")} | keys
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
@@ -47,7 +49,7 @@ class Run:
             text=True,
             timeout=RUN_SECONDS,
         )
-        assert ended.returncode == 0, ended.stdout[-3000:]
+        assert ended.returncode == status, ended.stdout[-3000:]
         self.said = ended.stdout
         self.steps = self.lines("output/metrics.jsonl")
 
@@ -157,11 +159,29 @@ def test_what_is_asked_for_and_not_there_is_told_in_one_line(plain: Run, keyed: 
     assert "notes" not in plain.said
 
 
+def test_a_run_on_a_full_host_ends_after_its_step_with_its_model_written(tmp_path: Path) -> None:
+    # Full is what the host is now, as far as this run is told.
+    threshold = 0.7 * host_memory().share
+    run = Run(
+        tmp_path,
+        status=1,
+        **{
+            "monitor_config.host_memory_protection": "true",
+            "monitor_config.host_monitor_interval": "0.05",
+            "monitor_config.host_max_memory_threshold": f"{threshold:.6f}",
+        },
+    )
+    assert [step["step"] for step in run.steps] == [1]
+    assert "HostMemoryExhausted: the run ends after step 1: the host's memory is used" in run.said
+    assert run.said.count("  warning: the host's memory is used") == 1
+    assert (tmp_path / "output/hf/model.safetensors").is_file()
+
+
 def test_without_compiled_graphs_a_step_is_the_same(plain: Run, tmp_path: Path) -> None:
     run = Run(tmp_path, **{"context.mode": "1", "rl_config.max_steps": "1"})
     for name in set(FIGURES) - {"lr"}:
         assert run.steps[0][name] == pytest.approx(plain.steps[0][name], rel=1e-4, abs=1e-6), name
     assert run.steps[0]["grad_norm"] > 0
     assert run.said.count("context.mode 1 compiles nothing") == 1
-    assert "compiled " not in run.said
+    assert "\n  compiled " not in run.said and "\n  compiled " in plain.said
     assert json.loads((tmp_path / "output/summary.json").read_text())["compiles"] == 0
