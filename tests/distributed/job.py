@@ -19,7 +19,8 @@ import cases as c
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.algorithm.advantage import group_advantages
+from mindgrpo.algorithm.credit import assign_credit
+from mindgrpo.algorithm.objective import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
@@ -89,8 +90,7 @@ class Run:
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=self.case.recompute,
-            epsilon=c.EPSILON,
-            beta=c.BETA,
+            objective=Objective(**(c.OBJECTIVE | self.recipe.objective)),
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         )
