@@ -46,5 +46,5 @@ def refill(
         scored = scored.with_replaced(places, fresh_scored)
         drawn.append(fresh_scored.scores.total)
         replaced += len(groups)
-    mean = float(np.concatenate(drawn).mean())
+    mean = float(np.concatenate(drawn).mean(dtype=np.float64))
     return scored, Refills(len(drawn) - 1, replaced, mean)

@@ -24,7 +24,6 @@ from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
 from mindgrpo.update.batches import UpdateReport, update
 
-
 # Scores samples, whose `groups` are numbers of the step's prompts.
 Score = Callable[[Samples], Scored]
 # Further prompts, int32 [n] each, for the groups of these numbers.

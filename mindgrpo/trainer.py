@@ -133,9 +133,7 @@ class GRPOTrainer:
             ),
             further,
         )
-        self.record.completions(
-            step + 1, owners(outcome.samples), outcome.samples, outcome.scored
-        )
+        self.record.completions(step + 1, owners(outcome.samples), outcome.samples, outcome.scored)
         return self._figures(outcome)
 
     def _learning_rate(self, index: int) -> float:

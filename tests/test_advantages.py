@@ -85,8 +85,6 @@ def test_rewards_that_are_not_numbers_are_refused(bad: float) -> None:
         group_advantages(np.array([1.0, bad]), 2, "group")
 
 
-
-
 @pytest.mark.parametrize("group", [2, 3, 8])
 def test_leave_one_out_compares_with_the_others_of_the_group(group: int) -> None:
     rewards = np.random.default_rng(group).normal(size=group * 4)
@@ -158,7 +156,9 @@ def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_a_ratio_beyond_all_numbers_is_capped_and_empty_samples_are_passed(mode: str) -> None:
-    found = correct_mismatch([np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], mode, 2)
+    found = correct_mismatch(
+        [np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], mode, 2
+    )
     assert found.factors[0].tolist() == [2.0 if mode == "token_truncate" else 0.0]
     assert (found.factors[1].size, found.capped) == (0, 1.0)
     assert correct_mismatch([], [], mode, 2).mean == 1.0

@@ -194,14 +194,18 @@ def test_generator_and_trainer_agree_on_log_probs_after_every_reshard(
 def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
     steps = GOLDEN[recipe]["steps"]
     assert len(steps) == c.NUM_STEPS
-    assert _numbers(steps, "grad_norm").min() > c.MAX_GRAD_NORM
+    norms = _numbers(steps, "grad_norm")
+    # A second update on the same samples may have little left to do where their ratios are clipped.
+    firsts = norms[:, 0] if c.RECIPES[recipe].objective else norms
+    assert firsts.min() > c.MAX_GRAD_NORM
     assert _numbers(steps, "kl").min() > 0
     assert len({tuple(step["tokens"]) for step in steps}) == c.NUM_STEPS
     assert len(set(steps[0]["lengths"])) > 1
 
 
-def test_the_golden_trajectory_clips_ratios_in_second_iterations_only() -> None:
-    fractions = _numbers(GOLDEN["two iterations"]["steps"], "clip_fraction")
+@pytest.mark.parametrize("recipe", [name for name, r in c.RECIPES.items() if r.num_iterations > 1])
+def test_the_golden_trajectory_clips_ratios_in_second_iterations_only(recipe: str) -> None:
+    fractions = _numbers(GOLDEN[recipe]["steps"], "clip_fraction")
     assert (fractions[:, 0] == 0).all() and (fractions[:, 1] > 0).all()
     assert (fractions[:, 1] < 1).all()
 

@@ -121,7 +121,9 @@ def test_grpo_gives_every_sample_the_same_share_and_dapo_every_token() -> None:
 
 def test_dr_grpo_does_not_look_at_lengths() -> None:
     objective = replace(WIDE, loss_type="dr_grpo")
-    np.testing.assert_array_equal(token_weights([1, 16], objective), token_weights([7, 2], objective))
+    np.testing.assert_array_equal(
+        token_weights([1, 16], objective), token_weights([7, 2], objective)
+    )
 
 
 def test_an_empty_completion_counts_as_a_sample_and_has_a_finite_weight() -> None:

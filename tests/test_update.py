@@ -218,7 +218,9 @@ def elaborate(packed: Outcome) -> Samples:
     return given
 
 
-ALL_TERMS = Objective(epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True)
+ALL_TERMS = Objective(
+    epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True
+)
 VARIANTS = {
     "gspo": replace(
         ALL_TERMS, importance_sampling_level="sequence", epsilon_low=0.02, epsilon_high=0.02

@@ -83,7 +83,10 @@ class AlgorithmKeys(Section):
         False, description="replace groups whose rewards are all equal by groups of further prompts"
     )
     dynamic_sampling_rounds: int | None = Field(
-        None, ge=1, le=100, description=f"at most so many replacements a step; null: {DEFAULT_ROUNDS}"
+        None,
+        ge=1,
+        le=100,
+        description=f"at most so many replacements a step; null: {DEFAULT_ROUNDS}",
     )
 
     importance_sampling_correction: Literal[

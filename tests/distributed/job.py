@@ -12,6 +12,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ def prompts() -> list[np.ndarray]:
 def rewards(samples: Samples) -> np.ndarray:
     """float64 [samples], a function of the tokens alone."""
     return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in samples.completions])
+
+
+def as_of_another_engine(samples: Samples) -> list[np.ndarray]:
+    """The generator's log-probs with an error that is a function of the tokens alone, so that factors are not 1."""
+    pairs = zip(samples.generator_logps, samples.completions, strict=True)
+    return [logps + np.float32(0.1) * np.sin(tokens.astype(np.float32)) for logps, tokens in pairs]
 
 
 class Run:
@@ -138,13 +145,14 @@ class Run:
             draw,
             version,
         )
-        samples.advantages = group_advantages(rewards(samples), c.NUM_GENERATIONS, "group")
         samples.reference_logps = self._logps(self.reference, self.infer, samples)
         if self.recipe.num_iterations > 1:
             samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
+        given = replace(samples, generator_logps=as_of_another_engine(samples))
+        assign_credit(given, rewards(given), Credit(c.NUM_GENERATIONS, **self.recipe.credit))
         everyone = range(len(samples))
         reports = [
-            update(self.policy, samples, everyone, c.LEARNING_RATE)
+            update(self.policy, given, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
         return _figures(samples, reports)

@@ -1,0 +1,128 @@
+"""The algorithm's keys: which choices are refused together, and what the rest of the program makes of them.
+
+Does not prove that a loss is right; test_losses.py and test_advantages.py do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.config import Config
+
+
+def config(**keys: Any) -> Config:
+    return Config.model_validate({"rl_config": keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"loss_type": "cispo", "delta": 4.0}, "set rl_config.delta to null"),
+        ({"loss_type": "cispo", "dual_clip": 3.0}, "set rl_config.dual_clip to null"),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+            "weighs each token by its own",
+        ),
+        ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
+        ({"delta": 1.2, "epsilon_high": 0.2}, "must be above 1 + rl_config.epsilon_high"),
+        ({"advantage_estimator": "rloo", "num_generations": 1}, "compares the samples of a group"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 1},
+            "use reinforce_plus_plus",
+        ),
+        ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "is defined with none"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "none"},
+            "is defined with batch",
+        ),
+        ({"kl_in_reward": True, "beta": 0.0}, "no KL to take from the rewards"),
+        (
+            {
+                "kl_in_reward": True,
+                "advantage_estimator": "reinforce_plus_plus",
+                "importance_sampling_level": "sequence",
+            },
+            "an advantage of its own",
+        ),
+        ({"kl_in_reward": True, "enable_oldpolicy": False}, "needs the policy's log-probs before"),
+        (
+            {"importance_sampling_correction": "token_mask", "enable_oldpolicy": False},
+            "rl_config.importance_sampling_correction needs the policy's log-probs before",
+        ),
+        ({"importance_sampling_cap": 3.0}, "so nothing is capped"),
+        ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
+        ({"dynamic_sampling": True, "num_generations": 1}, "always is"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**keys)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss_type": "cispo", "epsilon_low": 1.0, "epsilon_high": 4.0},
+        {"delta": 1.21, "epsilon_high": 0.2},
+        {"dual_clip": 1.1, "importance_sampling_level": "sequence"},
+        {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
+        {"advantage_estimator": "rloo", "scale_rewards": "none"},
+        {"scale_rewards": "batch"},
+        {"kl_in_reward": True, "importance_sampling_level": "sequence"},
+        {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 3.0},
+        {"dynamic_sampling": True, "dynamic_sampling_rounds": 7, "num_generations": 2},
+    ],
+)
+def test_choices_that_go_together_are_accepted(keys: dict[str, Any]) -> None:
+    config(**keys)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(True, "group"), (False, "none"), ("batch", "batch")]
+)
+def test_scale_rewards_may_be_written_as_other_trainers_do(written: object, read: str) -> None:
+    assert config(scale_rewards=written).rl_config.reward_scale == read
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale"),
+    [
+        ("grpo", "group"),
+        ("rloo", "none"),
+        ("reinforce_plus_plus", "batch"),
+        ("reinforce_plus_plus_baseline", "batch"),
+    ],
+)
+def test_without_a_scale_the_estimator_has_its_papers(estimator: str, scale: str) -> None:
+    assert config(advantage_estimator=estimator).rl_config.reward_scale == scale
+
+
+def test_the_kl_term_is_in_the_loss_or_in_the_reward_and_never_in_both() -> None:
+    in_loss, in_reward = config(beta=0.5), config(beta=0.5, kl_in_reward=True)
+    assert (Objective.of(in_loss).beta, Credit.of(in_loss).reward_beta) == (0.5, 0.0)
+    assert (Objective.of(in_reward).beta, Credit.of(in_reward).reward_beta) == (0.0, 0.5)
+
+
+def test_the_correction_reaches_loss_and_credit_with_its_cap() -> None:
+    off, on = config(), config(importance_sampling_correction="sequence_mask")
+    assert not Objective.of(off).corrected and not Credit.of(off).needs_old
+    assert Objective.of(on).corrected and Credit.of(on).needs_old
+    assert Credit.of(on).correction_cap == 2.0
+    capped = config(importance_sampling_correction="token_truncate", importance_sampling_cap=5.0)
+    assert Credit.of(capped).correction_cap == 5.0
+
+
+def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:
+    tree = {"generate_config": {"sampling_config": {"max_tokens": 77}}}
+    assert Objective.of(Config.model_validate(tree)).max_completion_length == 77
+
+
+def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
+    assert config().rl_config.refill_rounds == 0
+    assert config(dynamic_sampling=True).rl_config.refill_rounds == 3
+    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.refill_rounds == 9
