@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from mindgrpo.algorithm.objective import Credit, Objective
-from mindgrpo.config import Config
+from mindgrpo.algorithm.summary import algorithm_lines
+from mindgrpo.config import BatchPlan, Config
 
 
 def config(**keys: Any) -> Config:
@@ -126,3 +127,48 @@ def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
     assert config().rl_config.refill_rounds == 0
     assert config(dynamic_sampling=True).rl_config.refill_rounds == 3
     assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.refill_rounds == 9
+
+
+def told(**keys: Any) -> str:
+    made = config(**keys)
+    return "\n".join(algorithm_lines(made, BatchPlan.of(made)))
+
+
+def test_the_summary_names_what_is_chosen() -> None:
+    assert told() == (
+        "loss grpo, ratios by token, clip 0.2 below, 0.2 above\n"
+        "advantages grpo, scaled by group; KL k3 x 0.01 in the loss"
+    )
+    chosen = told(
+        loss_type="dapo",
+        delta=4.0,
+        entropy_coef=0.02,
+        beta=0.0,
+        num_iterations=2,
+        dynamic_sampling=True,
+        mask_truncated_completions=True,
+        importance_sampling_correction="token_mask",
+    )
+    assert "delta 4, entropy bonus 0.02" in chosen and "no KL" in chosen
+    assert chosen.endswith(
+        "groups of equal rewards replaced up to 3 times, truncated completions left out, "
+        "token_mask above 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "warning"),
+    [
+        ({"kl_estimator": "k1"}, "has mean 0"),
+        ({"kl_in_reward": True}, "k1 is exact there"),
+        ({"importance_sampling_level": "sequence", "num_iterations": 2}, "hardly reach clips"),
+        ({"loss_type": "dr_grpo"}, "scale_rewards none as well"),
+        ({"loss_type": "cispo"}, "every ratio is 1"),
+        ({"delta": 4.0}, "every ratio is 1"),
+    ],
+)
+def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
+    keys: dict[str, Any], warning: str
+) -> None:
+    found = [line for line in told(**keys).splitlines() if line.startswith("warning: ")]
+    assert len(found) == 1 and warning in found[0]

@@ -1,5 +1,6 @@
-"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT, or --write-golden.
+"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT.
 
+With --write-golden [RECIPE ...] instead it writes the trajectory of these recipes, or of all, in one process.
 Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
 rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the golden trajectory from several ranks.
 """
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,13 +110,13 @@ class Run:
         return policy
 
     def _generator(self) -> Generator:
-        sampling = SamplingSettings(
-            temperature=c.TEMPERATURE,
-            min_tokens=2,
-            max_tokens=c.MAX_TOKENS,
-            stop_ids=c.STOP_IDS,
-            **self.recipe.sampling,
-        )
+        settings: dict[str, Any] = {
+            "temperature": c.TEMPERATURE,
+            "min_tokens": 2,
+            "max_tokens": c.MAX_TOKENS,
+            "stop_ids": c.STOP_IDS,
+        }
+        sampling = SamplingSettings(**(settings | self.recipe.sampling))
         room = Room(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
         return Generator(self.config, self.infer, self.backend, sampling, room)
 
@@ -336,20 +337,22 @@ def run_all(folder: Path, backend: Backend, transport: str) -> None:
     backend.close()
 
 
-def write_golden(backend: Backend) -> None:
+def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
+    """Of `recipes`, or of all; the others stay as they are."""
     if backend.world_size > 1:
         sys.exit("the golden trajectory is that of one process: start job.py without msrun")
-    golden = {}
+    golden = json.loads(GOLDEN.read_text())
     for case in c.ALONE:
-        outcome, _ = trajectory(case, backend)
-        outcome.pop("seconds")
-        golden[case.recipe] = outcome
+        if not recipes or case.recipe in recipes:
+            outcome, _ = trajectory(case, backend)
+            outcome.pop("seconds")
+            golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def main() -> None:
     if sys.argv[1] == "--write-golden":
-        write_golden(connect(None, None, dict(os.environ)))
+        write_golden(connect(None, None, dict(os.environ)), sys.argv[2:])
     else:
         folder, transport = sys.argv[1:]
         run_all(Path(folder), connect(None, transport, dict(os.environ)), transport)
