@@ -5,14 +5,20 @@ Does not prove that a loss is right; test_losses.py and test_advantages.py do.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from mindgrpo.algorithm.objective import Credit, Objective
 from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.config import BatchPlan, Config
+from mindgrpo.config.algorithm import AlgorithmKeys
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 
 
 def config(**keys: Any) -> Config:
@@ -172,3 +178,17 @@ def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
 ) -> None:
     found = [line for line in told(**keys).splitlines() if line.startswith("warning: ")]
     assert len(found) == 1 and warning in found[0]
+
+
+def test_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        found = told(**yaml.safe_load(block)["rl_config"], num_generations=16).splitlines()
+        assert not [line for line in found if line.startswith("warning") and "1, so" not in line]
+
+
+def test_the_page_names_every_key_of_the_algorithm() -> None:
+    text = PAGE.read_text("utf-8")
+    fields = AlgorithmKeys.model_fields
+    assert [name for name in fields if not re.search(rf"\b{name}\b", text)] == []
