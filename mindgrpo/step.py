@@ -20,6 +20,7 @@ from mindgrpo.algorithm.samples import Samples
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import ROLLOUT
+from mindgrpo.generate.usage import Usage
 from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
 from mindgrpo.update.batches import UpdateReport, update
@@ -34,7 +35,8 @@ Prompts = Callable[[Sequence[int]], Sequence[np.ndarray]]
 class StepOutcome:
     """`lr` is the last update's; `seconds` by phase on this rank, and of the whole under "step".
 
-    `refills` is None without dynamic sampling, `mismatch` without a correction for the generator.
+    `usage` is this rank's, of all the step's rollouts. `refills` is None without dynamic sampling, `mismatch` without
+    a correction for the generator.
     """
 
     samples: Samples
@@ -42,6 +44,7 @@ class StepOutcome:
     reports: list[UpdateReport]
     lr: float
     seconds: dict[str, float]
+    usage: Usage
     refills: Refills | None = None
     mismatch: Mismatch | None = None
 
@@ -54,6 +57,7 @@ class Stepper:
         self._credit = Credit.of(roles.plan.config)
         self._learning_rate = learning_rate
         self._seconds: dict[str, float] = {}
+        self._usages: list[Usage] = []
 
     def run(
         self,
@@ -66,7 +70,7 @@ class Stepper:
 
         Dynamic sampling, where it is configured, needs `further`.
         """
-        self._seconds = {}
+        self._seconds, self._usages = {}, []
         started = time.perf_counter()
         samples = self._rollout(step, prompts)
         scored = self._score(samples, score)
@@ -81,7 +85,8 @@ class Stepper:
         reports, lr = self._update(step, samples)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
-        return StepOutcome(samples, scored, reports, lr, self._seconds, refills, mismatch)
+        usage = Usage.total(self._usages)
+        return StepOutcome(samples, scored, reports, lr, self._seconds, usage, refills, mismatch)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -95,7 +100,7 @@ class Stepper:
             self.roles.refresh_generator()
         with self._phase("rollout"):
             self.roles.enter("rollout")
-            return generate(
+            samples = generate(
                 self.roles.generator,
                 self.plan.infer,
                 self.backend,
@@ -105,6 +110,8 @@ class Stepper:
                 self.roles.policy.version,
                 first,
             )
+        self._usages.append(self.roles.generator.usage)
+        return samples
 
     def _score(self, samples: Samples, score: Score) -> Scored:
         with self._phase("score"):

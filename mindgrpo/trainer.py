@@ -185,7 +185,7 @@ class GRPOTrainer:
             "tokens": int(samples.total_lengths.sum()),
             "weights_version": self.roles.policy.version,
         }
-        return figures | self._chosen(outcome) | self._resources(outcome.seconds)
+        return figures | self._chosen(outcome) | self._resources(outcome)
 
     def _chosen(self, outcome: StepOutcome) -> dict[str, Any]:
         """Figures of what the configuration has turned on."""
@@ -207,15 +207,16 @@ class GRPOTrainer:
             }
         return figures
 
-    def _resources(self, seconds: dict[str, float]) -> dict[str, Any]:
+    def _resources(self, outcome: StepOutcome) -> dict[str, Any]:
         """Times of this rank; memory and traffic summed over ranks."""
         traffic = self.roles.traffic
-        usage = self.roles.generator.usage
-        ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received, usage))
+        ranks = self.backend.world.gather_objects(
+            (process_rss(), traffic.bytes_received, outcome.usage)
+        )
         rollout = Usage.total([rank[2] for rank in ranks])
         peaks = self.roles.residency.ledger.peak_by_phase
         return {
-            **{f"time/{name}": spent for name, spent in seconds.items()},
+            **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
             **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
             "memory/rss": sum(rank[0] for rank in ranks),
             "reshard/bytes": sum(rank[1] for rank in ranks),

@@ -145,6 +145,14 @@ def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figur
 
 
 @every_case
+def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
+    _, ranks = launch(case.world)
+    expected = GOLDEN[case.recipe].get("replaced", [])
+    assert all(rank["cases"][case.name]["replaced"] == expected for rank in ranks)
+    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].refill_rounds > 0)
+
+
+@every_case
 def test_the_same_tokens_are_clipped(launch: Launch, case: c.Case) -> None:
     expected = _numbers(GOLDEN[case.recipe]["steps"], "clip_fraction")
     np.testing.assert_allclose(_numbers(_steps(launch, case), "clip_fraction"), expected, rtol=1e-9)

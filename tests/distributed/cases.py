@@ -67,6 +67,7 @@ class Recipe:
     lora: tuple[int, float] | None = None  # rank and alpha
     objective: dict[str, Any] = field(default_factory=dict)
     credit: dict[str, Any] = field(default_factory=dict)
+    refill_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
 
 
 RECIPES = {
@@ -120,6 +121,7 @@ RECIPES = {
             "reward_beta": 0.05,
             "kl_estimator": "k1",
         },
+        refill_rounds=2,
     ),
 }
 

@@ -28,6 +28,7 @@ from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
 from mindgrpo.delivery import Delivery
 from mindgrpo.experience import generate, sample_logps
+from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import ROLLOUT
 from mindgrpo.generate.room import Room
@@ -40,8 +41,10 @@ from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.refill import refill
 from mindgrpo.reshard.execute import Resharder, checksums
 from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.reward.score import Scores
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
@@ -70,6 +73,11 @@ def rewards(samples: Samples) -> np.ndarray:
     return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in samples.completions])
 
 
+def hits(samples: Samples) -> np.ndarray:
+    """float64 [samples] of 0 and 1, in some groups all equal."""
+    return np.array([float(tokens[0] % 3 == 0) for tokens in samples.completions])
+
+
 def as_of_another_engine(samples: Samples) -> list[np.ndarray]:
     """The generator's log-probs with an error that is a function of the tokens alone, so that factors are not 1."""
     pairs = zip(samples.generator_logps, samples.completions, strict=True)
@@ -91,6 +99,8 @@ class Run:
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
         self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.replaced: list[int] = []
+        self.resharder = Resharder(plan, self.policy.weights, self.generator.weights, backend)
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -146,17 +156,52 @@ class Run:
             draw,
             version,
         )
+        self.resharder.run()
+        self.generator.version = self.policy.version
+        samples = self._generate(number, prompts())
+        earned = rewards(samples)
+        if self.recipe.refill_rounds:
+            earned = self._refill(number, samples)
         samples.reference_logps = self._logps(self.reference, self.infer, samples)
         if self.recipe.num_iterations > 1:
             samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
         given = replace(samples, generator_logps=as_of_another_engine(samples))
-        assign_credit(given, rewards(given), Credit(c.NUM_GENERATIONS, **self.recipe.credit))
+        assign_credit(given, earned, Credit(c.NUM_GENERATIONS, **self.recipe.credit))
         everyone = range(len(samples))
         reports = [
             update(self.policy, given, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
         return _figures(samples, reports)
+
+    def _generate(self, number: int, given: list[np.ndarray], first: int = 0) -> Samples:
+        return generate(
+            self.generator,
+            self.infer,
+            self.backend,
+            given,
+            c.NUM_GENERATIONS,
+            Draw(SEED, ROLLOUT, number),
+            self.policy.version,
+            first,
+        )
+
+    def _refill(self, number: int, samples: Samples) -> np.ndarray:
+        """Groups of equal hits give way to others, whose prompts are the same read backwards; the hits then."""
+
+        def scored(of: Samples) -> Scored:
+            return Scored(Scores({}, {}, hits(of)), [])
+
+        def draw(turn: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
+            given = [prompts()[group][::-1] for group in groups]
+            fresh = self._generate(number, given, turn * len(samples))
+            fresh.groups = [group for group in groups for _ in range(c.NUM_GENERATIONS)]
+            return fresh, scored(fresh)
+
+        rounds = self.recipe.refill_rounds
+        found, told = refill(samples, scored(samples), c.NUM_GENERATIONS, rounds, draw)
+        self.replaced.append(told.groups)
+        return found.scores.total
 
     def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
         return sample_logps(pipeline, layout, self.backend, samples)
@@ -189,6 +234,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     parameters = run.parameters()
     result: dict[str, Any] = {
         "steps": steps,
+        "replaced": run.replaced,
         "sums": {name: float(p.sum(dtype=np.float64)) for name, p in parameters.items()},
         "norms": {name: float(np.linalg.norm(p.astype(float))) for name, p in parameters.items()},
         "seconds": time.perf_counter() - started,
