@@ -27,7 +27,6 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
 from mindgrpo.delivery import Delivery
-from mindgrpo.experience import generate, sample_logps
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import ROLLOUT
@@ -100,7 +99,6 @@ class Run:
         adapters, target = self.policy.adapters, self.generator.weights
         self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
         self.replaced: list[int] = []
-        self.resharder = Resharder(plan, self.policy.weights, self.generator.weights, backend)
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -145,18 +143,6 @@ class Run:
 
     def step(self, number: int) -> dict[str, Any]:
         self.delivery.run()
-        self.generator.version = version = self.policy.version
-        draw = Draw(SEED, ROLLOUT, number)
-        samples = generate(
-            self.generator,
-            self.infer,
-            self.backend,
-            prompts(),
-            c.NUM_GENERATIONS,
-            draw,
-            version,
-        )
-        self.resharder.run()
         self.generator.version = self.policy.version
         samples = self._generate(number, prompts())
         earned = rewards(samples)
