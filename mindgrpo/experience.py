@@ -34,14 +34,18 @@ def generate(
     num_generations: int,
     draw: Draw,
     version: int,
+    first: int = 0,
 ) -> Samples:
-    """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order."""
+    """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order.
+
+    Samples are numbered from `first`, which chooses their noise.
+    """
     place = layout.grid.coordinates(backend.rank)
     mine = np.array_split(np.arange(len(prompts)), layout.grid.data_parallel)[place.data]
     requests = [
         Request(
             np.asarray(prompts[i], np.int32),
-            tuple(range(i * num_generations, (i + 1) * num_generations)),
+            tuple(range(first + i * num_generations, first + (i + 1) * num_generations)),
         )
         for i in mine
     ]
@@ -50,7 +54,7 @@ def generate(
         own if place.model == 0 else None
     )
     arrived = [completion for part in shared if part is not None for completion in part]
-    return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived)
+    return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived, first)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,13 @@ class Scored:
 
     scores: Scores
     texts: list[str]
+
+    def with_replaced(self, places: Sequence[int], fresh: Scored) -> Scored:
+        """`fresh`'s samples at `places`, in order."""
+        texts = list(self.texts)
+        for place, text in zip(places, fresh.texts, strict=False):
+            texts[place] = text
+        return Scored(self.scores.with_replaced(places, fresh.scores), texts)
 
 
 def score(

@@ -14,6 +14,7 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.backend import Backend
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
@@ -101,6 +102,7 @@ class RunRecord:
             ),
             ("layouts", plan.layout_lines()),
             ("batch", plan.batch.lines()),
+            ("algorithm", algorithm_lines(plan.config, plan.batch)),
             ("memory", plan.memory_lines()),
             ("reshard", plan.reshard_lines()),
             ("data", data),

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from mindgrpo.config.algorithm import AlgorithmKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
@@ -19,7 +20,7 @@ from mindgrpo.config.section import (
 )
 
 
-class RLConfig(Section):
+class RLConfig(AlgorithmKeys):
     model_name: OptionalText = Field(None, description="a name for the run's model, for reports")
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_ON_OFF] = Field(
         "OFF", description="ON asks the device for bit-reproducible kernels"
@@ -80,15 +81,6 @@ class RLConfig(Section):
         None, ge=1, description="optimizer steps that share out a pass over the samples"
     )
 
-    beta: float = Field(0.01, ge=0, description="weight of the KL term; 0 loads no reference")
-    epsilon_low: float = Field(0.2, gt=0, lt=1, description="clips the ratio at 1 - epsilon_low")
-    epsilon_high: float = Field(0.2, gt=0, description="clips the ratio at 1 + epsilon_high")
-    scale_rewards: Literal["group", "none"] = Field(
-        "group", description="divide advantages by the group's standard deviation, or do not"
-    )
-    enable_oldpolicy: bool = Field(
-        True, description="old log-probs where a rollout takes more than one update"
-    )
     seed: int = Field(0, ge=0, description="of data order and sampling")
 
     eval_steps: int = Field(

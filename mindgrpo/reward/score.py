@@ -42,6 +42,16 @@ class Scores:
         """Samples for which no reward gave a number: their total of 0 says nothing."""
         return int(np.isnan(np.stack(list(self.per_function.values()))).all(axis=0).sum())
 
+    def with_replaced(self, places: Sequence[int], fresh: Scores) -> Scores:
+        """`fresh`'s samples at `places`, in order; failures of the samples that were there stay counted."""
+        total = self.total.copy()
+        total[list(places)] = fresh.total
+        per_function = {name: values.copy() for name, values in self.per_function.items()}
+        for name, values in fresh.per_function.items():
+            per_function[name][list(places)] = values
+        errors = {name: count + fresh.errors[name] for name, count in self.errors.items()}
+        return Scores(per_function, errors, total, {**fresh.messages, **self.messages})
+
 
 class Scorer:
     def __init__(
