@@ -1,128 +1,65 @@
-"""The rewards users call by name. Total: no completion and no gold answer makes one raise.
+"""The rewards that users call by name, and how each may be called.
 
-Each looks at a bounded piece of the text, so a megabyte costs no more than a scan for its end.
-None means that a reward does not apply, as accuracy where the gold answer is not a number.
+All are total: no completion and no gold answer makes one raise. Those that look at a bounded piece of
+a text are `quick` and need no process of their own. Refuses names that would mean two things.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-# Longer runs of digits are not an answer, and turning them into a number costs quadratic time.
-LONGEST_NUMBER = 256
-LONGEST_BOX = 1024
-SIGN_AND_CURRENCY = r"(?<![\w)\]}.])(?P<sign>[-+\u2212])?\$?"
-DIGITS = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-EXPONENT = r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?"
-NUMBER = re.compile(
-    rf"(?:{SIGN_AND_CURRENCY})?(?P<digits>{DIGITS}){EXPONENT}(?:/(?P<divisor>[0-9]+))?"
+from mindgrpo.reward.accuracy import accuracy_reward, math_verify_reward, qwen_accuracy_reward
+from mindgrpo.reward.formats import (
+    format_reward,
+    soft_format_reward,
+    tag_count_reward,
+    think_format_reward,
 )
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
-LATEX_GROUPING = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!])(?=[0-9])")
-LAST_DIGIT = re.compile(r"[0-9]")
+from mindgrpo.reward.knights import kk_reward
+from mindgrpo.reward.lengths import (
+    cosine_reward,
+    repetition_penalty_reward,
+    soft_overlong_punishment,
+)
+from mindgrpo.reward.program import code_reward
 
 
-def accuracy_reward(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    """1.0 where the number in <answer>, else \\boxed{}, else the last one, is the gold number."""
-    return [
-        matches(first_of(text, (answer_content, box_content)), gold)
-        for text, gold in zip(completions, answers, strict=True)
-    ]
+@dataclass(frozen=True)
+class Builtin:
+    """`quick` ones take milliseconds whatever the text; the others are scored in worker processes."""
+
+    call: Callable[..., Any]
+    quick: bool = True
 
 
-def qwen_accuracy_reward(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    """The same for models that box: \\boxed{} comes before <answer>."""
-    return [
-        matches(first_of(text, (box_content, answer_content)), gold)
-        for text, gold in zip(completions, answers, strict=True)
-    ]
-
-
-def format_reward(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    """1.0 for <think>something</think> <answer>something</answer> and nothing else."""
-    return [float(has_format(text)) for text in completions]
-
-
-BUILTINS = {
-    function.__name__: function
-    for function in (accuracy_reward, qwen_accuracy_reward, format_reward)
+BUILTINS: dict[str, Builtin] = {
+    "accuracy_reward": Builtin(accuracy_reward),
+    "qwen_accuracy_reward": Builtin(qwen_accuracy_reward),
+    "math_verify_reward": Builtin(math_verify_reward, quick=False),
+    "format_reward": Builtin(format_reward),
+    "soft_format_reward": Builtin(soft_format_reward),
+    "tag_count_reward": Builtin(tag_count_reward),
+    "think_format_reward": Builtin(think_format_reward),
+    "kk_reward": Builtin(kk_reward),
+    "repetition_penalty_reward": Builtin(repetition_penalty_reward),
+    "cosine_reward": Builtin(cosine_reward),
+    "soft_overlong_punishment": Builtin(soft_overlong_punishment),
+    "code_reward": Builtin(code_reward, quick=False),
 }
 
-
-def has_format(text: object) -> bool:
-    if not isinstance(text, str):
-        return False
-    stripped = text.strip()
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    if any(stripped.count(tag) != 1 for tag in tags):
-        return False
-    if not (stripped.startswith("<think>") and stripped.endswith("</answer>")):
-        return False
-    thought, _, rest = stripped[len("<think>") :].partition("</think>")
-    between, tag, answer = rest.partition("<answer>")
-    filled = thought.strip() and answer[: -len("</answer>")].strip()
-    return bool(tag and filled and not between.strip())
-
-
-def matches(piece: str | None, gold: object) -> float | None:
-    wanted = last_number(str(gold))
-    if wanted is None:
-        return None
-    return float(piece is not None and last_number(piece) == wanted)
-
-
-def first_of(text: object, readers: Sequence[Callable[[str], str | None]]) -> str | None:
-    if not isinstance(text, str):
-        return None
-    found = (reader(text) for reader in readers)
-    return next((piece for piece in found if piece is not None), text)
-
-
-def answer_content(text: str) -> str | None:
-    """What the last pair of tags holds; a pair that holds no number is a wrong answer."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return None if start < 0 else text[start + len("<answer>") : end]
-
-
-def box_content(text: str) -> str | None:
-    """What the last \\boxed{} that is closed near by holds."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    inside = text[start + len("\\boxed{") :][:LONGEST_BOX]
-    depth = 1
-    for place, character in enumerate(inside):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return inside[:place]
-    return None
-
-
-def last_number(text: str) -> Fraction | None:
-    backwards = LAST_DIGIT.search(text[::-1])
-    if backwards is None:
-        return None
-    last = len(text) - 1 - backwards.start()
-    start = max(0, last - 2 * LONGEST_NUMBER)
-    # One character more closes the braces of a LaTeX fraction.
-    window = text[start : last + 2]
-    window = LATEX_FRACTION.sub(r"\1/\2", LATEX_GROUPING.sub("", window))
-    numbers = list(NUMBER.finditer(window))
-    if not numbers or len(numbers[-1].group()) > LONGEST_NUMBER:
-        return None
-    return value_of(numbers[-1])
-
-
-def value_of(found: re.Match[str]) -> Fraction | None:
-    value = Fraction(found["digits"].replace(",", ""))
-    if found["exponent"]:
-        value *= Fraction(10) ** int(found["exponent"])
-    if found["divisor"]:
-        divisor = int(found["divisor"])
-        if divisor == 0:
-            return None
-        value /= divisor
-    return value if found["sign"] in (None, "+") else -value
+# The same under the names that other programs gave them.
+BUILTINS |= {
+    name: BUILTINS[ours]
+    for name, ours in {
+        "numeric_accuracy_reward": "accuracy_reward",
+        "boxed_accuracy_reward": "qwen_accuracy_reward",
+        "strict_format_reward": "format_reward",
+        "math_verify": "math_verify_reward",
+        "accuracy_reward_2": "math_verify_reward",
+        "cosine_scaled_reward": "cosine_reward",
+        "repetition_penalty": "repetition_penalty_reward",
+        "soft_overlong_punishment_reward": "soft_overlong_punishment",
+    }.items()
+}
