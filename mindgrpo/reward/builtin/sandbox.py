@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
 import subprocess
 import sys
@@ -49,7 +48,7 @@ def count_held(
 ) -> tuple[int, Ending]:
     """How many of `claims` (statements such as asserts) hold after `code`; 0 if it does not get there."""
     # The program cannot know this in advance, so a lucky exit does not look like success.
-    token = secrets.token_hex(16)
+    token = os.urandom(16).hex()
     order = {"code": code, "setup": setup, "claims": list(claims), "token": token}
     ending = _run(order, b"", seconds, memory)
     told = ending.output.decode("ascii", "replace").split()
@@ -103,7 +102,9 @@ def empty_folder() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SandboxUnavailable(f"the folder {folder} cannot be made ({error.strerror})") from error
+        raise SandboxUnavailable(
+            f"the folder {folder} cannot be made ({error.strerror})"
+        ) from error
     return folder
 
 
@@ -118,7 +119,10 @@ def _converse(
     """Feeds the order and the input, takes the output, until it ends or has had its time."""
     assert process.stdin is not None and process.stdout is not None
     out = process.stdout.fileno()
-    feeds = {order_end: memoryview(json.dumps(order).encode()), process.stdin.fileno(): memoryview(given)}
+    feeds = {
+        order_end: memoryview(json.dumps(order).encode()),
+        process.stdin.fileno(): memoryview(given),
+    }
     output = bytearray()
     for descriptor in (*feeds, out):
         os.set_blocking(descriptor, False)

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward import sandbox
+from mindgrpo.reward.builtin import sandbox
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
@@ -46,7 +46,15 @@ def code_reward(
     setups = test_setup_code if test_setup_code is not None else repeat("")
     memory = memory_mb << 20
     return [
-        score(text, tests_of(cases, "output"), tests_of(claims, ""), str(setup or ""), gold, seconds, memory)
+        score(
+            text,
+            tests_of(cases, "output"),
+            tests_of(claims, ""),
+            str(setup or ""),
+            gold,
+            seconds,
+            memory,
+        )
         for text, gold, cases, claims, setup in zip(completions, answers, *columns, setups)  # noqa: B905
     ]
 

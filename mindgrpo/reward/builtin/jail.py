@@ -19,8 +19,10 @@ from typing import Any
 NOT_LOCKED_DOWN = 97
 PR_SET_PDEATHSIG = 1
 MAX_DESCRIPTORS = 64
-READABLE = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/null")
-READABLE += ("/dev/urandom", "/dev/random", "/dev/zero")
+READABLE = [
+    *("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"),
+    *("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"),
+]
 
 
 def lock_down(order: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.accuracy import accuracy_reward
+from mindgrpo.reward.builtin.accuracy import accuracy_reward
 
 # A sign of Chinese, Japanese or Korean is a word by itself: those do not put spaces between words.
 IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
@@ -70,7 +70,9 @@ def cosine_reward(
             values.append(None)
             continue
         start, end = (
-            (max_value_correct, min_value_correct) if accuracy else (min_value_wrong, max_value_wrong)
+            (max_value_correct, min_value_correct)
+            if accuracy
+            else (min_value_wrong, max_value_wrong)
         )
         share = min(1.0, length / max_completion_length)
         values.append(end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * share)))

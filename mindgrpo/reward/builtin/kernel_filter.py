@@ -161,8 +161,9 @@ def filter_code(machine: str) -> bytes:
         code += [(JUMP_AT_LEAST, 0, 1, X32_NUMBERS), (RETURN, 0, 0, KILL)]
     for table, number_of_error in ((REFUSED, errno.EPERM), (UNKNOWN_TO_PROGRAMS, errno.ENOSYS)):
         for numbers in table.values():
-            if numbers[place] is not None:
-                code += [(JUMP_EQUAL, 0, 1, numbers[place])]
+            number = numbers[place]
+            if number is not None:
+                code += [(JUMP_EQUAL, 0, 1, number)]
                 code += [(RETURN, 0, 0, REFUSE | number_of_error)]
     open_call, openat, clone, fcntl = ((2, 257, 56, 72), (None, 56, 220, 25))[place]
     if open_call is not None:

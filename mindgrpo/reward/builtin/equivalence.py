@@ -1,53 +1,30 @@
-"""Rewards for the right answer: as a number, boxed, and up to LaTeX equivalence.
+"""A reward for answers that are mathematically the gold one, however they are written.
 
-No completion and no gold answer makes one raise. None means that the reward does not apply, as where
-the gold answer is not a number. Refuses to call a wrong answer right because its last digits agree.
+Parsing and comparing are math-verify's and sympy's, which can take for ever; so this one runs in a worker
+process under a deadline. Refuses texts that are longer than any answer.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
-from mindgrpo.reward.numerals import (
-    GOLD_MARK,
-    answer_content,
-    box_content,
-    gold_number,
-    last_number,
-)
+from math_verify import parse, verify
+
+from mindgrpo.reward.builtin.accuracy import first_of
+from mindgrpo.reward.builtin.numerals import GOLD_MARK, answer_content, box_content, gold_number
 
 # What is looked at of a text that marks no answer, in characters: its conclusion.
 TAIL = 1000
 LONGEST_EXPRESSION = 2000
 LONGEST_DIGITS = 300
-
 DIGITS = re.compile(r"\d+")
 
-Reader = Callable[[str], "str | None"]
-
-
-def accuracy_reward(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    """1.0 where the number in <answer>, else \\boxed{}, else the last one, is the gold number."""
-    return [
-        is_number(text, gold_number(gold), (answer_content, box_content))
-        for text, gold in zip(completions, answers, strict=True)
-    ]
-
-
-def qwen_accuracy_reward(
-    completions: Sequence[str], answers: Sequence[str], require_box: bool = False
-) -> list[float | None]:
-    """The same for models that box: \\boxed{} comes before <answer>; with require_box only it counts."""
-    readers: tuple[Reader, ...] = (box_content, answer_content)
-    if require_box:
-        readers = (lambda text: box_content(text) or "",)
-    return [
-        is_number(text, gold_number(gold), readers)
-        for text, gold in zip(completions, answers, strict=True)
-    ]
+# It warns at every call that nobody but the caller watches the time, which is so.
+for name in ("parser", "grader", "utils"):
+    logging.getLogger(f"math_verify.{name}").setLevel(logging.CRITICAL)
 
 
 def math_verify_reward(
@@ -78,14 +55,11 @@ def is_equivalent(text: object, answer: str, float_rounding: int) -> float | Non
     marked = as_mathematics(given) if given else without_endless_digits(said[-TAIL:])
     given_expressions = expressions(marked)
     return float(
-        bool(given_expressions)
-        and is_verified(gold_expressions, given_expressions, float_rounding)
+        bool(given_expressions) and is_verified(gold_expressions, given_expressions, float_rounding)
     )
 
 
 def expressions(text: str) -> list[Any]:
-    from math_verify import parse
-
     if not text:
         return []
     try:
@@ -96,8 +70,6 @@ def expressions(text: str) -> list[Any]:
 
 
 def is_verified(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
-    from math_verify import verify
-
     try:
         return bool(verify(gold, given, float_rounding=float_rounding, timeout_seconds=None))
     except Exception:  # sympy has no answer for these two
@@ -127,17 +99,3 @@ def without_endless_digits(expression: str) -> str:
     """Nothing, where it has more digits in a row than any answer: computing with them has no end."""
     longest = max((len(run) for run in DIGITS.findall(expression)), default=0)
     return "" if longest > LONGEST_DIGITS else expression
-
-
-def is_number(text: object, wanted: Fraction | None, readers: Sequence[Reader]) -> float | None:
-    if wanted is None:
-        return None
-    if not isinstance(text, str):
-        return 0.0
-    piece = first_of(text, readers)
-    return float(last_number(text if piece is None else piece) == wanted)
-
-
-def first_of(text: str, readers: Sequence[Reader]) -> str | None:
-    found = (reader(text) for reader in readers)
-    return next((piece for piece in found if piece is not None), None)
