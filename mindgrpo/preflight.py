@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.config import Config
+from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.prompts import PromptSet, columns_of
 from mindgrpo.data.records import read_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -19,7 +19,8 @@ from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import parameter_specs, read_config
 from mindgrpo.model.pretrained import check_tensors
 from mindgrpo.model.shapes import check_agreement
-from mindgrpo.reward.load import resolve
+from mindgrpo.reward.call import own_columns
+from mindgrpo.reward.limits import Limits
 from mindgrpo.reward.score import Scorer
 from mindgrpo.run_plan import RunPlan, plan_run
 
@@ -28,14 +29,24 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on; `held_out` is None without an evaluation data set."""
+    """What a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores."""
 
     plan: RunPlan
     tokenizer: Tokenizer
     prompts: PromptSet
     held_out: PromptSet | None
-    scorer: Scorer
+    scorer: Scorer | None
     sampling: SamplingSettings
+
+    def check_rewards(self) -> None:
+        """Two samples through every reward; waits until all have been imported. Raises UserError."""
+        if self.scorer is None:
+            return
+        two = (self.prompts.prompts * 2)[:2]
+        answers = [prompt.answer for prompt in two]
+        ids = [self.tokenizer.encode(answer) for answer in answers]
+        made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
+        self.scorer.dry_run(answers, answers, made | columns_of(two))
 
 
 def prepare(
@@ -43,8 +54,23 @@ def prepare(
     world_size: int | None,
     reward_functions: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
+    scores: bool = True,
 ) -> Inputs:
-    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included."""
+    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included.
+
+    Where this process `scores`, rewards begin to load first, to be checked with `check_rewards` at the end.
+    """
+    if not scores:
+        return _read(config, world_size, None)
+    scorer = _scorer(config, reward_functions, reward_weights)
+    try:
+        return _read(config, world_size, scorer)
+    except BaseException:
+        scorer.close()
+        raise
+
+
+def _read(config: Config, world_size: int | None, scorer: Scorer | None) -> Inputs:
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -63,14 +89,12 @@ def prepare(
             f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
         )
-    scorer = _scorer(config, reward_functions, reward_weights)
     _check_save(config)
     prompts = _prompts(config, tokenizer, config.rl_config.dataset_file, "rl_config.dataset_file")
     held_out = None
     if config.rl_config.eval_dataset_file:
         path = config.rl_config.eval_dataset_file
         held_out = _prompts(config, tokenizer, path, "rl_config.eval_dataset_file")
-    _dry_run(scorer, prompts)
     sampling = sampling_settings(config, tokenizer)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling)
 
@@ -105,7 +129,12 @@ def _scorer(
             "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
         )
-    return Scorer([resolve(function) for function in functions], weights)
+    rewards = config.reward_config
+    limits = Limits(
+        rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
+    )
+    facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
+    return Scorer(functions, weights, limits, facts)
 
 
 def _prompts(config: Config, tokenizer: Tokenizer, path: str | None, key: str) -> PromptSet:
@@ -130,12 +159,6 @@ def _prompts(config: Config, tokenizer: Tokenizer, path: str | None, key: str) -
         config.rl_config.system_prompt or "",
         template,
     )
-
-
-def _dry_run(scorer: Scorer, prompts: PromptSet) -> None:
-    two = (prompts.prompts * 2)[:2]
-    answers = [prompt.answer for prompt in two]
-    scorer.dry_run(answers, answers, columns_of(two))
 
 
 def _check_save(config: Config) -> None:

@@ -20,7 +20,7 @@ from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded
 from mindgrpo.config.schema import LIVE
 from mindgrpo.data.prompts import PromptSet
-from mindgrpo.experience import generate, score
+from mindgrpo.experience import check_rewards, generate, score
 from mindgrpo.export import export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
@@ -65,7 +65,11 @@ class GRPOTrainer:
             self.config.rl_config.deterministic == "ON",
         )
         self.inputs = prepare(
-            self.config, self.backend.world_size, reward_functions, reward_weights
+            self.config,
+            self.backend.world_size,
+            reward_functions,
+            reward_weights,
+            scores=self.backend.rank == 0,
         )
         self.plan = self.inputs.plan
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
@@ -73,6 +77,7 @@ class GRPOTrainer:
         self.record.banner(self.num_steps, self.inputs)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate)
 
     def _num_steps(self) -> int:
@@ -97,6 +102,8 @@ class GRPOTrainer:
                 self.config.actor_config.load,
                 self.record.model_directory,
             )
+        if self.inputs.scorer is not None:
+            self.inputs.scorer.close()
         self.record.close(self.num_steps)
         self.backend.close()
         return self.record.directory
@@ -112,6 +119,7 @@ class GRPOTrainer:
                 self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples
             ),
         )
+        self.record.rewards(f"step {step + 1}", outcome.scored.scores)
         self.record.completions(step + 1, owners, outcome.samples, outcome.scored)
         return self._figures(outcome)
 
@@ -139,10 +147,7 @@ class GRPOTrainer:
             "reward/mean": float(totals.mean()),
             "reward/std": float(totals.std()),
         }
-        for name, values in scored.scores.per_function.items():
-            given = values[~np.isnan(values)]
-            figures[f"reward/{name}/mean"] = float(given.mean()) if given.size else None
-            figures[f"reward/{name}/errors"] = scored.scores.errors[name]
+        figures |= scored.scores.figures()
         zero_std = zero_std_groups(totals, self.config.rl_config.num_generations)
         figures |= {
             "loss": float(np.mean([report.loss for report in reports])),
@@ -220,8 +225,5 @@ class GRPOTrainer:
             scored = score(
                 self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
             )
-        means = {
-            name: float(np.nanmean(values)) if not np.isnan(values).all() else None
-            for name, values in scored.scores.per_function.items()
-        }
-        return self.record.evaluated(means)
+        self.record.rewards(f"evaluation after step {step}", scored.scores)
+        return self.record.evaluated(scored.scores.means())

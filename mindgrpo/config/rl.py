@@ -1,4 +1,4 @@
-"""`rl_config`, `reward_config` and `context`: what a run does, scores and may use.
+"""`rl_config` and `context`: what a run does and may use.
 
 Refuses values outside their range; what spans several keys is in checks.py.
 """
@@ -79,15 +79,6 @@ class RLConfig(Section):
     tensorboard_dir: OptionalText = Field(None, description="default: in output_dir")
     tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
     performance_stats: bool = Field(False, description="print the seconds of every phase")
-
-
-class RewardConfig(Section):
-    verifier_function: list[str] = Field(
-        default=[], description="built-in names, module:function or file.py:function"
-    )
-    verifier_weight: list[float] | None = Field(
-        None, description="one weight a function; null: 1.0 each"
-    )
 
 
 class Context(Section):

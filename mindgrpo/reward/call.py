@@ -19,6 +19,9 @@ from mindgrpo.reward.spec import WHERE
 Columns = Mapping[str, Sequence[Any]]
 CONTRACT = "a list with one float or None for each completion"
 LARGEST = 3.4028234663852886e38  # totals are float32
+COMPLETIONS = "completions"
+# What the gold answers are called by functions written for other programs.
+ANSWER_WORDS = ("answer", "solution", "ground_truth")
 Kind = inspect._ParameterKind
 VARIADIC = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
 
@@ -73,13 +76,15 @@ class Samples:
 class Signature:
     """What a reward can be given by name. `names` is None where Python cannot tell.
 
-    `required` are those without a default; `others` is whether it takes names of any kind.
+    `required` are those without a default; `others` is whether it takes names of any kind; `by_name`
+    whether completions go to a parameter of that name, which need not be the first.
     """
 
     names: tuple[str, ...] | None
     required: tuple[str, ...] = ()
     others: bool = False
     takes_completions: bool = True
+    by_name: bool = False
 
     @classmethod
     def of(cls, function: RewardFunction) -> Signature:
@@ -87,21 +92,30 @@ class Signature:
             parameters = list(inspect.signature(function.call).parameters.values())
         except (TypeError, ValueError):
             return cls(None)
-        wrong_first = (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)
-        first, rest = parameters[:1], [p for p in parameters[1:] if p.name not in function.bound]
+        others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
+        names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
+        # Functions that are called with names elsewhere often have the prompts first.
+        by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
+        first = parameters[:1]
+        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in function.bound]
         return cls(
-            tuple(p.name for p in rest if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)),
-            tuple(p.name for p in rest if p.default is p.empty and p.kind not in VARIADIC),
-            any(p.kind is Kind.VAR_KEYWORD for p in parameters),
-            bool(first) and first[0].kind not in wrong_first,
+            tuple(p.name for p in left if p.name in names and p.name != COMPLETIONS),
+            tuple(p.name for p in left if is_required(p) and p.name != COMPLETIONS),
+            others,
+            by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
+            by_name,
         )
 
     def accepted(self, samples: Samples) -> list[str]:
-        """Names to pass. Facts and token ids go to those that ask for them by name."""
+        """Names to pass. Facts, token ids and other words for answers go to those that ask for them."""
         offered = ["answers", *samples.columns]
         if self.names is None:
             return ["answers"]
-        asked = [name for name in (*offered, *samples.facts) if name in self.names]
+        on_demand = (
+            *samples.facts,
+            *(word for word in ANSWER_WORDS if word not in samples.columns),
+        )
+        asked = [name for name in (*offered, *on_demand) if name in self.names]
         if not self.others:
             return asked
         return asked + [name for name in offered if name not in asked and name != "completion_ids"]
@@ -113,28 +127,51 @@ class Signature:
                 f"reward function {name} takes no positional argument; it is called as "
                 f"reward(completions, answers, **columns) ({WHERE})"
             )
-        offered = ("answers", *samples.columns)
+        accepted = self.accepted(samples)
         for wanted in self.required:
-            if wanted in (*offered, *samples.facts) and wanted in (self.names or ()):
-                continue
-            raise UserError(
-                f"reward function {name} wants {wanted!r}, which the data does not have (it has "
-                f"{', '.join(offered)}); add the column to the data set or give the parameter a "
-                f"default or a value ({WHERE})"
-            )
+            if wanted not in accepted:
+                raise UserError(
+                    f"reward function {name} wants {wanted!r}, which the data does not have (it has "
+                    f"{', '.join(('answers', *samples.columns))}); add the column to the data set or "
+                    f"give the parameter a default or a value ({WHERE})"
+                )
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
+
+
+def own_columns(
+    prompts: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    finish_reasons: Sequence[str],
+) -> dict[str, list[Any]]:
+    """What a run knows of its samples beside the data set's columns."""
+    return {
+        "prompts": list(prompts),
+        "completion_ids": [list(ids) for ids in completion_ids],
+        "completion_lengths": [len(ids) for ids in completion_ids],
+        "finish_reasons": list(finish_reasons),
+    }
 
 
 def call_reward(
     function: RewardFunction, samples: Samples, wait_for: Callable[[Awaitable[Any]], Any]
 ) -> list[float | None]:
     """Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
-    offered: dict[str, Any] = {"answers": samples.answers, **samples.columns, **samples.facts}
+    signature = Signature.of(function)
+    offered: dict[str, Sequence[Any]] = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
+    offered |= samples.columns
     # Copies: a function that changes its lists must not change them for a later call.
     named = {
-        name: list(offered[name]) if name not in samples.facts else offered[name]
-        for name in Signature.of(function).accepted(samples)
+        name: samples.facts[name] if name in samples.facts else list(offered[name])
+        for name in signature.accepted(samples)
     }
-    returned = function.call(list(samples.completions), **named)
+    completions = list(samples.completions)
+    if signature.by_name:
+        returned = function.call(**{COMPLETIONS: completions}, **named)
+    else:
+        returned = function.call(completions, **named)
     if inspect.isawaitable(returned):
         returned = wait_for(returned)
     return checked(returned, len(samples))

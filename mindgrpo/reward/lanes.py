@@ -34,7 +34,8 @@ class Lane(ABC):
         self.places: list[int] = []
         self._begun = 0.0
 
-    def begin(self, samples: Samples, places: Sequence[int]) -> None:
+    def begin(self, samples: Samples, places: Sequence[int], patient: bool = False) -> None:
+        """`patient` gives a first call, which may load something, the whole deadline."""
         self.samples, self.places = samples, list(places)
         self.tally, self.done = Tally(), not self.places
         self._begun = time.monotonic()
@@ -102,8 +103,8 @@ class ThreadLane(Lane):
     def descriptors(self) -> tuple[list[int], list[int]]:
         return [self._woken], []
 
-    def begin(self, samples: Samples, places: Sequence[int]) -> None:
-        super().begin(samples, places)
+    def begin(self, samples: Samples, places: Sequence[int], patient: bool = False) -> None:
+        super().begin(samples, places, patient)
         if self.done:
             return
         if self._is_busy and not self._has_come_back():

@@ -71,7 +71,7 @@ class Tally:
             examples.setdefault(failure.kind, failure.message)
         counts = Counter(failure.kind for failure in self.failures.values())
         if not counts and self.whole is not None:
-            return f"{self.whole.message}; scored one by one, that went well"
+            return f"all together: {self.whole.message}; each apart went well"
         return "; ".join(
             f"{counts[kind]} {IN_WORDS.get(kind, kind)}: {message}"
             for kind, message in examples.items()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,61 +19,14 @@ from mindgrpo.reward.builtin import BUILTINS
 from mindgrpo.reward.call import CONTRACT, Columns, Samples, Signature
 from mindgrpo.reward.lanes import DirectLane, Lane, ThreadLane, run_all, wait_for_any
 from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.load import from_callable, resolve
+from mindgrpo.reward.load import from_callable, name_of, resolve
 from mindgrpo.reward.outcome import BAD_RESULT, REFUSED, Tally
+from mindgrpo.reward.scores import Scores, added_up
 from mindgrpo.reward.spec import WHERE, Spec, parse, reference_to
 from mindgrpo.reward.workers.pool import Pool
 from mindgrpo.reward.workers.process_lane import ProcessLane
 
 Given = str | Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """`per_function` float64 [samples] holds nan where a reward did not apply or failed; `total`
-    float32 [samples] leaves those out. `tallies` say what became of each function's samples."""
-
-    per_function: dict[str, np.ndarray]
-    total: np.ndarray
-    tallies: dict[str, Tally] = field(default_factory=dict)
-
-    @property
-    def errors(self) -> dict[str, int]:
-        """Failed samples by function."""
-        return {name: len(tally.failures) for name, tally in self.tallies.items()}
-
-    @property
-    def messages(self) -> dict[str, str]:
-        """One line for each function that failed, or that had to be called a second time."""
-        lines = {name: tally.in_one_line() for name, tally in self.tallies.items()}
-        return {name: line for name, line in lines.items() if line}
-
-    @property
-    def failed(self) -> np.ndarray:
-        """bool [samples]: some reward failed, so `total` lacks its part."""
-        mask = np.zeros(len(self.total), bool)
-        for tally in self.tallies.values():
-            mask[list(tally.failures)] = True
-        return mask
-
-    @property
-    def num_unscored(self) -> int:
-        """Samples for which no reward gave a number: their total of 0 says nothing."""
-        return int(np.isnan(np.stack(list(self.per_function.values()))).all(axis=0).sum())
-
-    def figures(self) -> dict[str, float | int | None]:
-        """reward/<function>/mean (None where it scored nothing), its failures by kind, and seconds."""
-        figures: dict[str, float | int | None] = {}
-        for name, values in self.per_function.items():
-            given, tally = values[~np.isnan(values)], self.tallies.get(name, Tally())
-            figures[f"reward/{name}/mean"] = float(given.mean()) if given.size else None
-            figures |= {f"reward/{name}/{kind}": count for kind, count in tally.counts().items()}
-            figures[f"reward/{name}/seconds"] = tally.seconds
-        return figures
-
-    def means(self) -> dict[str, float | None]:
-        given = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
-        return {name: float(v.mean()) if v.size else None for name, v in given.items()}
 
 
 class Scorer:
@@ -125,7 +77,7 @@ class Scorer:
             self._signature(name).check(name, few)
         firsts = {name: lanes[0] for name, lanes in self._lanes.items()}
         for lane in firsts.values():
-            lane.begin(few, range(len(few)))
+            lane.begin(few, range(len(few)), patient=True)
         run_all(list(firsts.values()))
         for name, lane in firsts.items():
             refuse_what_cannot_work(name, lane.tally, len(few))
@@ -147,12 +99,8 @@ class Scorer:
             for lane, share in zip(several, shares, strict=True):
                 lane.begin(samples, share.tolist())
         run_all(lanes)
-        tallies = {name: added_up(several) for name, several in self._lanes.items()}
-        per_function = {name: values_of(tally, len(samples)) for name, tally in tallies.items()}
-        total = np.zeros(len(samples), dtype=np.float64)
-        for name, weight in zip(self.names, self.weights, strict=True):
-            total += weight * np.nan_to_num(per_function[name], nan=0.0)
-        return Scores(per_function, total.astype(np.float32), tallies)
+        tallies = {name: merged(several) for name, several in self._lanes.items()}
+        return added_up(tallies, self.weights, len(samples))
 
     def close(self) -> None:
         """Ends the worker processes and whatever they started."""
@@ -170,11 +118,7 @@ def source_of(given: Given) -> tuple[str, Spec | Callable[..., Any]]:
     reference = reference_to(given)
     if reference is not None:
         return reference.name, reference
-    return from_callable_name(given), given
-
-
-def from_callable_name(given: Callable[..., Any]) -> str:
-    return str(getattr(given, "__name__", type(given).__name__))
+    return name_of(given), given
 
 
 def check_weights(names: Sequence[str], given: Sequence[float] | None) -> list[float]:
@@ -213,15 +157,8 @@ def refuse_what_cannot_work(name: str, tally: Tally, num_samples: int) -> None:
         )
 
 
-def added_up(lanes: Sequence[Lane]) -> Tally:
-    tally = replace(lanes[0].tally)
-    for lane in lanes[1:]:
+def merged(lanes: Sequence[Lane]) -> Tally:
+    tally = Tally()
+    for lane in lanes:
         tally.add(lane.tally)
     return tally
-
-
-def values_of(tally: Tally, num_samples: int) -> np.ndarray:
-    values = np.full(num_samples, math.nan)
-    for place, value in tally.values.items():
-        values[place] = math.nan if value is None else value
-    return values

@@ -25,7 +25,7 @@ START = "import sys; sys.path.insert(0, sys.argv[2]); from mindgrpo.reward.worke
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # A worker scores beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-HEARING_SECONDS, TICK = 0.5, 0.05
+HEARING_SECONDS, TICK, CLOSING_SECONDS = 0.5, 0.05, 10.0
 
 
 class RankWorker:
@@ -126,16 +126,25 @@ class Pool:
         if self._line is not None:
             self._line.close()
         if self._keeper is not None:
-            self._keeper.wait()
+            try:
+                self._keeper.wait(CLOSING_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._keeper.kill()
+                self._keeper.wait()
         self._line = self._keeper = None
 
     def _tell(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        if self._keeper is not None and self._keeper.poll() is not None:
-            self.close()  # somebody has killed it, and its workers with it
-        if self._line is None:
-            self._line = self._start_keeper()
-        self._listen(0.0)
-        socket.send_fds(self._line, [json.dumps(order).encode()], descriptors)
+        text = json.dumps(order).encode()
+        try:
+            if self._line is not None and self._listen(0.0):
+                socket.send_fds(self._line, [text], descriptors)
+                return
+        except OSError:
+            pass
+        # There is no keeper yet, or somebody has killed it, and its workers with it.
+        self.close()
+        self._line = self._start_keeper()
+        socket.send_fds(self._line, [text], descriptors)
 
     def _start_keeper(self) -> socket.socket:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -42,6 +42,7 @@ class ProcessLane(Lane):
         self._next_mode = self._first_mode
         self._started_at = self._sent_at = self._heard_at = time.monotonic()
         self._said_goodbye = False
+        self._first_call = limits.first_call
 
     def signature(self) -> Signature | None:
         self._worker.pump()
@@ -65,8 +66,10 @@ class ProcessLane(Lane):
         writes = [worker.channel.fileno() for worker in workers if worker.channel.wants_to_write]
         return reads, writes
 
-    def begin(self, samples: Samples, places: Sequence[int]) -> None:
-        super().begin(samples, places)
+    def begin(self, samples: Samples, places: Sequence[int], patient: bool = False) -> None:
+        super().begin(samples, places, patient)
+        limits = self._limits
+        self._first_call = max(limits.deadline, limits.first_call) if patient else limits.first_call
         self._mode, self._next_mode = None, self._first_mode
         self._worker.pump()
         if self._worker.has_ended and self.places:
@@ -146,12 +149,15 @@ class ProcessLane(Lane):
             )
         elif self._mode == EACH and now - self._heard_at > limits.deadline:
             self._blame(Failure(TIMEOUT, f"no answer within {limits.deadline:g} s"))
-        elif elapsed > limits.first_call:
+        elif elapsed > self._first_call:
             if self._mode == TOGETHER:
-                message = f"no answer for all samples together within {limits.first_call:g} s"
+                message = (
+                    f"no answer within {self._first_call:g} s (if it is only slow, raise "
+                    "reward_config.together_deadline)"
+                )
                 self.tally.whole = Failure(TIMEOUT, message)
             self._go_apart()
-        elif elapsed > LATE_SHARE * limits.first_call and self._spare is None:
+        elif elapsed > LATE_SHARE * self._first_call and self._spare is None:
             self._spare = self._pool.start(self._spec)
 
     def _blame(self, failure: Failure) -> None:

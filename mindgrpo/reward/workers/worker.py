@@ -6,6 +6,7 @@ Refuses to watch its own deadline: the scoring rank does.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -49,12 +50,7 @@ def be_worker(channel_descriptor: int, output_descriptor: int) -> NoReturn:
     """Never returns; the process has been forked for this."""
     status = 0
     try:
-        for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
-            os.dup2(output_descriptor, descriptor)
-            # By lines, so that what was printed before a function hung is there to be read.
-            stream.reconfigure(  # type: ignore[union-attr]
-                encoding="utf-8", errors="backslashreplace", line_buffering=True
-            )
+        sys.stdout, sys.stderr = (printing_to(d, output_descriptor) for d in (1, 2))
         processes.no_core_files()
         serve(WorkerEnd(channel_descriptor))
     except (Closed, BrokenPipeError, ConnectionResetError):
@@ -65,6 +61,13 @@ def be_worker(channel_descriptor: int, output_descriptor: int) -> NoReturn:
     finally:
         # The user's exit handlers are not waited for.
         os._exit(status)
+
+
+def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
+    """By lines, so that what was printed before a function hung is there to be read."""
+    os.dup2(target, descriptor)
+    raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
 def serve(channel: WorkerEnd) -> None:
