@@ -42,12 +42,12 @@ class Scorer:
         limits: Limits | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        self._limits = limits or Limits()
+        self.limits = limits or Limits()
         self.facts = dict(facts or {})
         sources = [source_of(function) for function in functions]
         self.names = [name for name, _ in sources]
         self.weights = check_weights(self.names, weights)
-        self._pool = Pool(self._limits.memory)
+        self._pool = Pool(self.limits.memory)
         self._lanes: dict[str, list[Lane]] = {}
         try:
             for name, source in sources:
@@ -58,13 +58,13 @@ class Scorer:
 
     def _lanes_of(self, source: Spec | Callable[..., Any]) -> list[Lane]:
         if not isinstance(source, Spec):
-            return [ThreadLane(from_callable(source), self._limits)]
+            return [ThreadLane(from_callable(source), self.limits)]
         if not source.source and BUILTINS[source.name].quick:
             return [DirectLane(resolve(source))]
         one_by_one = not source.source
         return [
-            ProcessLane(source, self._pool, self._limits, one_by_one)
-            for _ in range(self._limits.workers)
+            ProcessLane(source, self._pool, self.limits, one_by_one)
+            for _ in range(self.limits.workers)
         ]
 
     def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
@@ -107,6 +107,7 @@ class Scorer:
         for several in self._lanes.values():
             for lane in several:
                 lane.close()
+        self._lanes = {}
         self._pool.close()
 
 

@@ -17,7 +17,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.reward.builtin import BUILTINS
 
 WHERE = "reward_config.verifier_function"
-CALL = re.compile(r"(?P<name>.*[^\s(])\s*(?P<arguments>\(.*\))", re.DOTALL)
+CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)
 
 
 @dataclass(frozen=True)

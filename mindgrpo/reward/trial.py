@@ -123,7 +123,7 @@ def trial_of(
                 f"one with --{option}-column."
             )
     columns = {
-        key: [row.get(key) for row in rows] for key in keys if key not in (completion, answer)
+        key: [row.get(key) for row in rows] for key in keys if key not in (answer, "completion")
     }
     for key, name in OF_A_RUN.items():
         if all(key in row for row in rows):

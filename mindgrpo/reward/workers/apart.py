@@ -26,7 +26,7 @@ TICK = 0.05
 # When nothing has ended for so long, so many times as many may run.
 PATIENCE, GROWTH = 0.2, 4
 # Of those that are late so many are asked where they are, and have so long to tell.
-NUM_ASKED, TELLING_SECONDS = 8, 0.1
+NUM_ASKED, TELLING_SECONDS = 8, 0.5
 MOST_AT_ONCE = 512
 # What finding out a process's memory takes, generously.
 LOOK_SECONDS = 0.001

@@ -50,8 +50,12 @@ class ProcessLane(Lane):
             raise UserError(self._worker.refusal)
         if self._worker.signature is None and self._worker.has_ended:
             how = self._pool.how_ended(self._worker)
+            self._worker.output.pump()
+            said = self._worker.output.take()[0].strip().splitlines()
+            why = f" ({said[-1].strip()})" if said else ""
             raise UserError(
-                f"reward function {self._spec.text!r}: its process {how} while loading it"
+                f"reward function {self._spec.text!r}: its process {how} while loading it{why}; "
+                f"correct the module or {WHERE}"
             )
         if self._worker.signature is None and self._is_late_at_start(time.monotonic()):
             raise UserError(
