@@ -11,8 +11,12 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.__main__ import main
+from mindgrpo.config.rewards import RewardConfig
+from mindgrpo.reward.builtin import BUILTINS
+from mindgrpo.reward.outcome import KINDS
 
-PROBLEMS = Path(__file__).parent / "data" / "word_problems.jsonl"
+ROOT = Path(__file__).resolve().parent.parent
+PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"
 
 REWARD = """
 def length(completions, question):
@@ -105,3 +109,18 @@ def test_mistakes_are_one_sentence(
     told = said_by(capsys, *words, status=2)
     assert told.startswith("mindgrpo: ") and told.count("\n") == 1
     assert said in told
+
+
+def test_the_guides_reward_works_and_its_tables_are_complete(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    guide = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (tmp_path / "brevity.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    spec = f"{tmp_path}/brevity.py:brevity_reward(limit=50)"
+    said = said_by(capsys, "--reward", spec, "--data", str(PROBLEMS))
+    assert "brevity_reward: mean 0.9000 of 5; no failures" in said
+    names = {found.function for found in BUILTINS.values()}
+    assert [name for name in sorted(names) if f"| `{name}`" not in guide] == []
+    assert [kind for kind in (*KINDS, "none") if f"`{kind}`" not in guide] == []
+    keys = RewardConfig.model_fields.keys() - {"verifier_function", "verifier_weight"}
+    assert [key for key in keys if f"| `{key}` |" not in guide] == []

@@ -16,7 +16,7 @@ from mindgrpo.reward.call import Samples, Signature
 from mindgrpo.reward.lanes import Lane
 from mindgrpo.reward.limits import Limits
 from mindgrpo.reward.outcome import EXIT, MEMORY, TIMEOUT, Failure
-from mindgrpo.reward.spec import Spec
+from mindgrpo.reward.spec import WHERE, Spec
 from mindgrpo.reward.workers import processes
 from mindgrpo.reward.workers.pool import Pool, RankWorker
 from mindgrpo.reward.workers.worker import APART, EACH, TOGETHER, Task
