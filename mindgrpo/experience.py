@@ -5,7 +5,7 @@ Every rank ends with the same Samples. Refuses to update weights and to know whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from mindgrpo.algorithm.samples import Completion, Samples, collect
 from mindgrpo.backend import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.layout.split import Layout
-from mindgrpo.reward.score import Scorer, Scores
+from mindgrpo.reward.call import own_columns
+from mindgrpo.reward.score import Scorer
+from mindgrpo.reward.scores import Scores
 from mindgrpo.update.pipeline import Pipeline
 
 
@@ -72,27 +75,47 @@ class Scored:
         return Scored(self.scores.with_replaced(places, fresh.scores), texts)
 
 
+def check_rewards(check: Callable[[], None], backend: Backend) -> None:
+    """`check` on rank 0, and its UserError on every rank, so that none goes on and waits for rank 0."""
+    said: str | None = None
+    if backend.rank == 0:
+        try:
+            check()
+        except UserError as error:
+            said = str(error)
+    told = backend.world.gather_objects(said)[0]
+    if told is not None:
+        raise UserError(told)
+
+
 def score(
-    scorer: Scorer,
+    scorer: Scorer | None,
     tokenizer: Tokenizer,
     backend: Backend,
     prompts: Sequence[Prompt],
     samples: Samples,
 ) -> Scored:
-    """Rewards of all samples, computed on rank 0 and the same everywhere. `prompts` one a sample."""
+    """Rewards of all samples, computed on rank 0, which alone needs a scorer, and the same everywhere.
+
+    `prompts` one a sample. A sample that a reward failed on has the mean of its group's others as its total.
+    """
     texts: list[str] = []
     outcome: Any = None
     if backend.rank == 0:
+        assert scorer is not None
         try:
-            texts = [tokenizer.decode(tokens.tolist()) for tokens in samples.completions]
+            ids = [tokens.tolist() for tokens in samples.completions]
+            texts = [tokenizer.decode(tokens) for tokens in ids]
+            own = own_columns([prompt.text for prompt in prompts], ids, samples.finish_reasons)
             answers = [prompt.answer for prompt in prompts]
-            outcome = scorer.score(texts, answers, columns_of(prompts))
+            # A data set's own column of such a name wins: its author knows what it is for.
+            outcome = scorer.score(texts, answers, own | columns_of(prompts))
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             outcome = f"{type(error).__name__}: {error}"
     shared = backend.world.gather_objects(outcome)[0]
     if isinstance(shared, str):
         raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
-    return Scored(shared, texts)
+    return Scored(shared.filled(samples.groups), texts)
 
 
 def sample_logps(

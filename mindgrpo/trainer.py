@@ -22,7 +22,7 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
-from mindgrpo.experience import generate, score
+from mindgrpo.experience import check_rewards, generate, score
 from mindgrpo.export import export_adapters, export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
@@ -72,6 +72,7 @@ class GRPOTrainer:
             reward_functions,
             reward_weights,
             Ranks(self.backend.rank, self.backend.world_size, self.backend.world.gather_objects),
+            scores=self.backend.rank == 0,
         )
         self.plan = self.inputs.plan
         self.cursor = Cursor(self.inputs.prompts, self.config.rl_config.seed)
@@ -80,6 +81,7 @@ class GRPOTrainer:
         self.record.banner(self.num_steps, self.inputs)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate)
 
     def _num_steps(self) -> int:
@@ -109,6 +111,8 @@ class GRPOTrainer:
             if policy.adapters is not None:
                 folder = self.record.directory / "adapter"
                 export_adapters(policy.adapters, self.backend, source, folder)
+        if self.inputs.scorer is not None:
+            self.inputs.scorer.close()
         self.record.close(self.num_steps)
         self.backend.close()
         return self.record.directory
@@ -133,6 +137,7 @@ class GRPOTrainer:
             ),
             further,
         )
+        self.record.rewards(f"step {step + 1}", outcome.scored.scores)
         self.record.completions(step + 1, owners(outcome.samples), outcome.samples, outcome.scored)
         return self._figures(outcome)
 
@@ -160,10 +165,7 @@ class GRPOTrainer:
             "reward/mean": float(totals.mean()),
             "reward/std": float(totals.std()),
         }
-        for name, values in scored.scores.per_function.items():
-            given = values[~np.isnan(values)]
-            figures[f"reward/{name}/mean"] = float(given.mean()) if given.size else None
-            figures[f"reward/{name}/errors"] = scored.scores.errors[name]
+        figures |= scored.scores.figures()
         zero_std = zero_std_groups(totals, self.config.rl_config.num_generations)
         figures |= {
             "loss": float(np.mean([report.loss for report in reports])),
@@ -264,8 +266,5 @@ class GRPOTrainer:
             scored = score(
                 self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
             )
-        means = {
-            name: float(np.nanmean(values)) if not np.isnan(values).all() else None
-            for name, values in scored.scores.per_function.items()
-        }
-        return self.record.evaluated(means)
+        self.record.rewards(f"evaluation after step {step}", scored.scores)
+        return self.record.evaluated(scored.scores.means())

@@ -12,7 +12,7 @@ import numpy as np
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.experience import Scored
 from mindgrpo.refill import DrawGroups, Refills, refill
-from mindgrpo.reward.score import Scores
+from mindgrpo.reward.scores import Report, Scores
 
 GROUP = 2
 
@@ -32,7 +32,8 @@ def samples_of(groups: Sequence[int], mark: int) -> Samples:
 
 def scored_of(rewards: Sequence[float], errors: int = 0) -> Scored:
     values = np.array(rewards, np.float32)
-    scores = Scores({"f": values.astype(float)}, {"f": errors}, values, {})
+    reports = {"f": Report({"errors": errors})}
+    scores = Scores({"f": values.astype(float)}, values, values != values, reports)
     return Scored(scores, [f"text {reward}" for reward in rewards])
 
 

@@ -1,4 +1,4 @@
-"""`rl_config`, `reward_config` and `context`: what a run does, scores and may use.
+"""`rl_config` and `context`: what a run does and may use.
 
 Refuses values outside their range; what spans several keys is in checks.py.
 """
@@ -108,15 +108,6 @@ class RLConfig(AlgorithmKeys):
                 "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
             )
         return pairs
-
-
-class RewardConfig(Section):
-    verifier_function: list[str] = Field(
-        default=[], description="built-in names, module:function or file.py:function"
-    )
-    verifier_weight: list[float] | None = Field(
-        None, description="one weight a function; null: 1.0 each"
-    )
 
 
 class Context(Section):

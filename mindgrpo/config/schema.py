@@ -9,7 +9,8 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from mindgrpo.config.checks import CHECKS
-from mindgrpo.config.rl import Context, RewardConfig, RLConfig
+from mindgrpo.config.rewards import RewardConfig
+from mindgrpo.config.rl import Context, RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 

@@ -43,7 +43,7 @@ from mindgrpo.model.weights import Weights
 from mindgrpo.refill import refill
 from mindgrpo.reshard.execute import Resharder, checksums
 from mindgrpo.reshard.plan import plan_reshard
-from mindgrpo.reward.score import Scores
+from mindgrpo.reward.scores import Scores
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
@@ -176,7 +176,7 @@ class Run:
         """Groups of equal hits give way to others, whose prompts are the same read backwards; the hits then."""
 
         def scored(of: Samples) -> Scored:
-            return Scored(Scores({}, {}, hits(of)), [])
+            return Scored(Scores({}, hits(of), hits(of) < 0), [])
 
         def draw(turn: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
             given = [prompts()[group][::-1] for group in groups]
