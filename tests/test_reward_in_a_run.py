@@ -61,7 +61,7 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     assert inputs.scorer is not None
     try:
         inputs.check_rewards()
-        owners = [inputs.prompts.prompts[0]] * 4
+        owners = [inputs.prompts[0]] * 4
         scored = score(inputs.scorer, inputs.tokenizer, Rank(0), owners, samples_of([2, 3, 4, 5]))  # type: ignore
     finally:
         inputs.scorer.close()
