@@ -27,104 +27,17 @@ ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 1.5
 MIB = 1 << 20
 
-# Each is good on every text but "3".
-HOSTILE = """
-import math, os, sys, time
-
-def one(completions):
-    return [1.0] * len(completions)
-
-def sleeps(completions):
-    if "3" in completions:
-        time.sleep(10**9)
-    return one(completions)
-
-def exits(completions):
-    if "3" in completions:
-        os._exit(3)
-    return one(completions)
-
-def raises(completions):
-    return [1.0 / (text != "3") for text in completions]
-
-def forgets(completions):
-    return None if "3" in completions else one(completions)
-
-def nans(completions):
-    return [math.nan if text == "3" else None if text == "4" else 1.0 for text in completions]
-
-def short(completions):
-    return [1.0 for text in completions if text != "3"]
-
-def eats(completions):
-    held = []
-    while "3" in completions:
-        held.append(b"x" * 10**7)
-    return one(completions)
-
-def good(completions, answers):
-    return [float(text == answer) for text, answer in zip(completions, answers)]
-"""
-OTHERS = """
-import asyncio, os, subprocess, sys, time
-
-def spins(completions):
-    while len(completions[0]) == 1:
-        pass
-    return [1.0] * len(completions)
-
-def slow_together(completions):
-    time.sleep(0.1 * len(completions))
-    return [1.0] * len(completions)
-
-def slow_after_raising(completions):
-    if len(completions) > 1:
-        raise ValueError("one at a time")
-    if completions == ["1"]:
-        time.sleep(10**9)
-    return [1.0]
-
-def prints(completions):
-    print("first line")
-    for _ in range(20000):
-        print("x" * 100)
-    print("more", file=sys.stderr)
-    return [1.0] * len(completions)
-
-def loaded(completions):
-    return [float(name in sys.modules) for name in completions]
-
-def how_many(completions):
-    return [float(len(completions))] * len(completions)
-
-class Counter:
-    def __init__(self, start=0):
-        self.calls = start
-    def __call__(self, completions):
-        self.calls += 1
-        return [float(self.calls)] * len(completions)
-
-async def waits(completions):
-    await asyncio.sleep(0.01)
-    return [1.0] * len(completions)
-
-def leaves_a_process(completions):
-    subprocess.Popen(["sleep", os.environ["LEFT_BEHIND"]], start_new_session=True)
-    time.sleep(10**9 if len(completions[0]) == 1 else 0)
-    return [1.0] * len(completions)
-"""
+REWARDS = ROOT / "tests" / "data"
+HOSTILE, ODD = f"{REWARDS}/hostile_rewards.py", f"{REWARDS}/odd_rewards.py"
 
 
 @pytest.fixture
-def scorer(tmp_path: Path) -> Iterator[Callable[..., Scorer]]:
-    """Makes scorers of functions in hostile.py and others.py, and closes them."""
-    (tmp_path / "hostile.py").write_text(HOSTILE)
-    (tmp_path / "others.py").write_text(OTHERS)
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    """Makes scorers with short deadlines, and closes them."""
     made: list[Scorer] = []
 
     def make(*names: str, **limits: Any) -> Scorer:
-        specs = [f"{tmp_path}/{name}" if ".py:" in name else name for name in names]
-        made.append(Scorer(specs, None, Limits(**{"deadline": DEADLINE, **limits})))
+        made.append(Scorer(names, None, Limits(**{"deadline": DEADLINE, **limits})))
         return made[-1]
 
     yield make
@@ -143,8 +56,8 @@ def score(scorer: Scorer, texts: list[str], answers: list[str] | None = None) ->
 def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) -> None:
     kinds = {"sleeps": "timeouts", "exits": "exits", "raises": "exceptions", "nans": "nan"}
     kinds |= {"forgets": "bad_results", "short": "bad_results", "eats": "memory"}
-    specs = [f"hostile.py:{name}" for name in kinds]
-    given = scorer(*specs, "hostile.py:good", "accuracy_reward", deadline=3.0, memory=256 * MIB)
+    specs = [f"{HOSTILE}:{name}" for name in kinds]
+    given = scorer(*specs, f"{HOSTILE}:good", "accuracy_reward", deadline=3.0, memory=256 * MIB)
     texts = [str(i) for i in range(16)]
     given.dry_run(texts, texts, {})
     for step in range(2):
@@ -171,7 +84,7 @@ def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) 
 def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
     scorer: Callable[..., Scorer],
 ) -> None:
-    scores = score(scorer("others.py:spins", "format_reward"), [str(i % 10) for i in range(40)])
+    scores = score(scorer(f"{ODD}:spins", "format_reward"), [str(i % 10) for i in range(40)])
     assert scores.figures()["reward/spins/timeouts"] == 40
     assert scores.figures()["reward/format_reward/errors"] == 0
 
@@ -179,7 +92,7 @@ def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
 def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
     scorer: Callable[..., Scorer],
 ) -> None:
-    given = scorer("hostile.py:eats", deadline=3.0, memory=256 * MIB)
+    given = scorer(f"{HOSTILE}:eats", deadline=3.0, memory=256 * MIB)
     scores = score(given, ["3"] * 12)
     figures = scores.figures()
     assert figures["reward/eats/errors"] == 12
@@ -188,7 +101,7 @@ def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
 
 
 def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[..., Scorer]) -> None:
-    given = scorer("others.py:slow_together", together=0.5)
+    given = scorer(f"{ODD}:slow_together", together=0.5)
     scores = score(given, ["a"] * 20)
     assert scores.figures()["reward/slow_together/errors"] == 0
     assert scores.figures()["reward/slow_together/restarts"] == 1
@@ -196,38 +109,45 @@ def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[...
 
 
 def test_a_sample_that_hangs_when_scored_alone_is_found(scorer: Callable[..., Scorer]) -> None:
-    scores = score(scorer("others.py:slow_after_raising"), ["0", "1", "2"])
+    scores = score(scorer(f"{ODD}:slow_after_raising"), ["0", "1", "2"])
     np.testing.assert_array_equal(scores.per_function["slow_after_raising"], [1.0, np.nan, 1.0])
     assert scores.figures()["reward/slow_after_raising/timeouts"] == 1
 
 
 def test_what_is_printed_is_kept_up_to_a_bound_and_counted(scorer: Callable[..., Scorer]) -> None:
-    report = score(scorer("others.py:prints"), ["a"]).reports["prints"]
+    report = score(scorer(f"{ODD}:prints"), ["a"]).reports["prints"]
     assert report.counts["printed_bytes"] == 20000 * 101 + 16
     assert report.printed.startswith("first line\nxxx")
     assert len(report.printed) <= 16 << 10
 
 
+def test_waiting_for_a_function_costs_no_processor_time(scorer: Callable[..., Scorer]) -> None:
+    given = scorer(f"{ODD}:closes_its_output")
+    before = time.process_time()
+    assert score(given, ["a"]).errors == {"closes_its_output": 0}
+    assert time.process_time() - before < 0.2
+
+
 def test_a_worker_imports_its_reward_and_no_device_library(scorer: Callable[..., Scorer]) -> None:
     names = ["mindspore", "numpy", "sympy", "mindgrpo.reward.workers.worker"]
-    scores = score(scorer("others.py:loaded"), names)
+    scores = score(scorer(f"{ODD}:loaded"), names)
     assert scores.total.tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_classes_keep_their_state_and_async_functions_are_awaited(
     scorer: Callable[..., Scorer],
 ) -> None:
-    given = scorer("others.py:Counter(start=5)", "others.py:waits")
+    given = scorer(f"{ODD}:Counter(start=5)", f"{ODD}:waits")
     assert [score(given, ["a"]).total.item() for _ in range(3)] == [7.0, 8.0, 9.0]
 
 
 def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> None:
-    scores = score(scorer("others.py:how_many", workers=3), ["a"] * 7)
+    scores = score(scorer(f"{ODD}:how_many", workers=3), ["a"] * 7)
     assert scores.total.tolist() == [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0]
 
 
 def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[..., Scorer]) -> None:
-    given = scorer("hostile.py:good", "others.py:Counter")
+    given = scorer(f"{HOSTILE}:good", f"{ODD}:Counter")
     assert score(given, ["a"]).total.item() == 2.0
     (keeper,) = children_of(os.getpid())
     end(children_of(keeper), signal.SIGKILL)
@@ -330,7 +250,7 @@ scorer.score(["a", "b"], ["", ""], {})
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_behind_when_the_rank_is_killed(
-    number: signal.Signals, scorer: Callable[..., Scorer], tmp_path: Path
+    number: signal.Signals,
 ) -> None:
     mark = f"{os.getpid() * 10 + int(number)}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LEFT_BEHIND": mark}
@@ -339,8 +259,8 @@ def test_nothing_is_left_behind_when_the_rank_is_killed(
             sys.executable,
             "-c",
             RANK,
-            f"{tmp_path}/others.py:leaves_a_process",
-            f"{tmp_path}/hostile.py:good",
+            f"{ODD}:leaves_a_process",
+            f"{HOSTILE}:good",
         ],
         stdout=subprocess.PIPE,
         env=environment,
@@ -365,7 +285,7 @@ def test_closing_leaves_nothing_behind(
 ) -> None:
     mark = f"{os.getpid()}5"
     monkeypatch.setenv("LEFT_BEHIND", mark)
-    given = scorer("others.py:leaves_a_process", "hostile.py:good", deadline=0.5)
+    given = scorer(f"{ODD}:leaves_a_process", f"{HOSTILE}:good", deadline=0.5)
     assert score(given, ["a", "bb"]).figures()["reward/leaves_a_process/timeouts"] == 1
     assert len(marked(mark)) >= 3
     given.close()

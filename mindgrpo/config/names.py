@@ -118,6 +118,8 @@ NEIGHBOURS: dict[str, str] = {
     "rule_reward": "reward_config.verifier_function",
     "custom_rm_path": "reward_config.verifier_function",
     "reward_weights": "reward_config.verifier_weight",
+    "verifier_timeout": "reward_config.deadline",
+    "verifier_parallel": "reward_config.workers",
     "save_freq": "rl_config.save_ckpt_interval",
     "save_interval": "rl_config.save_ckpt_interval",
     "save_steps": "rl_config.save_ckpt_interval",

@@ -73,7 +73,8 @@ def main() -> None:
     lock_down(order)
     del sys.path[0]
     sys.argv = ["completion"]
-    sys.set_int_max_str_digits(0)
+    if hasattr(sys, "set_int_max_str_digits"):  # since Python 3.10.7
+        sys.set_int_max_str_digits(0)
     if order.get("claims") is None:
         exec(compile(order["code"], "completion", "exec"), {"__name__": "__main__"})  # noqa: S102
         return

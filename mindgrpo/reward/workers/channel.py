@@ -119,24 +119,26 @@ class Output:
         self._descriptor = descriptor
         self._kept = bytearray()
         self._num_bytes = 0
+        # A worker may close what it prints to and live on.
+        self.is_at_end = False
 
     def fileno(self) -> int:
         return self._descriptor
 
-    def pump(self, most: int = 1 << 22) -> bool:
-        """Takes at most about `most` bytes, so that who prints without end stops nobody; False at its end."""
+    def pump(self, most: int = 1 << 22) -> None:
+        """Takes at most about `most` bytes, so that who prints without end stops nobody."""
         taken = 0
         while taken < most:
             try:
                 piece = os.read(self._descriptor, CHUNK)
             except BlockingIOError:
-                return True
+                return
             if not piece:
-                return False
+                self.is_at_end = True
+                return
             taken += len(piece)
             self._num_bytes += len(piece)
             self._kept += piece[: max(0, KEPT_OUTPUT - len(self._kept))]
-        return True
 
     def take(self) -> tuple[str, int]:
         """The kept text and the number of bytes since the last call."""

@@ -63,7 +63,8 @@ class RankWorker:
 
     @property
     def descriptors(self) -> list[int]:
-        return [self.output.fileno()] + ([] if self.has_ended else [self.channel.fileno()])
+        output = [] if self.output.is_at_end else [self.output.fileno()]
+        return output if self.has_ended else [*output, self.channel.fileno()]
 
     def close(self) -> None:
         self.channel.close()
