@@ -72,7 +72,8 @@ class Scorer:
 
         Waits for functions that are still loading. Raises UserError.
         """
-        few = Samples(list(completions), list(answers), columns, self.facts).part(range(2))
+        samples = Samples(list(completions), list(answers), columns, self.facts)
+        few = samples.part(range(min(2, len(samples))))
         for name in self.names:
             self._signature(name).check(name, few)
         firsts = {name: lanes[0] for name, lanes in self._lanes.items()}
