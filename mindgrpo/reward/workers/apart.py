@@ -31,7 +31,7 @@ MOST_AT_ONCE = 512
 # What finding out a process's memory takes, generously.
 LOOK_SECONDS = 0.001
 PLACE_SIGNAL = signal.SIGUSR2
-PLACE = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+PLACE = re.compile(r'File "([^"]+)", line (\d+) in (\S+)\n')
 OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -138,12 +138,20 @@ class Apart:
             self._report(child.sample, Failure(TIMEOUT, message))
 
     def _place(self, child: Child, seconds: float) -> str:
-        """Where it was asked to say it is: the innermost line that is the user's."""
-        if not select.select([child.descriptor], [], [], seconds)[0]:
-            return ""
-        said = os.read(child.descriptor, 1 << 16).decode("utf-8", "replace")
-        frames = [found for found in PLACE.findall(said) if not found[0].startswith(OWN_FOLDER)]
-        return f", in {frames[0][2]} at {frames[0][0]}:{frames[0][1]}" if frames else ""
+        """Where it was asked to say it is, which comes in pieces: the innermost line that is the user's."""
+        until = time.monotonic() + seconds
+        frames: list[tuple[str, str, str]] = []
+        while not frames:
+            left = max(0.0, until - time.monotonic())
+            if not select.select([child.descriptor], [], [], left)[0]:
+                return ""
+            piece = os.read(child.descriptor, 1 << 16)
+            if not piece:
+                return ""
+            child.said += piece
+            said = child.said.decode("utf-8", "replace")
+            frames = [found for found in PLACE.findall(said) if not found[0].startswith(OWN_FOLDER)]
+        return f", in {frames[0][2]} at {frames[0][0]}:{frames[0][1]}"
 
     def _stop_eaters(self) -> None:
         """All of them together may have what one worker may."""
