@@ -1,4 +1,4 @@
-"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, export.
+"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, score, export.
 
 Prints a user's error as one sentence and ends with status 2. Refuses to do a verb's work itself.
 """
@@ -22,6 +22,7 @@ USAGE = """usage: python -m mindgrpo VERB ...
           [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
   doctor                                             what this machine lacks, with remedies
+  score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model
   export  --from RUN_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]"""
 
 
@@ -76,7 +77,12 @@ def check(argv: Sequence[str]) -> None:
     check_target(context.device_target, context.transport)
     if loaded.config.output_dir:
         check_free(loaded.config.output_dir)
-    prepare(loaded.config, world_size)
+    inputs = prepare(loaded.config, world_size)
+    assert inputs.scorer is not None
+    try:
+        inputs.check_rewards()
+    finally:
+        inputs.scorer.close()
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -126,6 +132,12 @@ def export(argv: Sequence[str]) -> None:
         print(file)
 
 
+def score(argv: Sequence[str]) -> None:
+    from mindgrpo.reward.trial import try_rewards
+
+    try_rewards(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "check": check,
@@ -133,6 +145,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "config": config,
     "doctor": doctor,
     "export": export,
+    "score": score,
 }
 
 

@@ -5,7 +5,7 @@ Every rank ends with the same Samples. Refuses to update weights and to know whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,12 @@ from mindgrpo.algorithm.samples import Completion, Samples, collect
 from mindgrpo.backend import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.layout.split import Layout
-from mindgrpo.reward.score import Scorer, Scores
+from mindgrpo.reward.call import own_columns
+from mindgrpo.reward.score import Scorer
+from mindgrpo.reward.scores import Scores
 from mindgrpo.update.pipeline import Pipeline
 
 
@@ -34,14 +37,18 @@ def generate(
     num_generations: int,
     draw: Draw,
     version: int,
+    first: int = 0,
 ) -> Samples:
-    """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order."""
+    """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order.
+
+    Samples are numbered from `first`, which chooses their noise.
+    """
     place = layout.grid.coordinates(backend.rank)
     mine = np.array_split(np.arange(len(prompts)), layout.grid.data_parallel)[place.data]
     requests = [
         Request(
             np.asarray(prompts[i], np.int32),
-            tuple(range(i * num_generations, (i + 1) * num_generations)),
+            tuple(range(first + i * num_generations, first + (i + 1) * num_generations)),
         )
         for i in mine
     ]
@@ -50,7 +57,7 @@ def generate(
         own if place.model == 0 else None
     )
     arrived = [completion for part in shared if part is not None for completion in part]
-    return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived)
+    return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived, first)
 
 
 @dataclass(frozen=True)
@@ -60,28 +67,55 @@ class Scored:
     scores: Scores
     texts: list[str]
 
+    def with_replaced(self, places: Sequence[int], fresh: Scored) -> Scored:
+        """`fresh`'s samples at `places`, in order."""
+        texts = list(self.texts)
+        for place, text in zip(places, fresh.texts, strict=False):
+            texts[place] = text
+        return Scored(self.scores.with_replaced(places, fresh.scores), texts)
+
+
+def check_rewards(check: Callable[[], None], backend: Backend) -> None:
+    """`check` on rank 0, and its UserError on every rank, so that none goes on and waits for rank 0."""
+    said: str | None = None
+    if backend.rank == 0:
+        try:
+            check()
+        except UserError as error:
+            said = str(error)
+    told = backend.world.gather_objects(said)[0]
+    if told is not None:
+        raise UserError(told)
+
 
 def score(
-    scorer: Scorer,
+    scorer: Scorer | None,
     tokenizer: Tokenizer,
     backend: Backend,
     prompts: Sequence[Prompt],
     samples: Samples,
 ) -> Scored:
-    """Rewards of all samples, computed on rank 0 and the same everywhere. `prompts` one a sample."""
+    """Rewards of all samples, computed on rank 0, which alone needs a scorer, and the same everywhere.
+
+    `prompts` one a sample. A sample that a reward failed on has the mean of its group's others as its total.
+    """
     texts: list[str] = []
     outcome: Any = None
     if backend.rank == 0:
+        assert scorer is not None
         try:
-            texts = [tokenizer.decode(tokens.tolist()) for tokens in samples.completions]
+            ids = [tokens.tolist() for tokens in samples.completions]
+            texts = [tokenizer.decode(tokens) for tokens in ids]
+            own = own_columns([prompt.text for prompt in prompts], ids, samples.finish_reasons)
             answers = [prompt.answer for prompt in prompts]
-            outcome = scorer.score(texts, answers, columns_of(prompts))
+            # A data set's own column of such a name wins: its author knows what it is for.
+            outcome = scorer.score(texts, answers, own | columns_of(prompts))
         except Exception as error:  # whatever it is, the other ranks wait for an answer
             outcome = f"{type(error).__name__}: {error}"
     shared = backend.world.gather_objects(outcome)[0]
     if isinstance(shared, str):
         raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
-    return Scored(shared, texts)
+    return Scored(shared.filled(samples.groups), texts)
 
 
 def sample_logps(

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.config import Config, Loaded
 from mindgrpo.errors import UserError
 from mindgrpo.model.families import DecoderConfig, read_config
@@ -87,10 +88,11 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
         ],
         "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, links)],
         "batch": plan.batch.lines(),
+        "algorithm": algorithm_lines(plan.config, plan.batch),
     }
     for name, lines in sections.items():
         for number, line in enumerate(lines):
-            print(f"{name if number == 0 else '':<9}{line}")
+            print(f"{name if number == 0 else '':<11}{line}")
 
 
 def _receivers(plan: RunPlan) -> list[str]:

@@ -22,7 +22,8 @@ from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import parameter_specs, read_config
 from mindgrpo.model.pretrained import check_tensors
 from mindgrpo.model.shapes import check_agreement
-from mindgrpo.reward.load import resolve
+from mindgrpo.reward.call import own_columns
+from mindgrpo.reward.limits import Limits
 from mindgrpo.reward.score import Scorer
 from mindgrpo.run_plan import RunPlan, plan_run
 
@@ -31,15 +32,28 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on; `held_out` is None without an evaluation data set. `notes` are for the user."""
+    """What a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
+
+    `notes` are for the user.
+    """
 
     plan: RunPlan
     tokenizer: Tokenizer
     prompts: PromptSet
     held_out: PromptSet | None
-    scorer: Scorer
+    scorer: Scorer | None
     sampling: SamplingSettings
     notes: tuple[str, ...] = ()
+
+    def check_rewards(self) -> None:
+        """Two samples through every reward; waits until all have been imported. Raises UserError."""
+        if self.scorer is None:
+            return
+        two = (self.prompts[:2] * 2)[:2]
+        answers = [prompt.answer for prompt in two]
+        ids = [self.tokenizer.encode(answer) for answer in answers]
+        made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
+        self.scorer.dry_run(answers, answers, made | columns_of(two))
 
 
 def prepare(
@@ -48,11 +62,24 @@ def prepare(
     reward_functions: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
     ranks: Ranks = ALONE,
+    scores: bool = True,
 ) -> Inputs:
     """Raises UserError. `reward_functions` stand in for those of reward_config, weights included.
 
-    `ranks`, who all call this, share the reading of the data.
+    `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
+    first, to be checked with `check_rewards` at the end.
     """
+    if not scores:
+        return _read(config, world_size, ranks, None)
+    scorer = _scorer(config, reward_functions, reward_weights)
+    try:
+        return _read(config, world_size, ranks, scorer)
+    except BaseException:
+        scorer.close()
+        raise
+
+
+def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -71,7 +98,6 @@ def prepare(
             f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
         )
-    scorer = _scorer(config, reward_functions, reward_weights)
     _check_save(config)
     rl = config.rl_config
     tokenizer = tokenizer.with_template(rl.chat_template)
@@ -84,7 +110,6 @@ def prepare(
         held_out = _prompts(
             config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
         )
-    _dry_run(scorer, prompts)
     sampling = sampling_settings(config, tokenizer)
     notes = (*_stop_notes(sampling, model.vocab_size),)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
@@ -150,7 +175,12 @@ def _scorer(
             "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
         )
-    return Scorer([resolve(function) for function in functions], weights)
+    rewards = config.reward_config
+    limits = Limits(
+        rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
+    )
+    facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
+    return Scorer(functions, weights, limits, facts)
 
 
 def _prompts(
@@ -176,12 +206,6 @@ def _prompts(
         rl.system_prompt or "",
     )
     return PromptSet(records, form, ranks)
-
-
-def _dry_run(scorer: Scorer, prompts: PromptSet) -> None:
-    two = (prompts[:2] * 2)[:2]
-    answers = [prompt.answer for prompt in two]
-    scorer.dry_run(answers, answers, columns_of(two))
 
 
 def _check_save(config: Config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.config import memory_bytes
@@ -151,8 +152,7 @@ def update_settings(plan: RunPlan, sampling: SamplingSettings, backend: Backend)
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
         recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
-        epsilon=(rl.epsilon_low, rl.epsilon_high),
-        beta=rl.beta,
+        objective=Objective.of(plan.config),
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay

@@ -14,6 +14,7 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.backend import Backend
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
@@ -24,6 +25,7 @@ from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.preflight import Inputs
+from mindgrpo.reward.scores import Scores
 from mindgrpo.run_plan import RunPlan
 
 STEPS_BETWEEN_PICTURES = 10
@@ -124,6 +126,7 @@ class RunRecord:
             ),
             ("layouts", plan.layout_lines()),
             ("batch", plan.batch.lines()),
+            ("algorithm", algorithm_lines(plan.config, plan.batch)),
             ("memory", plan.memory_lines()),
             ("reshard", plan.reshard_lines()),
             ("data", data),
@@ -162,16 +165,25 @@ class RunRecord:
         self.console.line(f"  held out:  {told}")
         return {f"eval/{name}/mean": value for name, value in means.items()}
 
+    def rewards(self, when: str, scores: Scores) -> None:
+        """One line for each reward that failed on a sample; what rewards printed goes to a file."""
+        if not self._is_writer:
+            return
+        for name, line in scores.messages.items():
+            count = scores.errors[name]
+            failed = f"failed on {count} of {len(scores.total)} samples, " if count else ""
+            self.console.line(f"  reward {name}: {failed}{line}")
+        for name, report in scores.reports.items():
+            if report.printed:
+                with (self.directory / "reward_output.txt").open("a", encoding="utf-8") as output:
+                    size = report.counts.get("printed_bytes", 0)
+                    output.write(f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n")
+
     def completions(
         self, step: int, owners: Sequence[Prompt], samples: Samples, scored: Scored
     ) -> None:
         if not self._is_writer:
             return
-        for name, message in scored.scores.messages.items():
-            count = scored.scores.errors[name]
-            self.console.line(
-                f"  reward {name} failed on {count} of {len(samples)} samples: {message}"
-            )
         if self._completions is None:
             return
         per_function = scored.scores.per_function

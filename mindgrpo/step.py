@@ -13,24 +13,40 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import group_advantages
+from mindgrpo.algorithm.credit import assign_credit
+from mindgrpo.algorithm.mismatch import Mismatch
+from mindgrpo.algorithm.objective import Credit
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import ROLLOUT
+from mindgrpo.generate.usage import Usage
+from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
 from mindgrpo.update.batches import UpdateReport, update
+
+# Scores samples, whose `groups` are numbers of the step's prompts.
+Score = Callable[[Samples], Scored]
+# Further prompts, int32 [n] each, for the groups of these numbers.
+Prompts = Callable[[Sequence[int]], Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """`lr` is the last update's; `seconds` by phase on this rank, and of the whole under "step"."""
+    """`lr` is the last update's; `seconds` by phase on this rank, and of the whole under "step".
+
+    `usage` is this rank's, of all the step's rollouts. `refills` is None without dynamic sampling, `mismatch` without
+    a correction for the generator.
+    """
 
     samples: Samples
     scored: Scored
     reports: list[UpdateReport]
     lr: float
     seconds: dict[str, float]
+    usage: Usage
+    refills: Refills | None = None
+    mismatch: Mismatch | None = None
 
 
 def _unwatched(phase: str) -> AbstractContextManager[None]:
@@ -48,23 +64,39 @@ class Stepper:
     ) -> None:
         self._watch = watch
         self.roles, self.plan, self.backend = roles, roles.plan, roles.backend
+        self._credit = Credit.of(roles.plan.config)
         self._learning_rate = learning_rate
         self._seconds: dict[str, float] = {}
+        self._usages: list[Usage] = []
 
     def run(
-        self, step: int, prompts: Sequence[np.ndarray], score: Callable[[Samples], Scored]
+        self,
+        step: int,
+        prompts: Sequence[np.ndarray],
+        score: Score,
+        further: Prompts | None = None,
     ) -> StepOutcome:
-        """Step number `step` on `prompts` (int32 [n] each); all ranks together, the same outcome on each."""
-        self._seconds = {}
+        """Step number `step` on `prompts` (int32 [n] each); all ranks together, the same outcome on each.
+
+        Dynamic sampling, where it is configured, needs `further`.
+        """
+        self._seconds, self._usages = {}, []
         started = time.perf_counter()
         samples = self._rollout(step, prompts)
         scored = self._score(samples, score)
+        refills = None
+        if self.plan.config.rl_config.dynamic_sampling:
+            if further is None:
+                raise ValueError("dynamic sampling needs further prompts")
+            scored, refills = self._refill(step, samples, scored, score, further)
         self._reference(samples)
         self._old(samples)
+        mismatch = assign_credit(samples, scored.scores.total, self._credit)
         reports, lr = self._update(step, samples)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
-        return StepOutcome(samples, scored, reports, lr, self._seconds)
+        usage = Usage.total(self._usages)
+        return StepOutcome(samples, scored, reports, lr, self._seconds, usage, refills, mismatch)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -73,13 +105,13 @@ class Stepper:
             yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def _rollout(self, step: int, prompts: Sequence[np.ndarray]) -> Samples:
+    def _rollout(self, step: int, prompts: Sequence[np.ndarray], first: int = 0) -> Samples:
         rl = self.plan.config.rl_config
         with self._phase("reshard"):
             self.roles.refresh_generator()
         with self._phase("rollout"):
             self.roles.enter("rollout")
-            return generate(
+            samples = generate(
                 self.roles.generator,
                 self.plan.infer,
                 self.backend,
@@ -87,16 +119,27 @@ class Stepper:
                 rl.num_generations,
                 Draw(rl.seed, ROLLOUT, step),
                 self.roles.policy.version,
+                first,
             )
+        self._usages.append(self.roles.generator.usage)
+        return samples
 
-    def _score(self, samples: Samples, score: Callable[[Samples], Scored]) -> Scored:
-        rl = self.plan.config.rl_config
+    def _score(self, samples: Samples, score: Score) -> Scored:
         with self._phase("score"):
-            scored = score(samples)
-            samples.advantages = group_advantages(
-                scored.scores.total, rl.num_generations, rl.scale_rewards
-            )
-        return scored
+            return score(samples)
+
+    def _refill(
+        self, step: int, samples: Samples, scored: Scored, score: Score, further: Prompts
+    ) -> tuple[Scored, Refills]:
+        rl = self.plan.config.rl_config
+
+        def draw(number: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
+            # Numbered beyond every sample of the rounds before, so that no noise is used twice.
+            fresh = self._rollout(step, further(groups), number * len(samples))
+            fresh.groups = [group for group in groups for _ in range(rl.num_generations)]
+            return fresh, self._score(fresh, score)
+
+        return refill(samples, scored, rl.num_generations, rl.refill_rounds, draw)
 
     def _reference(self, samples: Samples) -> None:
         reference, layout = self.roles.reference, self.plan.reference
@@ -112,8 +155,10 @@ class Stepper:
             )
 
     def _old(self, samples: Samples) -> None:
-        rl = self.plan.config.rl_config
-        if self.plan.batch.updates_per_step == 1 or not rl.enable_oldpolicy:
+        several = self.plan.batch.updates_per_step > 1
+        if not self._credit.needs_old and not (
+            several and self.plan.config.rl_config.enable_oldpolicy
+        ):
             return
         with self._phase("old_logps"):
             self.roles.enter("old_logps")

@@ -19,9 +19,10 @@ from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
-from mindgrpo.data.prompts import PromptSet
+from mindgrpo.data.cursor import Cursor
+from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
-from mindgrpo.experience import generate, score
+from mindgrpo.experience import check_rewards, generate, score
 from mindgrpo.export import export_adapters, export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
@@ -73,8 +74,10 @@ class GRPOTrainer:
             reward_functions,
             reward_weights,
             Ranks(self.backend.rank, self.backend.world_size, self.backend.world.gather_objects),
+            scores=self.backend.rank == 0,
         )
         self.plan = self.inputs.plan
+        self.cursor = Cursor(self.inputs.prompts, self.config.rl_config.seed)
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
         self.num_steps = self._num_steps()
         self.watch = Watch(self.config, self.backend, self.record)
@@ -84,6 +87,7 @@ class GRPOTrainer:
         self.record.banner(self.num_steps, self.inputs, notes)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate, self.watch.phase)
 
     def _num_steps(self) -> int:
@@ -107,6 +111,8 @@ class GRPOTrainer:
                 raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
         self._write_model()
         self.watch.close()
+        if self.inputs.scorer is not None:
+            self.inputs.scorer.close()
         self.record.close(self.num_steps)
         self.backend.close()
         return self.record.directory
@@ -127,18 +133,28 @@ class GRPOTrainer:
                 export_adapters(policy.adapters, self.backend, source, folder)
 
     def _step(self, step: int) -> dict[str, Any]:
-        rl = self.config.rl_config
-        prompts, _ = self.inputs.prompts.take(step, self.plan.batch.prompts_per_step, rl.seed)
-        owners = [prompt for prompt in prompts for _ in range(rl.num_generations)]
+        prompts = self.cursor.take(self.plan.batch.prompts_per_step)
+
+        def owners(samples: Samples) -> list[Prompt]:
+            return [prompts[group] for group in samples.groups]
+
+        def further(groups: Sequence[int]) -> list[np.ndarray]:
+            fresh = self.cursor.take(len(groups))
+            for group, prompt in zip(groups, fresh, strict=True):
+                prompts[group] = prompt
+            return [prompt.ids for prompt in fresh]
+
         outcome = self._stepper.run(
             step,
             [prompt.ids for prompt in prompts],
             lambda samples: score(
-                self.inputs.scorer, self.inputs.tokenizer, self.backend, owners, samples
+                self.inputs.scorer, self.inputs.tokenizer, self.backend, owners(samples), samples
             ),
+            further,
         )
-        self.record.completions(step + 1, owners, outcome.samples, outcome.scored)
         self.watch.dump(outcome)
+        self.record.rewards(f"step {step + 1}", outcome.scored.scores)
+        self.record.completions(step + 1, owners(outcome.samples), outcome.samples, outcome.scored)
         return self._figures(outcome)
 
     def _learning_rate(self, index: int) -> float:
@@ -165,10 +181,7 @@ class GRPOTrainer:
             "reward/mean": float(totals.mean()),
             "reward/std": float(totals.std()),
         }
-        for name, values in scored.scores.per_function.items():
-            given = values[~np.isnan(values)]
-            figures[f"reward/{name}/mean"] = float(given.mean()) if given.size else None
-            figures[f"reward/{name}/errors"] = scored.scores.errors[name]
+        figures |= scored.scores.figures()
         zero_std = zero_std_groups(totals, self.config.rl_config.num_generations)
         figures |= {
             "loss": float(np.mean([report.loss for report in reports])),
@@ -177,6 +190,8 @@ class GRPOTrainer:
             "grad_norm": float(np.mean([report.grad_norm for report in reports])),
             "lr": outcome.lr,
             "clip_fraction": float(np.mean([report.clip_fraction for report in reports])),
+            "clip_fraction/low": float(np.mean([report.clipped_low for report in reports])),
+            "clip_fraction/high": float(np.mean([report.clipped_high for report in reports])),
             "zero_std_fraction": float(zero_std.mean()),
             "completion_length/mean": float(lengths.mean()),
             "completion_length/max": int(lengths.max()),
@@ -188,17 +203,38 @@ class GRPOTrainer:
             "tokens": int(samples.total_lengths.sum()),
             "weights_version": self.roles.policy.version,
         }
-        return figures | self._resources(outcome.seconds)
+        return figures | self._chosen(outcome) | self._resources(outcome)
 
-    def _resources(self, seconds: dict[str, float]) -> dict[str, Any]:
+    def _chosen(self, outcome: StepOutcome) -> dict[str, Any]:
+        """Figures of what the configuration has turned on."""
+        samples, figures = outcome.samples, {}
+        if samples.counted is not None:
+            figures["masked_fraction"] = float(1.0 - samples.counted.mean())
+        if outcome.refills is not None:
+            figures |= {
+                "dynamic_sampling/rounds": outcome.refills.rounds,
+                "dynamic_sampling/replaced_groups": outcome.refills.groups,
+                "reward/mean_sampled": outcome.refills.sampled_mean,
+                "prompts_used": self.cursor.position,
+            }
+        if outcome.mismatch is not None:
+            figures |= {
+                "importance_weight/mean": outcome.mismatch.mean,
+                "importance_weight/max": outcome.mismatch.largest,
+                "importance_weight/capped_fraction": outcome.mismatch.capped,
+            }
+        return figures
+
+    def _resources(self, outcome: StepOutcome) -> dict[str, Any]:
         """Times of this rank; memory and traffic summed over ranks."""
         traffic = self.roles.traffic
-        usage = self.roles.generator.usage
-        ranks = self.backend.world.gather_objects((process_rss(), traffic.bytes_received, usage))
+        ranks = self.backend.world.gather_objects(
+            (process_rss(), traffic.bytes_received, outcome.usage)
+        )
         rollout = Usage.total([rank[2] for rank in ranks])
         peaks = self.roles.residency.ledger.peak_by_phase
         return {
-            **{f"time/{name}": spent for name, spent in seconds.items()},
+            **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
             **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
             "memory/rss": sum(rank[0] for rank in ranks),
             "reshard/bytes": sum(rank[1] for rank in ranks),
@@ -247,8 +283,5 @@ class GRPOTrainer:
             scored = score(
                 self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
             )
-        means = {
-            name: float(np.nanmean(values)) if not np.isnan(values).all() else None
-            for name, values in scored.scores.per_function.items()
-        }
-        return self.record.evaluated(means)
+        self.record.rewards(f"evaluation after step {step}", scored.scores)
+        return self.record.evaluated(scored.scores.means())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.backend import Backend
@@ -89,14 +90,15 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(len(rows), length)
-    settings = UpdateSettings(shape, length, 1.0, False, (0.2, 0.2), 0.0, 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, False, Objective(), 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     samples = golden.samples
     (batch,) = micro_batches(samples, rows, shape, 1, 0)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(samples), np.float32))
-    results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones)], False)
+    unread = (ones, np.zeros(len(ones), np.int32), ones)
+    results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones, *unread)], False)
     assert results is not None
     by_sample = batch.gather(results[0].logps)
     return policy, [by_sample[i] for i in range(len(samples))]

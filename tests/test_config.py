@@ -146,7 +146,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("rl_config.packing", "1", "must be true or false"),
         ("rl_config.packing", "'no'", "write no without quotes"),
         ("rl_config.model_name", "7", "must be text or null; put it in quotes"),
-        ("rl_config.scale_rewards", "batch", "must be 'group' or 'none'"),
+        ("rl_config.scale_rewards", "std", "must be 'group' or 'batch' or 'none' or null"),
         ("rl_config.deterministic", "maybe", "must be 'ON' or 'OFF'"),
         ("actor_config.optimizer.type", "lamb", "must be 'adamw'"),
         ("actor_config.lr_schedule.lr", "0", "must be above 0"),

@@ -16,6 +16,7 @@ import pytest
 from data_sets import MODEL, questions, records_of, write_lines, write_parquet
 
 from mindgrpo.config import load_config
+from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
 from mindgrpo.data.records import Record
 from mindgrpo.data.sources import ALONE, Ranks, Records, open_records
@@ -232,7 +233,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
 
 def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    steps = [prompts.take(step, 3, seed=5) for step in range(7)]
+    steps = [prompts.take(3 * step, 3, seed=5) for step in range(7)]
     drawn = [prompt.index for taken, _ in steps for prompt in taken]
     for epoch in range(3):
         assert drawn[7 * epoch : 7 * epoch + 7] == prompts.order(5, epoch).tolist()
@@ -241,7 +242,17 @@ def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:
     assert len(taken) == 16 and epoch == 0
     # A run that continues at step 4 draws what the first one would have drawn.
     again = prompt_set(questions(7), tokenizer)
-    assert [p.index for p in again.take(4, 3, seed=5)[0]] == [p.index for p in steps[4][0]]
+    assert [p.index for p in again.take(12, 3, seed=5)[0]] == [p.index for p in steps[4][0]]
+
+
+def test_a_cursor_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
+    prompts = prompt_set(questions(7), tokenizer)
+    whole = [prompt.index for prompt in Cursor(prompts, seed=5).take(20)]
+    cursor = Cursor(prompts, seed=5)
+    parts = [prompt.index for count in (3, 1, 6) for prompt in cursor.take(count)]
+    assert (cursor.position, cursor.epoch) == (10, 1)
+    resumed = Cursor(prompts, seed=5, position=cursor.position)
+    assert parts + [prompt.index for prompt in resumed.take(10)] == whole
 
 
 def config(tmp_path: Path, text: str, *overrides: str) -> Any:

@@ -145,6 +145,14 @@ def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figur
 
 
 @every_case
+def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
+    _, ranks = launch(case.world)
+    expected = GOLDEN[case.recipe].get("replaced", [])
+    assert all(rank["cases"][case.name]["replaced"] == expected for rank in ranks)
+    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].refill_rounds > 0)
+
+
+@every_case
 def test_the_same_tokens_are_clipped(launch: Launch, case: c.Case) -> None:
     expected = _numbers(GOLDEN[case.recipe]["steps"], "clip_fraction")
     np.testing.assert_allclose(_numbers(_steps(launch, case), "clip_fraction"), expected, rtol=1e-9)
@@ -194,14 +202,18 @@ def test_generator_and_trainer_agree_on_log_probs_after_every_reshard(
 def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
     steps = GOLDEN[recipe]["steps"]
     assert len(steps) == c.NUM_STEPS
-    assert _numbers(steps, "grad_norm").min() > c.MAX_GRAD_NORM
+    norms = _numbers(steps, "grad_norm")
+    # A second update on the same samples may have little left to do where their ratios are clipped.
+    firsts = norms[:, 0] if c.RECIPES[recipe].objective else norms
+    assert firsts.min() > c.MAX_GRAD_NORM
     assert _numbers(steps, "kl").min() > 0
     assert len({tuple(step["tokens"]) for step in steps}) == c.NUM_STEPS
     assert len(set(steps[0]["lengths"])) > 1
 
 
-def test_the_golden_trajectory_clips_ratios_in_second_iterations_only() -> None:
-    fractions = _numbers(GOLDEN["two iterations"]["steps"], "clip_fraction")
+@pytest.mark.parametrize("recipe", [name for name, r in c.RECIPES.items() if r.num_iterations > 1])
+def test_the_golden_trajectory_clips_ratios_in_second_iterations_only(recipe: str) -> None:
+    fractions = _numbers(GOLDEN[recipe]["steps"], "clip_fraction")
     assert (fractions[:, 0] == 0).all() and (fractions[:, 1] > 0).all()
     assert (fractions[:, 1] < 1).all()
 

@@ -36,6 +36,7 @@ LEVELS = (
     "update",
     "roles",
     "experience",
+    "refill",
     "step",
     "export",
     "monitor",

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from test_update import CONFIG, LAYOUT, SETTINGS, samples
 
+from mindgrpo.algorithm import loss, packing
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
@@ -89,23 +90,18 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
     adapted = policy_with(backend, TARGETS)
     whole = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     Delivery(adapted.weights, adapted.adapters, whole.weights, backend).run()
-    from mindgrpo.algorithm import loss, packing
-
     given = samples()
     rows = packing.pack(given, range(len(given)), SETTINGS.shape)
     batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
-    weights = loss.token_weights(given.completion_lengths)
+    weights = loss.token_weights(given.completion_lengths, SETTINGS.objective)
     for policy in (adapted, whole):
         policy.clear_gradients()
-        extras = [
-            (
-                batch.spread(np.zeros(len(given))),
-                batch.spread(given.reference_logps or []),
-                batch.spread(given.advantages),
-                batch.spread(weights),
-            )
-            for batch in batches
-        ]
+        extras = []
+        for batch in batches:
+            zeros = np.zeros(batch.picks.size, np.float32)
+            used = (given.reference_logps or [], given.advantages, weights)
+            unread = (zeros, zeros.astype(np.int32), zeros)
+            extras.append((zeros, *(batch.spread(values) for values in used), *unread))
         policy.accumulate(batches, extras, False)
     assert adapted.adapters is not None
     scale = adapted.adapters.settings.scale

@@ -1,129 +1,157 @@
 """The loss that is differentiated in a graph against the one in numpy: value, and gradient by finite differences.
 
-Does not prove that GRPO's formula is transcribed from the paper rightly, nor anything about the model below the loss.
+Does not prove that the formulas are transcribed from the papers rightly (test_losses.py does), nor anything about the
+model below the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 
 import mindspore as ms
 import numpy as np
 import pytest
+from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 
-from mindgrpo.algorithm.loss import grpo_loss
+from mindgrpo.algorithm.loss import Tokens, policy_loss
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.update.loss_cell import GrpoLoss
+from mindgrpo.update.loss_cell import PolicyLoss
 
-EPSILON = (0.2, 0.3)
-COUNT = 24
+Result = tuple[float, np.ndarray, np.ndarray]
+Call = Callable[[list[np.ndarray]], Result]
+Compiled = Callable[[Objective, bool], Call]
 
-Inputs = list[np.ndarray]
-
-
-def inputs(seed: int = 0) -> Inputs:
-    """log p, old, reference, advantages, weights; ratios on both sides of both ends, none near a corner."""
-    rng = np.random.default_rng(seed)
-    old = rng.uniform(-4.0, -0.5, COUNT)
-    steps = np.resize([-0.6, -0.1, 0.05, 0.15, 0.5], COUNT) + rng.uniform(-0.02, 0.02, COUNT)
-    reference = old + rng.normal(0, 0.4, COUNT)
-    advantages = rng.normal(size=COUNT)
-    weights = rng.uniform(0.01, 0.1, COUNT)
-    return [x.astype(np.float32) for x in (old + steps, old, reference, advantages, weights)]
+# Places of the graph's inputs.
+LOGP, ENTROPY, OLD, REFERENCE, ADVANTAGES, WEIGHTS, FACTORS = range(7)
+ALL_TERMS = replace(WIDE, beta=0.05, entropy_coef=0.03, corrected=True)
+BASE = replace(WIDE, beta=0.05)
 
 
-def in_numpy(arrays: Inputs, beta: float, has_old: bool) -> float:
-    logp, old, *rest = (x.astype(np.float64) for x in arrays)
-    return grpo_loss(logp, old if has_old else logp, *rest, EPSILON, beta)
-
-
-def slope_in_numpy(arrays: Inputs, beta: float, has_old: bool) -> np.ndarray:
-    """Central differences in float64; without old log-probs they are held where the policy is."""
-    logp, old, *rest = (x.astype(np.float64) for x in arrays)
-    held = old if has_old else logp.copy()
-    slope, step = np.zeros(COUNT), 1e-6
-    for i in range(COUNT):
-        ends = []
-        for sign in (1, -1):
-            moved = logp.copy()
-            moved[i] += sign * step
-            ends.append(grpo_loss(moved, held, *rest, EPSILON, beta))
-        slope[i] = (ends[0] - ends[1]) / (2 * step)
-    return slope
-
-
-Compiled = Callable[[Inputs], tuple[float, np.ndarray]]
+def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
+    """What the graph takes, with `padding` places after the tokens."""
+    lengths = tokens.lengths
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    shares = np.repeat(1.0 / np.maximum(lengths, 1), lengths)
+    numbers = [tokens.logps, tokens.entropy, tokens.old, tokens.reference]
+    numbers += [tokens.advantages, tokens.weights, tokens.factors]
+    blank = np.zeros(padding)
+    padded = [np.concatenate([x, blank]).astype(np.float32) for x in (*numbers, shares)]
+    own = np.arange(starts.size, starts.size + padding)
+    return [*padded[:-1], np.concatenate([starts, own]).astype(np.int32), padded[-1]]
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Callable[[float, bool], Compiled]:
+def compiled() -> Compiled:
     CpuBackend({}, "shared_memory")
-    made: dict[tuple[float, bool], Compiled] = {}
+    made: dict[tuple[Objective, bool], Call] = {}
 
-    def of(beta: float, has_old: bool) -> Compiled:
-        cell = ms.value_and_grad(GrpoLoss(*EPSILON, beta, has_old), 0)
+    def of(objective: Objective, has_old: bool) -> Call:
+        cell = ms.value_and_grad(PolicyLoss(objective, has_old), (0, 1))
 
-        def call(arrays: Inputs) -> tuple[float, np.ndarray]:
-            value, gradient = cell(*(Tensor(x) for x in arrays))
-            return float(value), gradient.asnumpy()
+        def call(arrays: list[np.ndarray]) -> Result:
+            value, (by_logp, by_entropy) = cell(*(Tensor(x) for x in arrays))
+            return float(value), by_logp.asnumpy(), by_entropy.asnumpy()
 
-        return made.setdefault((beta, has_old), call)
+        return made.setdefault((objective, has_old), call)
 
     return of
 
 
-CASES = [(beta, has_old) for beta in (0.0, 0.05) for has_old in (True, False)]
+def slope(tokens: Tokens, objective: Objective, name: str) -> np.ndarray:
+    """Central differences of the numpy loss by `name`'s entries; stop-gradients stay where the policy is."""
+    base = getattr(tokens, name)
+    found, step = np.zeros(base.size), 1e-6
+    for i in range(base.size):
+        ends = []
+        for sign in (1, -1):
+            moved = base.copy()
+            moved[i] += sign * step
+            ends.append(policy_loss(replace(tokens, **{name: moved}), objective, tokens.logps))
+        found[i] = (ends[0] - ends[1]) / (2 * step)
+    return found
 
 
-@pytest.mark.parametrize("beta, has_old", CASES)
-def test_the_graph_has_the_value_and_gradient_of_the_formula(
-    compiled: Callable[[float, bool], Compiled], beta: float, has_old: bool
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("has_old", [True, False])
+def test_the_graph_has_the_value_and_gradients_of_the_formula(
+    compiled: Compiled, name: str, has_old: bool
 ) -> None:
-    arrays = inputs()
-    value, gradient = compiled(beta, has_old)(arrays)
-    assert value == pytest.approx(in_numpy(arrays, beta, has_old), rel=2e-6, abs=1e-6)
+    objective = VARIANTS[name]
+    tokens = tokens_of(objective, on_policy=not has_old)
+    value, by_logp, by_entropy = compiled(objective, has_old)(inputs(tokens))
+    count = tokens.logps.size
+    assert value == pytest.approx(policy_loss(tokens, objective), rel=2e-6, abs=1e-6)
+    expected = slope(tokens, objective, "logps")
+    np.testing.assert_allclose(by_logp[:count], expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(
-        gradient, slope_in_numpy(arrays, beta, has_old), rtol=1e-4, atol=1e-7
+        by_entropy[:count], slope(tokens, objective, "entropy"), rtol=1e-4, atol=1e-7
     )
+    assert not by_logp[count:].any() and not by_entropy[count:].any()
+    assert np.abs(expected).max() > 1e-3
 
 
-def test_each_end_of_the_clip_stops_the_gradient_on_its_own_side_only(
-    compiled: Callable[[float, bool], Compiled],
-) -> None:
-    arrays = inputs()
-    ratio = np.exp(arrays[0] - arrays[1])
-    _, gradient = compiled(0.0, True)(arrays)
-    low, high = 1 - EPSILON[0], 1 + EPSILON[1]
-    stopped = ((ratio < low) & (arrays[3] < 0)) | ((ratio > high) & (arrays[3] > 0))
+def test_each_end_of_the_clip_stops_the_gradient_on_its_own_side_only(compiled: Compiled) -> None:
+    tokens = replace(tokens_of(WIDE), weights=np.full(int(LENGTHS.sum()), 0.05))
+    ratio = np.exp(tokens.logps - tokens.old)
+    _, gradient, _ = compiled(WIDE, True)(inputs(tokens, padding=0))
+    low, high = 1 - WIDE.epsilon_low, 1 + WIDE.epsilon_high
+    stopped = ((ratio < low) & (tokens.advantages < 0)) | ((ratio > high) & (tokens.advantages > 0))
     outside = (ratio < low) | (ratio > high)
     assert (outside & ~stopped).any() and stopped[ratio < low].any() and stopped[ratio > high].any()
     np.testing.assert_array_equal(gradient[stopped], 0.0)
     assert (gradient[~stopped] != 0).all()
 
 
-def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_plain_policy_gradient(
-    compiled: Callable[[float, bool], Compiled],
+def test_cispo_leaves_every_token_its_gradient(compiled: Compiled) -> None:
+    objective = VARIANTS["cispo"]
+    tokens = tokens_of(objective)
+    _, gradient, _ = compiled(objective, True)(inputs(tokens, padding=0))
+    assert (gradient[tokens.weights > 0] != 0).all()
+
+
+def test_a_sequence_is_clipped_as_a_whole(compiled: Compiled) -> None:
+    tokens = tokens_of(NARROW)
+    _, gradient, _ = compiled(NARROW, True)(inputs(tokens, padding=0))
+    owners = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    moved = [len(set((gradient[owners == i] != 0).tolist())) for i in range(len(LENGTHS))]
+    assert max(moved) == 1  # all tokens of a sample, or none
+    counted = tokens.weights > 0
+    assert (gradient[counted] == 0).any() and (gradient[counted] != 0).any()
+
+
+def test_without_old_log_probs_the_gradient_is_the_plain_policy_gradient(
+    compiled: Compiled,
 ) -> None:
-    arrays = inputs()
-    value, gradient = compiled(0.0, False)(arrays)
-    assert value == pytest.approx(-float((arrays[3] * arrays[4]).sum()), abs=1e-6)
-    np.testing.assert_allclose(gradient, -arrays[3] * arrays[4], rtol=1e-5)
+    for objective in (WIDE, VARIANTS["cispo"], NARROW):
+        tokens = tokens_of(objective, on_policy=True)
+        _, gradient, _ = compiled(objective, False)(inputs(tokens, padding=0))
+        np.testing.assert_allclose(gradient, -tokens.advantages * tokens.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [np.inf, -np.inf, np.nan, 1e30])
 @pytest.mark.parametrize("has_old", [True, False])
-def test_positions_of_weight_zero_add_nothing_whatever_they_hold(
-    compiled: Callable[[float, bool], Compiled], has_old: bool, garbage: float
+@pytest.mark.parametrize("objective", [BASE, ALL_TERMS, NARROW], ids=["base", "all", "gspo"])
+def test_samples_of_weight_zero_add_nothing_whatever_they_hold(
+    compiled: Compiled, has_old: bool, garbage: float, objective: Objective
 ) -> None:
-    clean = inputs()
-    clean[4][::3] = 0.0
+    clean = inputs(tokens_of(objective, on_policy=not has_old))
     dirty = [x.copy() for x in clean]
-    for array in dirty[:4]:
-        array[::3] = garbage
-    call = compiled(0.05, has_old)
-    value, gradient = call(clean)
-    dirty_value, dirty_gradient = call(dirty)
-    assert np.isfinite(value) and dirty_value == value
-    np.testing.assert_array_equal(dirty_gradient, gradient)
-    np.testing.assert_array_equal(gradient[::3], 0.0)
+    unused = clean[WEIGHTS] == 0
+    assert unused[:-3].any()
+    for place in (LOGP, ENTROPY, OLD, REFERENCE, ADVANTAGES):
+        dirty[place][unused] = garbage
+    call = compiled(objective, has_old)
+    results, dirty_results = call(clean), call(dirty)
+    assert np.isfinite(results[0]) and dirty_results[0] == results[0]
+    for found, expected in zip(dirty_results[1:], results[1:], strict=True):
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(found[unused], 0.0)
+
+
+def test_the_tokens_hold_every_input_of_the_graph() -> None:
+    assert {field.name for field in fields(Tokens)} == {
+        *("logps", "old", "reference", "entropy", "advantages", "weights", "factors", "lengths")
+    }

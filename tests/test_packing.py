@@ -184,6 +184,21 @@ def test_a_number_a_sample_is_spread_over_its_completion_alone() -> None:
     assert not spread[batch.picks < 0].any()
 
 
+def test_segments_add_up_to_each_samples_mean_and_padding_stands_alone() -> None:
+    samples = random_samples(17, seed=3, group=4)
+    for batch in batches_of(samples)[0]:
+        starts, shares = batch.segments()
+        values = batch.spread(samples.generator_logps)
+        means = np.bincount(starts, values * shares, minlength=starts.size)[starts]
+        for sample, found in batch.gather(means).items():
+            if found.size:
+                mean = samples.generator_logps[sample].mean()
+                np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-6)
+        padding = batch.picks < 0
+        np.testing.assert_array_equal(starts[padding], np.flatnonzero(padding))
+        np.testing.assert_array_equal(shares[padding], 0.0)
+
+
 def test_gathered_values_do_not_change_with_their_source() -> None:
     (batch,) = batches_of(samples_of([(1, 2)]), batch_rows=1)[0]
     values = np.arange(batch.picks.size, dtype=np.float32)
@@ -242,6 +257,20 @@ def test_ragged_groups_leave_less_than_a_tenth_of_full_micro_batches_empty(seed:
 
 def completion(sample: int) -> Completion:
     return Completion(sample, np.array([sample], np.int32), np.zeros(1, np.float32), "stop")
+
+
+def test_replaced_groups_bring_their_prompts_and_leave_the_others_alone() -> None:
+    samples, fresh = random_samples(12, seed=1, group=3), random_samples(6, seed=2, group=3)
+    kept = [samples.completions[i] for i in (0, 1, 2, 6, 7, 8)]
+    assert samples.replace_groups([1, 3], fresh) == [3, 4, 5, 9, 10, 11]
+    assert samples.groups == [i // 3 for i in range(12)]
+    assert [samples.completions[i] for i in (0, 1, 2, 6, 7, 8)] == kept
+    for place, new in zip((3, 4, 5, 9, 10, 11), range(6), strict=True):
+        assert samples.completions[place] is fresh.completions[new]
+        assert samples.prompts[place] is fresh.prompts[new]
+        assert samples.generator_logps[place] is fresh.generator_logps[new]
+    with pytest.raises(ValueError, match="do not replace"):
+        samples.replace_groups([1], fresh)
 
 
 def test_completions_are_put_in_order_with_their_prompts() -> None:

@@ -23,8 +23,9 @@ def test_a_callable_replaces_the_functions_of_the_file_and_their_weights(
 ) -> None:
     monkeypatch.chdir(ROOT)
     scorer = prepare(load_config(EXAMPLE).config, None, [my_reward]).scorer
-    assert [function.name for function in scorer.functions] == ["my_reward"]
-    assert scorer.weights == [1.0]
+    assert scorer is not None
+    assert (scorer.names, scorer.weights) == (["my_reward"], [1.0])
+    scorer.close()
 
 
 def test_weights_given_in_code_must_match_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.loss import grpo_loss, token_weights
+from mindgrpo.algorithm.loss import Tokens, policy_loss, token_weights
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend.cpu import CpuBackend
@@ -44,8 +45,7 @@ SETTINGS = UpdateSettings(
     num_positions=24,
     temperature=0.9,
     recompute=KEEP_ALL,
-    epsilon=(0.2, 0.3),
-    beta=0.05,
+    objective=Objective(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
     max_grad_norm=0.5,
     adamw=AdamWSettings(0.9, 0.95, 1e-2, 0.1),
 )
@@ -190,16 +190,75 @@ def test_old_log_probs_that_are_the_policys_own_change_nothing(
 
 
 def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) -> None:
-    given = samples()
+    given, objective = samples(), SETTINGS.objective
     assert given.reference_logps is not None
-    weights = token_weights(given.completion_lengths)
-    total = 0.0
-    for i, logps in packed.report.logps.items():
-        sample = np.full(len(logps), given.advantages[i]), np.full(len(logps), weights[i])
-        total += grpo_loss(
-            logps, logps, given.reference_logps[i], *sample, SETTINGS.epsilon, SETTINGS.beta
-        )
+    lengths = given.completion_lengths
+    weights = token_weights(lengths, objective)
+    logps = np.concatenate([packed.report.logps[i] for i in range(len(given))])
+    numbers = (
+        np.concatenate(given.reference_logps),
+        np.zeros(logps.size),
+        np.repeat(given.advantages, lengths),
+        np.repeat(weights, lengths),
+        np.ones(logps.size),
+    )
+    total = policy_loss(Tokens(logps, logps, *numbers, lengths=lengths), objective)
     assert packed.report.loss == pytest.approx(total, abs=1e-6)
+
+
+def elaborate(packed: Outcome) -> Samples:
+    """Everything that a sample may carry: other old log-probs, factors, token advantages, one that does not count."""
+    rng = np.random.default_rng(1)
+    given = samples()
+    given.old_logps = [
+        (packed.report.logps[i] + rng.normal(0, 0.2, c)).astype(np.float32)
+        for i, (_, c) in enumerate(LENGTHS)
+    ]
+    given.factors = [rng.uniform(0, 2, c).astype(np.float32) for _, c in LENGTHS]
+    given.counted = np.array([i != 3 for i in range(len(given))])
+    return given
+
+
+ALL_TERMS = Objective(
+    epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True
+)
+VARIANTS = {
+    "gspo": replace(
+        ALL_TERMS, importance_sampling_level="sequence", epsilon_low=0.02, epsilon_high=0.02
+    ),
+    "dapo": replace(ALL_TERMS, loss_type="dapo", delta=1.3, kl_estimator="k2"),
+    "cispo": replace(ALL_TERMS, loss_type="cispo", kl_estimator="k1"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_loss_learns_the_same_however_samples_are_arranged(
+    policy_of: PolicyOf, packed: Outcome, name: str
+) -> None:
+    given = elaborate(packed)
+    if name == "cispo":
+        rng = np.random.default_rng(2)
+        given.token_advantages = [rng.normal(size=c).astype(np.float32) for _, c in LENGTHS]
+    found = []
+    for shape in (MicroShape(2, 24), MicroShape(2, 24, 1)):
+        settings = replace(SETTINGS, shape=shape, objective=VARIANTS[name])
+        found.append(one_update(policy_of(settings), given))
+    assert_same(found[0], found[1])
+    assert found[0].report.clip_fraction == found[1].report.clip_fraction > 0
+    assert 3 in found[0].report.logps
+
+
+def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
+    policy_of: PolicyOf, packed: Outcome
+) -> None:
+    settings = replace(SETTINGS, objective=VARIANTS["dapo"])
+    outcomes = []
+    for reward in (0.0, 1e6):
+        given = elaborate(packed)
+        given.advantages[3] = reward
+        outcomes.append(one_update(policy_of(settings), given))
+    assert_same(outcomes[0], outcomes[1])
+    assert outcomes[0].report.grad_norm > 0.01
 
 
 def test_samples_that_are_not_members_have_no_part_in_the_update(policy_of: PolicyOf) -> None:

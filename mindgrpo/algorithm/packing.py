@@ -166,6 +166,19 @@ class MicroBatch:
             start += placed.completion
         return found
 
+    def segments(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 [M], the place of the first token of each token's sample, and float32 [M], one over its length.
+
+        Padding stands alone, with 0.
+        """
+        starts, shares = np.arange(self.picks.size, dtype=np.int32), np.zeros(self.picks.size)
+        start = 0
+        for placed in self._placed():
+            own = slice(start, start + placed.completion)
+            starts[own], shares[own] = start, 1.0 / max(1, placed.completion)
+            start += placed.completion
+        return starts, shares.astype(np.float32)
+
     def _placed(self) -> list[Placed]:
         return [placed for row in self.rows for placed in row]
 

@@ -6,6 +6,7 @@ import os.path
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mindgrpo.config.algorithm_checks import ALGORITHM_CHECKS
 from mindgrpo.config.section import Contradiction
 
 if TYPE_CHECKING:
@@ -188,4 +189,5 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     _offsets,
     _evaluation,
     _rows_of_a_mindrecord,
+    *ALGORITHM_CHECKS,
 )

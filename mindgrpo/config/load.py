@@ -5,6 +5,7 @@ Refuses what the schema does not know, with the place and the nearest name; chan
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ RUN_KEYS: dict[str, str] = {
     "reward_config.verifier_function": "the reward functions",
 }
 _PLACEHOLDER = "/path/"
+# One that separates words, not arguments in brackets.
+_COMMA = re.compile(r",(?![^(\[{]*[)\]}])")
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _value_of(text: str, key: str) -> object:
     if inside is not None and not isinstance(value, list) and value is not None:
         if type(value) in wanted:
             return value
-        words = [word.strip() for word in text.split(",")]
+        words = [word.strip() for word in _COMMA.split(text)]
         return words if inside is str else [_parsed(word) for word in words]
     if str in wanted and not isinstance(value, str):
         # A path such as 2024 is text; an empty one is "not set", as in the file.

@@ -1,4 +1,4 @@
-"""`rl_config` and `reward_config`: what a run does and scores.
+"""`rl_config`: what a run does.
 
 Refuses values outside their range; what spans several keys is in checks.py.
 """
@@ -9,16 +9,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
+from mindgrpo.config.algorithm import AlgorithmKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
     BEFORE_ON_OFF,
     OptionalText,
-    Section,
 )
 
 
-class RLConfig(Section):
+class RLConfig(AlgorithmKeys):
     model_name: OptionalText = Field(None, description="a name for the run's model, for reports")
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_ON_OFF] = Field(
         "OFF", description="ON asks the device for bit-reproducible kernels"
@@ -85,15 +85,6 @@ class RLConfig(Section):
         None, ge=1, description="optimizer steps that share out a pass over the samples"
     )
 
-    beta: float = Field(0.01, ge=0, description="weight of the KL term; 0 loads no reference")
-    epsilon_low: float = Field(0.2, gt=0, lt=1, description="clips the ratio at 1 - epsilon_low")
-    epsilon_high: float = Field(0.2, gt=0, description="clips the ratio at 1 + epsilon_high")
-    scale_rewards: Literal["group", "none"] = Field(
-        "group", description="divide advantages by the group's standard deviation, or do not"
-    )
-    enable_oldpolicy: bool = Field(
-        True, description="old log-probs where a rollout takes more than one update"
-    )
     seed: int = Field(0, ge=0, description="of data order and sampling")
 
     eval_steps: int = Field(
@@ -125,12 +116,3 @@ class RLConfig(Section):
                 "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
             )
         return pairs
-
-
-class RewardConfig(Section):
-    verifier_function: list[str] = Field(
-        default=[], description="built-in names, module:function or file.py:function"
-    )
-    verifier_weight: list[float] | None = Field(
-        None, description="one weight a function; null: 1.0 each"
-    )

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from mindgrpo.config.checks import CHECKS
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
-from mindgrpo.config.rl import RewardConfig, RLConfig
+from mindgrpo.config.rewards import RewardConfig
+from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 

@@ -257,10 +257,10 @@ class PromptSet(Sequence[Prompt]):
     def order(self, seed: int, epoch: int) -> np.ndarray:
         return epoch_order(len(self), seed, epoch)
 
-    def take(self, step: int, prompts_per_step: int, seed: int) -> tuple[list[Prompt], int]:
-        """The prompts of a step (from 0) and the epoch of its first one."""
+    def take(self, start: int, count: int, seed: int) -> tuple[list[Prompt], int]:
+        """`count` prompts from the `start`th on, over all epochs, and the epoch of the first one."""
         size = len(self)
-        positions = range(step * prompts_per_step, (step + 1) * prompts_per_step)
+        positions = range(start, start + count)
         epochs = range(positions[0] // size, positions[-1] // size + 1)
         orders = {epoch: self.order(seed, epoch) for epoch in epochs}
         chosen = [orders[position // size][position % size] for position in positions]

@@ -92,6 +92,7 @@ class Generator:
             raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
         if not wanted:
+            self.usage = Usage(0, 0, 0, 0)
             return []
         job = self._job(wanted, draw)
         self.usage = self._decoder.run(job)

@@ -1,39 +1,47 @@
 """One call of a reward: which arguments it takes, and whether what it returns keeps the contract.
 
-Passes the completions first, `answers` and columns by name and only if the signature accepts them.
-Refuses a parameter that nothing can fill, and a result that is not one number or None a sample.
+Passes the completions first, `answers`, columns and facts by name and only if the signature accepts
+them. Refuses a parameter that nothing can fill, and a result that is not one number or None a sample.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mindgrpo.errors import UserError
-from mindgrpo.reward.load import WHERE, RewardFunction
+from mindgrpo.reward.load import RewardFunction
+from mindgrpo.reward.spec import WHERE
 
 Columns = Mapping[str, Sequence[Any]]
 CONTRACT = "a list with one float or None for each completion"
-NUMBER_TYPES = (bool, int, float, np.bool_, np.integer, np.floating)
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+LARGEST = 3.4028234663852886e38  # totals are float32
+COMPLETIONS = "completions"
+# What the gold answers are called by functions written for other programs.
+ANSWER_WORDS = ("answer", "solution", "ground_truth")
+Kind = inspect._ParameterKind
+VARIADIC = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
 
 
 class BadResult(Exception):
     """A reward returned something else than the contract says."""
 
 
+class NotFinite(BadResult):
+    """A reward returned NaN or a number beyond float32 for a sample."""
+
+
 @dataclass(frozen=True)
 class Samples:
+    """One completion, answer and value of each column a sample; `facts` are the same for all."""
+
     completions: list[str]
     answers: list[str]
     columns: Columns
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {name: len(values) for name, values in self.columns.items()}
@@ -43,92 +51,155 @@ class Samples:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def part(self, start: int, stop: int) -> Samples:
-        columns = {name: list(values[start:stop]) for name, values in self.columns.items()}
-        return Samples(self.completions[start:stop], self.answers[start:stop], columns)
-
-
-def check_signature(function: RewardFunction, columns: Columns) -> None:
-    parameters = parameters_of(function.call)
-    if parameters is None:
-        return
-    if not parameters or parameters[0].kind in (
-        inspect.Parameter.KEYWORD_ONLY,
-        inspect.Parameter.VAR_KEYWORD,
-    ):
-        raise UserError(
-            f"reward function {function.name} takes no positional argument; it is called as "
-            f"reward(completions, answers, **columns) ({WHERE})"
+    def part(self, places: Iterable[int]) -> Samples:
+        chosen = list(places)
+        columns = {name: [values[i] for i in chosen] for name, values in self.columns.items()}
+        return Samples(
+            [self.completions[i] for i in chosen],
+            [self.answers[i] for i in chosen],
+            columns,
+            self.facts,
         )
-    offered = ("answers", *columns)
-    for parameter in parameters[1:]:
-        required = parameter.default is inspect.Parameter.empty and parameter.kind not in VARIADIC
-        unnameable = parameter.kind is inspect.Parameter.POSITIONAL_ONLY
-        if required and (unnameable or parameter.name not in offered):
+
+    def only(self, names: Iterable[str]) -> Samples:
+        """With the columns and facts of these names only: what need not be carried is not."""
+        wanted = set(names)
+        return Samples(
+            self.completions,
+            self.answers,
+            {name: values for name, values in self.columns.items() if name in wanted},
+            {name: value for name, value in self.facts.items() if name in wanted},
+        )
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a reward can be given by name. `names` is None where Python cannot tell.
+
+    `required` are those without a default; `others` is whether it takes names of any kind; `by_name`
+    whether completions go to a parameter of that name, which need not be the first.
+    """
+
+    names: tuple[str, ...] | None
+    required: tuple[str, ...] = ()
+    others: bool = False
+    takes_completions: bool = True
+    by_name: bool = False
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> Signature:
+        try:
+            parameters = list(inspect.signature(function.call).parameters.values())
+        except (TypeError, ValueError):
+            return cls(None)
+        others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
+        names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
+        # Functions that are called with names elsewhere often have the prompts first.
+        by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
+        first = parameters[:1]
+        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in function.bound]
+        return cls(
+            tuple(p.name for p in left if p.name in names and p.name != COMPLETIONS),
+            tuple(p.name for p in left if is_required(p) and p.name != COMPLETIONS),
+            others,
+            by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
+            by_name,
+        )
+
+    def accepted(self, samples: Samples) -> list[str]:
+        """Names to pass. Facts, token ids and other words for answers go to those that ask for them."""
+        offered = ["answers", *samples.columns]
+        if self.names is None:
+            return ["answers"]
+        on_demand = (
+            *samples.facts,
+            *(word for word in ANSWER_WORDS if word not in samples.columns),
+        )
+        asked = [name for name in (*offered, *on_demand) if name in self.names]
+        if not self.others:
+            return asked
+        return asked + [name for name in offered if name not in asked and name != "completion_ids"]
+
+    def check(self, name: str, samples: Samples) -> None:
+        """Raises UserError where the function cannot be called with these samples."""
+        if not self.takes_completions:
             raise UserError(
-                f"reward function {function.name} wants {parameter.name!r}, which the data does "
-                f"not have (it has {', '.join(offered)}); add the column to the data set or give "
-                f"the parameter a default ({WHERE})"
+                f"reward function {name} takes no positional argument; it is called as "
+                f"reward(completions, answers, **columns) ({WHERE})"
             )
+        accepted = self.accepted(samples)
+        for wanted in self.required:
+            if wanted not in accepted:
+                raise UserError(
+                    f"reward function {name} wants {wanted!r}, which the data does not have (it has "
+                    f"{', '.join(('answers', *samples.columns))}); add the column to the data set or "
+                    f"give the parameter a default or a value ({WHERE})"
+                )
 
 
-def call_reward(function: RewardFunction, samples: Samples) -> list[float | None]:
-    """Raises BadResult, or whatever the user's function raises."""
-    parameters = parameters_of(function.call)
-    # Copies: a function that changes its lists must not change them for the next one.
-    offered = {"answers": list(samples.answers)}
-    offered |= {
-        name: list(values) for name, values in samples.columns.items() if name != "completions"
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
+
+
+def own_columns(
+    prompts: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    finish_reasons: Sequence[str],
+) -> dict[str, list[Any]]:
+    """What a run knows of its samples beside the data set's columns."""
+    return {
+        "prompts": list(prompts),
+        "completion_ids": [list(ids) for ids in completion_ids],
+        "completion_lengths": [len(ids) for ids in completion_ids],
+        "finish_reasons": list(finish_reasons),
     }
-    named = {name: offered[name] for name in accepted(parameters, offered)}
-    returned = function.call(list(samples.completions), **named)
+
+
+def call_reward(
+    function: RewardFunction, samples: Samples, wait_for: Callable[[Awaitable[Any]], Any]
+) -> list[float | None]:
+    """Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
+    signature = Signature.of(function)
+    offered: dict[str, Sequence[Any]] = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
+    offered |= samples.columns
+    # Copies: a function that changes its lists must not change them for a later call.
+    named = {
+        name: samples.facts[name] if name in samples.facts else list(offered[name])
+        for name in signature.accepted(samples)
+    }
+    completions = list(samples.completions)
+    if signature.by_name:
+        returned = function.call(**{COMPLETIONS: completions}, **named)
+    else:
+        returned = function.call(completions, **named)
     if inspect.isawaitable(returned):
-        returned = finish(returned)
+        returned = wait_for(returned)
     return checked(returned, len(samples))
 
 
-def parameters_of(call: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """None where Python cannot tell, as for some built-in callables."""
-    try:
-        return list(inspect.signature(call).parameters.values())
-    except (TypeError, ValueError):
-        return None
-
-
-def accepted(parameters: list[inspect.Parameter] | None, offered: Columns) -> list[str]:
-    if parameters is None:
-        return ["answers"]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        first = parameters[0].name
-        return [name for name in offered if name != first]
-    return [parameter.name for parameter in parameters[1:] if parameter.name in offered]
-
-
-def finish(waiting: Awaitable[Any]) -> Any:
-    """In a thread of its own, because the caller's may run an event loop already."""
-
-    async def wait() -> Any:
-        return await waiting
-
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, wait()).result()
-
-
 def checked(returned: object, num_samples: int) -> list[float | None]:
-    if isinstance(returned, np.ndarray):
-        returned = list(returned)
+    # Arrays and tensors of any library turn into lists of Python's numbers so.
+    as_list = getattr(returned, "tolist", None)
+    if callable(as_list) and not isinstance(returned, list | tuple):
+        returned = as_list()
     if not isinstance(returned, list | tuple):
         raise BadResult(f"a {type(returned).__name__}")
     if len(returned) != num_samples:
         raise BadResult(f"{len(returned)} values for {num_samples} completions")
-    for value in returned:
-        if value is not None and not isinstance(value, NUMBER_TYPES):
-            raise BadResult(f"a list holding a {type(value).__name__}")
     return [None if value is None else as_float(value) for value in returned]
 
 
 def as_float(value: Any) -> float:
+    item = getattr(value, "item", None)  # a NumPy or tensor scalar
+    if callable(item):
+        value = item()
+    if not isinstance(value, bool | int | float):
+        raise BadResult(f"a list holding a {type(value).__name__}")
     try:
         return float(value)
     except OverflowError:  # an int beyond every float
         return math.inf
+
+
+def is_usable(value: float | None) -> bool:
+    return value is None or abs(value) <= LARGEST

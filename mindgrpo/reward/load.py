@@ -1,76 +1,80 @@
-"""A reward by name, by `package.module:function`, by `path/to/file.py:function`, or as it is.
+"""From what the user wrote to something that can be called: imports the user's module.
 
-Resolving imports the user's module, and whatever goes wrong there is one sentence. A class is
-made into an object once and that object is called. Refuses to guess which function was meant.
+Whatever goes wrong there is one sentence. A class is made into an object once and that object is
+called. Refuses to guess which function was meant.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.reward.builtin import BUILTINS
-
-WHERE = "reward_config.verifier_function"
+from mindgrpo.reward.spec import WHERE, Spec, nearest, parse
 
 
 @dataclass(frozen=True)
 class RewardFunction:
+    """`bound` are the names of arguments that the user gave a value already."""
+
     name: str
     call: Callable[..., Any]
+    bound: frozenset[str] = field(default_factory=frozenset)
 
 
-def resolve(spec: str | Callable[..., Any]) -> RewardFunction:
-    if not isinstance(spec, str):
-        return from_callable(spec)
-    if spec in BUILTINS:
-        return RewardFunction(spec, BUILTINS[spec])
-    source, colon, function = spec.rpartition(":")
-    if not (colon and source and function):
-        raise unknown_name(spec)
-    module = load_file(source, spec) if source.endswith(".py") else load_module(source, spec)
-    if function not in vars(module):
+def resolve(given: str | Spec | Callable[..., Any]) -> RewardFunction:
+    if not isinstance(given, str | Spec):
+        return from_callable(given)
+    spec = parse(given) if isinstance(given, str) else given
+    if not spec.source:
+        return with_arguments(spec, BUILTINS[spec.name].load())
+    is_file = spec.source.endswith(".py")
+    module = load_file(spec) if is_file else load_module(spec)
+    if spec.name not in vars(module):
         raise UserError(
-            f"reward function {spec!r}: {source} has no {function!r}"
-            f"{nearest(function, public_callables(module))}; correct {WHERE}"
+            f"reward function {spec.text!r}: {spec.source} has no {spec.name!r}"
+            f"{nearest(spec.name, public_callables(module))}; correct {WHERE}"
         )
-    return RewardFunction(function, instance_of(vars(module)[function], spec))
+    return with_arguments(spec, vars(module)[spec.name])
 
 
-def unknown_name(spec: str) -> UserError:
-    if spec.endswith(".py"):
-        return UserError(
-            f"reward function {spec!r} names a file only; write {spec}:function in {WHERE}"
-        )
-    return UserError(
-        f"reward function {spec!r} is not built in{nearest(spec, BUILTINS)}; use one of "
-        f"{', '.join(BUILTINS)}, package.module:function or path/to/file.py:function in {WHERE}"
-    )
+def with_arguments(spec: Spec, found: Any) -> RewardFunction:
+    """A class gets the arguments when it is made, a function at every call."""
+    if isinstance(found, type):
+        return RewardFunction(spec.name, instance_of(found, spec.text, spec.arguments))
+    called = instance_of(found, spec.text, {})
+    if spec.arguments:
+        called = functools.partial(called, **spec.arguments)
+    return RewardFunction(spec.name, called, frozenset(spec.arguments))
 
 
 def from_callable(given: object) -> RewardFunction:
-    called = instance_of(given, given)
-    name = getattr(called, "__name__", type(called).__name__)
-    return RewardFunction(str(name), called)
+    called = instance_of(given, given, {})
+    return RewardFunction(name_of(given), called)
 
 
-def instance_of(found: object, spec: object) -> Callable[..., Any]:
+def name_of(given: object) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def instance_of(found: object, spec: object, arguments: dict[str, Any]) -> Callable[..., Any]:
     if isinstance(found, type):
         try:
-            found = found()
+            found = found(**arguments)
         except Exception as error:  # the user's own constructor
+            given = f"with {arguments}" if arguments else "without arguments"
             raise UserError(
-                f"reward class {spec!r} cannot be made without arguments: {describe(error)}; "
-                f"give its parameters defaults ({WHERE})"
+                f"reward class {spec!r} cannot be made {given}: {describe(error)}; "
+                f"give its parameters defaults or values ({WHERE})"
             ) from error
     if not callable(found):
         raise UserError(
@@ -80,38 +84,36 @@ def instance_of(found: object, spec: object) -> Callable[..., Any]:
     return found
 
 
-def load_file(source: str, spec: str) -> ModuleType:
-    path = Path(source).resolve()
+def load_file(spec: Spec) -> ModuleType:
+    path = Path(spec.source).expanduser().resolve()
     if not path.is_file():
         here = [str(other.relative_to(path.parent)) for other in path.parent.glob("*.py")]
         raise UserError(
-            f"reward function {spec!r}: the file {path} does not exist"
+            f"reward function {spec.text!r}: the file {path} does not exist"
             f"{nearest(path.name, here)}; correct {WHERE}"
         )
     name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
     found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
-        raise UserError(f"reward function {spec!r}: {path} is not a Python file ({WHERE})")
+        raise UserError(f"reward function {spec.text!r}: {path} is not a Python file ({WHERE})")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
-    with searching(path.parent), one_sentence(spec):
+    with searching(path.parent), one_sentence(spec.text):
         found.loader.exec_module(module)
     return module
 
 
-def load_module(source: str, spec: str) -> ModuleType:
-    with searching(Path.cwd()), one_sentence(spec):
-        return importlib.import_module(source)
+def load_module(spec: Spec) -> ModuleType:
+    with searching(Path.cwd()), one_sentence(spec.text):
+        return importlib.import_module(spec.source)
 
 
 @contextmanager
 def searching(folder: Path) -> Iterator[None]:
-    """A reward finds the modules beside it, as a script would."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
+    """A reward finds the modules beside it, as a script would, and when it imports in a call, too."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    yield
 
 
 @contextmanager
@@ -132,16 +134,14 @@ def describe(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and "importlib" not in file:
+        if Path(__file__).parent not in Path(file).parents and "importlib" not in file:
             place = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{place}"
+
+
+LONGEST_MESSAGE = 300
 
 
 def public_callables(module: ModuleType) -> list[str]:
     return [key for key, held in vars(module).items() if callable(held) and key[0] != "_"]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (the nearest name is {close[0]!r})" if close else ""

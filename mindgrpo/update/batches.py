@@ -11,22 +11,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindgrpo.algorithm import loss, packing
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.update.policy import Policy
 
+PerToken = dict[int, np.ndarray]
+
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`logps` by sample, before the update; `padding_share` of the rows' places."""
+    """`logps` by sample, before the update; means and fractions are over the tokens that have a part in the loss.
+
+    `clipped_low` and `clipped_high` are the shares decided by either end of the clip; `padding_share` is of the rows'
+    places.
+    """
 
     loss: float
     kl: float
     entropy: float
-    clip_fraction: float
+    clipped_low: float
+    clipped_high: float
     grad_norm: float
-    logps: dict[int, np.ndarray]
+    logps: PerToken
     padding_share: float
+
+    @property
+    def clip_fraction(self) -> float:
+        return self.clipped_low + self.clipped_high
 
 
 def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) -> UpdateReport:
@@ -36,15 +48,14 @@ def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) 
     place = grid.coordinates(backend.rank)
     rows = packing.pack(samples, members, settings.shape)
     batches = packing.micro_batches(samples, rows, settings.shape, grid.data_parallel, place.data)
-    weights = np.zeros(len(samples), np.float32)
-    weights[list(members)] = loss.token_weights(samples.completion_lengths[list(members)])
+    weights = _weights(samples, members, settings.objective)
     has_old = samples.old_logps is not None
-    extras = [_extras(batch, samples, weights) for batch in batches]
+    extras = [_extras(batch, samples, weights, settings.objective) for batch in batches]
     results = policy.accumulate(batches, extras, has_old)
     own = None
     if results is not None and place.model == 0:
-        logps: dict[int, np.ndarray] = {}
-        entropy: dict[int, np.ndarray] = {}
+        logps: PerToken = {}
+        entropy: PerToken = {}
         for batch, result in zip(batches, results, strict=True):
             logps |= batch.gather(result.logps)
             entropy |= batch.gather(result.entropy)
@@ -53,70 +64,104 @@ def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) 
     norm = policy.apply(lr)
     places = len(batches) * settings.shape.tokens * grid.data_parallel
     padding = packing.padding_share(rows, places)
-    return _report(policy, samples, parts, weights, norm, padding)
+    return _report(settings.objective, samples, parts, weights, norm, padding)
 
 
-def _extras(batch: MicroBatch, samples: Samples, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+def _weights(samples: Samples, members: Sequence[int], objective: Objective) -> np.ndarray:
+    """float32 [samples], 0 for those that are no members."""
+    chosen = list(members)
+    counted = None if samples.counted is None else samples.counted[chosen]
+    weights = np.zeros(len(samples), np.float32)
+    weights[chosen] = loss.token_weights(samples.completion_lengths[chosen], objective, counted)
+    return weights
+
+
+def _extras(
+    batch: MicroBatch, samples: Samples, weights: np.ndarray, objective: Objective
+) -> tuple[np.ndarray, ...]:
+    """What PolicyLoss takes after the entropy; what its objective does not read is all zeros."""
     none = np.zeros(batch.picks.size, np.float32)
-    old = none if samples.old_logps is None else batch.spread(samples.old_logps)
-    reference = none if samples.reference_logps is None else batch.spread(samples.reference_logps)
-    return old, reference, batch.spread(samples.advantages), batch.spread(weights)
+
+    def spread(values: Sequence[np.ndarray] | np.ndarray | None) -> np.ndarray:
+        return none if values is None else batch.spread(values)
+
+    segments = (none.astype(np.int32), none)
+    if objective.by_sequence:
+        segments = batch.segments()
+    return (
+        spread(samples.old_logps),
+        spread(samples.reference_logps),
+        spread(_advantages(samples)),
+        spread(weights),
+        spread(samples.factors),
+        *segments,
+    )
+
+
+def _advantages(samples: Samples) -> Sequence[np.ndarray] | np.ndarray:
+    return samples.advantages if samples.token_advantages is None else samples.token_advantages
 
 
 def _report(
-    policy: Policy,
+    objective: Objective,
     samples: Samples,
-    parts: Sequence[tuple[dict[int, np.ndarray], dict[int, np.ndarray]]],
+    parts: Sequence[tuple[PerToken, PerToken]],
     weights: np.ndarray,
     norm: float,
     padding: float,
 ) -> UpdateReport:
-    logps: dict[int, np.ndarray] = {}
-    entropy: dict[int, np.ndarray] = {}
+    logps: PerToken = {}
+    entropy: PerToken = {}
     for part_logps, part_entropy in parts:
         logps |= part_logps
         entropy |= part_entropy
-    kl, clipped = [], []
-    for i, values in logps.items():
-        if samples.reference_logps is not None:
-            kl.append(loss.k3(values, samples.reference_logps[i]))
-        old = values if samples.old_logps is None else samples.old_logps[i]
-        advantage = float(samples.advantages[i])
-        clipped.append(loss.is_clipped(values, old, advantage, policy.settings.epsilon))
+    tokens = _tokens(samples, logps, entropy, weights)
+    kl = np.zeros(0)
+    if samples.reference_logps is not None:
+        kl = loss.kl_estimate(tokens.logps, tokens.reference, objective.kl_estimator)
+    low, high = loss.clipped_tokens(tokens, objective)
     return UpdateReport(
-        loss=_loss(policy, samples, logps, weights),
-        kl=loss.token_mean(kl),
-        entropy=loss.token_mean(list(entropy.values())),
-        clip_fraction=loss.token_mean(clipped),
+        loss=loss.policy_loss(tokens, objective),
+        kl=_mean(kl),
+        entropy=_mean(tokens.entropy),
+        clipped_low=_mean(low),
+        clipped_high=_mean(high),
         grad_norm=norm,
         logps=logps,
         padding_share=padding,
     )
 
 
-def _loss(
-    policy: Policy, samples: Samples, logps: dict[int, np.ndarray], weights: np.ndarray
-) -> float:
-    """The graph's loss again, in float64 and in the order of the samples.
+def _tokens(
+    samples: Samples, logps: PerToken, entropy: PerToken, weights: np.ndarray
+) -> loss.Tokens:
+    """The update's tokens that count, in float64 and in the order of the samples, for the graph's loss again.
 
-    On-policy it is a sum that cancels to nearly nothing, where float32 would show the order of the
-    rows, and so the layout, in every digit.
+    On-policy the loss is a sum that cancels to nearly nothing, where float32 would show the order of
+    the rows, and so the layout, in every digit.
     """
+    order = [i for i in sorted(logps) if weights[i] > 0]
+    lengths = np.array([logps[i].size for i in order], np.int64)
 
-    def tokens(values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-        parts = [np.broadcast_to(values[i], logps[i].shape) for i in sorted(logps)]
-        return np.concatenate(parts).astype(np.float64)
+    def tokens(values: PerToken | Sequence[np.ndarray] | np.ndarray | None) -> np.ndarray:
+        if values is None:
+            return own
+        parts = [np.broadcast_to(values[i], logps[i].shape) for i in order]
+        return np.concatenate([*parts, np.zeros(0)])
 
-    settings = policy.settings
-    own = tokens([logps.get(i, np.zeros(0)) for i in range(len(samples))])
-    old = own if samples.old_logps is None else tokens(samples.old_logps)
-    reference = own if samples.reference_logps is None else tokens(samples.reference_logps)
-    return loss.grpo_loss(
-        own,
-        old,
-        reference,
-        tokens(samples.advantages),
-        tokens(weights),
-        settings.epsilon,
-        settings.beta,
+    own = np.concatenate([*(logps[i] for i in order), np.zeros(0)])
+    return loss.Tokens(
+        logps=own,
+        old=tokens(samples.old_logps),
+        reference=tokens(samples.reference_logps),
+        entropy=tokens(entropy),
+        advantages=tokens(_advantages(samples)),
+        weights=tokens(weights),
+        factors=np.ones(own.size) if samples.factors is None else tokens(samples.factors),
+        lengths=lengths,
     )
+
+
+def _mean(values: np.ndarray) -> float:
+    """0.0 where there is no token at all."""
+    return float(values.mean()) if values.size else 0.0

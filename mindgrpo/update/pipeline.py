@@ -101,7 +101,7 @@ class Pipeline:
     ) -> list[StepResult] | None:
         """Forward and backward of all micro-batches; gradients are added up by `backward`, a cell of this stage.
 
-        `extras[i]` are the loss's float32 [M] inputs after the labels, on the last stage.
+        `extras[i]` are the loss's inputs [M] after the entropy, for the last stage.
         """
         kept: dict[int, np.ndarray] = {}
         results: dict[int, StepResult] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.layout.split import Layout
@@ -19,7 +20,7 @@ from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
 from mindgrpo.model.weights import Weights
 from mindgrpo.update.gradients import GradientSync
-from mindgrpo.update.loss_cell import GrpoLoss
+from mindgrpo.update.loss_cell import PolicyLoss
 from mindgrpo.update.optimizer import AdamW, AdamWSettings
 from mindgrpo.update.pipeline import Pipeline, StepResult
 from mindgrpo.update.stage_graphs import FirstBackward, LossStep, MiddleBackward
@@ -33,8 +34,7 @@ class UpdateSettings:
     num_positions: int
     temperature: float
     recompute: Recompute
-    epsilon: tuple[float, float]
-    beta: float
+    objective: Objective
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
@@ -94,8 +94,7 @@ class Policy:
             accumulators = list(self._gradient_shard.parameters.values())
             net = self.pipeline.net
             if net is not None:
-                low, high = self.settings.epsilon
-                loss = GrpoLoss(low, high, self.settings.beta, has_old)
+                loss = PolicyLoss(self.settings.objective, has_old)
                 cell = LossStep(net, loss, parameters, accumulators)
             else:
                 kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward
@@ -106,7 +105,7 @@ class Policy:
     def accumulate(
         self, batches: Sequence[MicroBatch], extras: Sequence[tuple[np.ndarray, ...]], has_old: bool
     ) -> list[StepResult] | None:
-        """Adds the micro-batches' gradients; `extras[i]` are (old, reference, advantages, weights) [M]."""
+        """Adds the micro-batches' gradients; `extras[i]` are the loss's inputs [M] after the entropy."""
         return self.pipeline.train(batches, self._backward_graph(has_old), extras)
 
     def apply(self, lr: float) -> float:

@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.model.decoder import LogProbStage, Stage
-from mindgrpo.update.loss_cell import GrpoLoss
+from mindgrpo.update.loss_cell import PolicyLoss
 
 
 class MiddleBackward(nn.Cell):
@@ -52,12 +52,15 @@ class FirstBackward(nn.Cell):
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward in one graph: -> (loss, log p [M], entropy [M], dx)."""
+    """The last stage, forward and backward in one graph: -> (loss, log p [M], entropy [M], dx).
+
+    `extras` are what the loss takes after the entropy.
+    """
 
     def __init__(
         self,
         net: LogProbStage,
-        loss: GrpoLoss,
+        loss: PolicyLoss,
         parameters: list[Any],
         accumulators: list[Any],
     ) -> None:
@@ -72,35 +75,15 @@ class LossStep(nn.Cell):
         )
 
     def forward(
-        self,
-        x: Any,
-        positions: Any,
-        spans: Any,
-        picks: Any,
-        labels: Any,
-        old: Any,
-        reference: Any,
-        advantages: Any,
-        weights: Any,
+        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
     ) -> Any:
         logp, entropy = self.net(x, positions, spans, picks, labels)
-        return self.loss(logp, old, reference, advantages, weights), logp, entropy
+        return self.loss(logp, entropy, *extras), logp, entropy
 
     def construct(
-        self,
-        x: Any,
-        positions: Any,
-        spans: Any,
-        picks: Any,
-        labels: Any,
-        old: Any,
-        reference: Any,
-        advantages: Any,
-        weights: Any,
+        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
     ) -> Any:
-        values, grads = self.gradient(
-            x, positions, spans, picks, labels, old, reference, advantages, weights
-        )
+        values, grads = self.gradient(x, positions, spans, picks, labels, *extras)
         dx = values[0]
         if not self.only_stage:
             dx, grads = grads

@@ -90,7 +90,7 @@ def measure(given: argparse.Namespace) -> None:
 
     def step(number: int) -> None:
         rewards = random_rewards(number, work.samples)
-        scored = Scored(Scores({"random": rewards}, {"random": 0}, rewards), [])
+        scored = Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
         stepper.run(number, list(work.prompt_ids(number)), lambda samples: scored)
 
     step(0)  # compiles

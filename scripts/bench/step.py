@@ -39,7 +39,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
     from mindgrpo.experience import Scored
-    from mindgrpo.reward.score import Scores
+    from mindgrpo.reward.scores import Scores
     from mindgrpo.step import StepOutcome, Stepper
 
     backend = assembly.join_ranks()
@@ -53,7 +53,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
 
     def step(number: int) -> StepOutcome:
         rewards = random_rewards(number, work.samples)
-        scored = Scored(Scores({"random": rewards}, {"random": 0}, rewards), [])
+        scored = Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
         return stepper.run(number, list(work.prompt_ids(number)), lambda samples: scored)
 
     first = step(0)

@@ -46,8 +46,12 @@ WEIGHT_DECAY = 0.1
 ADAM_EPS = 1e-4
 MAX_GRAD_NORM = 0.5
 TEMPERATURE = 0.9
-BETA = 0.05
-EPSILON = (0.1, 0.15)
+OBJECTIVE: dict[str, Any] = {
+    "epsilon_low": 0.1,
+    "epsilon_high": 0.15,
+    "beta": 0.05,
+    "max_completion_length": MAX_TOKENS,
+}
 SLOTS = 8  # fewer than the samples of one process: they are generated in waves
 STOP_IDS = (2, 0)
 INITIAL_SCALE = 0.2
@@ -55,12 +59,15 @@ INITIAL_SCALE = 0.2
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained; `sampling` adds to the settings above."""
+    """What is trained; `sampling` and `objective` add to the settings above, `credit` to Credit's defaults."""
 
     model: dict[str, Any]
     num_iterations: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: tuple[int, float] | None = None  # rank and alpha
+    objective: dict[str, Any] = field(default_factory=dict)
+    credit: dict[str, Any] = field(default_factory=dict)
+    refill_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
 
 
 RECIPES = {
@@ -68,6 +75,54 @@ RECIPES = {
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
+    "dapo": Recipe(
+        QWEN2,
+        num_iterations=2,
+        sampling={"stop_ids": tuple(range(12))},  # some completions stop and some are truncated
+        objective={
+            "loss_type": "dapo",
+            "delta": 1.3,
+            "kl_estimator": "k2",
+            "entropy_coef": 0.02,
+            "corrected": True,
+        },
+        credit={
+            "scale_rewards": "batch",
+            "correction": "token_truncate",
+            "correction_cap": 1.1,
+            "mask_truncated": True,
+        },
+    ),
+    "gspo": Recipe(
+        QWEN2,
+        num_iterations=2,
+        objective={
+            "loss_type": "dr_grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.01,
+            "epsilon_high": 0.02,
+            "dual_clip": 1.05,
+            "beta": 0.0,
+            "corrected": True,
+        },
+        credit={
+            "advantage_estimator": "rloo",
+            "reward_beta": 0.05,
+            "correction": "sequence_mask",
+            "correction_cap": 1.2,
+        },
+    ),
+    "cispo": Recipe(
+        QWEN2,
+        num_iterations=2,
+        objective={"loss_type": "cispo", "beta": 0.0},
+        credit={
+            "advantage_estimator": "reinforce_plus_plus",
+            "reward_beta": 0.05,
+            "kl_estimator": "k1",
+        },
+        refill_rounds=2,
+    ),
 }
 
 
@@ -98,7 +153,10 @@ SPREAD = (
     Case("one update", (2, 1, 1), (1, 2)),
     Case("one update", (1, 1, 2), (2, 1)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
+    Case("gspo", (2, 1, 1), (1, 2)),
+    Case("cispo", (1, 1, 2), (2, 1)),
     Case("one update", (1, 4, 1), (2, 2)),
+    Case("dapo", (1, 2, 2), (2, 2)),
     Case("one update", (1, 4, 2), (2, 4)),
     Case("two iterations", (2, 2, 2), (8, 1)),
     Case("low rank", (2, 2, 2), (2, 4)),

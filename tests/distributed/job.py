@@ -1,5 +1,6 @@
-"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT, or --write-golden.
+"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT.
 
+With --write-golden [RECIPE ...] instead it writes the trajectory of these recipes, or of all, in one process.
 Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
 rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the golden trajectory from several ranks.
 """
@@ -11,7 +12,8 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ import cases as c
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.algorithm.advantage import group_advantages
+from mindgrpo.algorithm.credit import assign_credit
+from mindgrpo.algorithm.objective import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
 from mindgrpo.delivery import Delivery
-from mindgrpo.experience import generate, sample_logps
+from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import ROLLOUT
 from mindgrpo.generate.room import Room
@@ -37,8 +40,10 @@ from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.refill import refill
 from mindgrpo.reshard.execute import Resharder, checksums
 from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.reward.scores import Scores
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
@@ -67,6 +72,17 @@ def rewards(samples: Samples) -> np.ndarray:
     return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in samples.completions])
 
 
+def hits(samples: Samples) -> np.ndarray:
+    """float64 [samples] of 0 and 1, in some groups all equal."""
+    return np.array([float(tokens[0] % 3 == 0) for tokens in samples.completions])
+
+
+def as_of_another_engine(samples: Samples) -> list[np.ndarray]:
+    """The generator's log-probs with an error that is a function of the tokens alone, so that factors are not 1."""
+    pairs = zip(samples.generator_logps, samples.completions, strict=True)
+    return [logps + np.float32(0.1) * np.sin(tokens.astype(np.float32)) for logps, tokens in pairs]
+
+
 class Run:
     """One case on this rank: the roles, and what its steps brought."""
 
@@ -82,6 +98,7 @@ class Run:
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
         self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.replaced: list[int] = []
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -89,8 +106,7 @@ class Run:
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
-            epsilon=c.EPSILON,
-            beta=c.BETA,
+            objective=Objective(**(c.OBJECTIVE | self.recipe.objective)),
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         )
@@ -102,13 +118,13 @@ class Run:
         return policy
 
     def _generator(self) -> Generator:
-        sampling = SamplingSettings(
-            temperature=c.TEMPERATURE,
-            min_tokens=2,
-            max_tokens=c.MAX_TOKENS,
-            stop_ids=c.STOP_IDS,
-            **self.recipe.sampling,
-        )
+        settings: dict[str, Any] = {
+            "temperature": c.TEMPERATURE,
+            "min_tokens": 2,
+            "max_tokens": c.MAX_TOKENS,
+            "stop_ids": c.STOP_IDS,
+        }
+        sampling = SamplingSettings(**(settings | self.recipe.sampling))
         room = Room(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
         return Generator(self.config, self.infer, self.backend, sampling, room)
 
@@ -127,27 +143,51 @@ class Run:
 
     def step(self, number: int) -> dict[str, Any]:
         self.delivery.run()
-        self.generator.version = version = self.policy.version
-        draw = Draw(SEED, ROLLOUT, number)
-        samples = generate(
-            self.generator,
-            self.infer,
-            self.backend,
-            prompts(),
-            c.NUM_GENERATIONS,
-            draw,
-            version,
-        )
-        samples.advantages = group_advantages(rewards(samples), c.NUM_GENERATIONS, "group")
+        self.generator.version = self.policy.version
+        samples = self._generate(number, prompts())
+        earned = rewards(samples)
+        if self.recipe.refill_rounds:
+            earned = self._refill(number, samples)
         samples.reference_logps = self._logps(self.reference, self.infer, samples)
         if self.recipe.num_iterations > 1:
             samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
+        given = replace(samples, generator_logps=as_of_another_engine(samples))
+        assign_credit(given, earned, Credit(c.NUM_GENERATIONS, **self.recipe.credit))
         everyone = range(len(samples))
         reports = [
-            update(self.policy, samples, everyone, c.LEARNING_RATE)
+            update(self.policy, given, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
         return _figures(samples, reports)
+
+    def _generate(self, number: int, given: list[np.ndarray], first: int = 0) -> Samples:
+        return generate(
+            self.generator,
+            self.infer,
+            self.backend,
+            given,
+            c.NUM_GENERATIONS,
+            Draw(SEED, ROLLOUT, number),
+            self.policy.version,
+            first,
+        )
+
+    def _refill(self, number: int, samples: Samples) -> np.ndarray:
+        """Groups of equal hits give way to others, whose prompts are the same read backwards; the hits then."""
+
+        def scored(of: Samples) -> Scored:
+            return Scored(Scores({}, hits(of), hits(of) < 0), [])
+
+        def draw(turn: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
+            given = [prompts()[group][::-1] for group in groups]
+            fresh = self._generate(number, given, turn * len(samples))
+            fresh.groups = [group for group in groups for _ in range(c.NUM_GENERATIONS)]
+            return fresh, scored(fresh)
+
+        rounds = self.recipe.refill_rounds
+        found, told = refill(samples, scored(samples), c.NUM_GENERATIONS, rounds, draw)
+        self.replaced.append(told.groups)
+        return found.scores.total
 
     def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
         return sample_logps(pipeline, layout, self.backend, samples)
@@ -180,6 +220,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     parameters = run.parameters()
     result: dict[str, Any] = {
         "steps": steps,
+        "replaced": run.replaced,
         "sums": {name: float(p.sum(dtype=np.float64)) for name, p in parameters.items()},
         "norms": {name: float(np.linalg.norm(p.astype(float))) for name, p in parameters.items()},
         "seconds": time.perf_counter() - started,
@@ -328,20 +369,22 @@ def run_all(folder: Path, backend: Backend, transport: str) -> None:
     backend.close()
 
 
-def write_golden(backend: Backend) -> None:
+def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
+    """Of `recipes`, or of all; the others stay as they are."""
     if backend.world_size > 1:
         sys.exit("the golden trajectory is that of one process: start job.py without msrun")
-    golden = {}
+    golden = json.loads(GOLDEN.read_text())
     for case in c.ALONE:
-        outcome, _ = trajectory(case, backend)
-        outcome.pop("seconds")
-        golden[case.recipe] = outcome
+        if not recipes or case.recipe in recipes:
+            outcome, _ = trajectory(case, backend)
+            outcome.pop("seconds")
+            golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def main() -> None:
     if sys.argv[1] == "--write-golden":
-        write_golden(connect(None, None, dict(os.environ)))
+        write_golden(connect(None, None, dict(os.environ)), sys.argv[2:])
     else:
         folder, transport = sys.argv[1:]
         run_all(Path(folder), connect(None, transport, dict(os.environ)), transport)

@@ -1,0 +1,43 @@
+"""`reward_config`: which functions score completions, and how long and how large scoring may get.
+
+Refuses values outside their range; what spans several keys is in checks.py.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from mindgrpo.config.section import Section, memory_bytes
+
+
+class RewardConfig(Section):
+    verifier_function: list[str] = Field(
+        default=[],
+        description="built-in names, module:function or file.py:function, each with (argument=value) or not",
+    )
+    verifier_weight: list[float] | None = Field(
+        None, description="one weight a function; null: 1.0 each"
+    )
+    deadline: float = Field(
+        10.0,
+        gt=0,
+        description="seconds for one sample alone; what takes longer is ended and counted",
+    )
+    together_deadline: float | None = Field(
+        None,
+        gt=0,
+        description="seconds for a step's samples in one call, after which each is scored apart; null: deadline, "
+        "at most 2.5",
+    )
+    memory: str = Field("2GB", description="most memory of a worker process")
+    workers: int = Field(
+        1,
+        ge=1,
+        description="processes that a function's samples are dealt to; each sees its part of a step",
+    )
+
+    @field_validator("memory")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        memory_bytes(value)
+        return value

@@ -1,0 +1,1 @@
+"""Worker processes that score, and what holds them. Refuses to know any reward by name."""

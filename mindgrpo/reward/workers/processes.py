@@ -1,0 +1,77 @@
+"""What the operating system is asked about processes: to end with a parent, to be limited, to be counted.
+
+Linux only. Refuses to look at a process that is not ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PAGE = resource.getpagesize()
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when `parent`, which forked it, ends; at once if it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents end become this process's children, not init's."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """What is written to and shared with nobody; beyond it Python raises MemoryError."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def no_core_files() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def memory_of(pid: int) -> int:
+    """Resident bytes that are no file's; 0 for a process that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    # A process in its last moments shows less than it should.
+    return max(0, int(fields[1]) - int(fields[2])) * PAGE if len(fields) > 2 else 0
+
+
+def children() -> list[int]:
+    """Processes whose parent this one is."""
+    own, found = os.getpid(), []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            try:
+                stat = Path(entry.path, "stat").read_bytes()
+            except OSError:
+                continue
+            # The name stands in brackets and may hold anything.
+            if int(stat.rpartition(b")")[2].split()[1]) == own:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_group(leader: int) -> None:
+    """The process and what it started in its own group."""
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(leader, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def how_it_ended(wait_status: int) -> str:
+    code = os.waitstatus_to_exitcode(wait_status)
+    return f"exited with status {code}" if code >= 0 else f"was killed by signal {-code}"

@@ -1,0 +1,69 @@
+"""Rewards that are slow, talkative, forgetful or leave things behind. Refuse nothing."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+
+
+def spins(completions):
+    while len(completions[0]) == 1:
+        pass
+    return [1.0] * len(completions)
+
+
+def slow_together(completions):
+    time.sleep(0.1 * len(completions))
+    return [1.0] * len(completions)
+
+
+def slow_after_raising(completions):
+    if len(completions) > 1:
+        raise ValueError("one at a time")
+    if completions == ["1"]:
+        time.sleep(10**9)
+    return [1.0]
+
+
+def prints(completions):
+    print("first line")
+    for _ in range(20000):
+        print("x" * 100)
+    print("more", file=sys.stderr)
+    return [1.0] * len(completions)
+
+
+def loaded(completions):
+    return [float(name in sys.modules) for name in completions]
+
+
+def how_many(completions):
+    return [float(len(completions))] * len(completions)
+
+
+class Counter:
+    def __init__(self, start=0):
+        self.calls = start
+
+    def __call__(self, completions):
+        self.calls += 1
+        return [float(self.calls)] * len(completions)
+
+
+async def waits(completions):
+    await asyncio.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+def closes_its_output(completions):
+    os.close(1)
+    os.close(2)
+    time.sleep(0.5)
+    return [1.0] * len(completions)
+
+
+def leaves_a_process(completions):
+    subprocess.Popen(["sleep", os.environ["LEFT_BEHIND"]], start_new_session=True)
+    time.sleep(10**9 if len(completions[0]) == 1 else 0)
+    return [1.0] * len(completions)

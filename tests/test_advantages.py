@@ -1,0 +1,246 @@
+"""Advantages, factors for the generator's mismatch, and which samples count, against formulas written out here.
+
+Does not prove that the loss uses them rightly, nor that a step computes the log-probs that they need.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from mindgrpo.algorithm.advantage import (
+    group_advantages,
+    leave_one_out,
+    reinforce_plus_plus,
+    zero_std_groups,
+)
+from mindgrpo.algorithm.credit import assign_credit
+from mindgrpo.algorithm.mismatch import correct_mismatch
+from mindgrpo.algorithm.objective import Credit
+from mindgrpo.algorithm.samples import Samples
+
+
+def mean_of(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def deviation_of(values: list[float], freedom: int) -> float:
+    mean = mean_of(values)
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - freedom))
+
+
+def transcribed(rewards: np.ndarray, group: int, scale: str) -> np.ndarray:
+    """A_i = (r_i - mean) / (std + 1e-6), group by group, with Python's own sums."""
+    out = []
+    for start in range(0, len(rewards), group):
+        part = [float(r) for r in rewards[start : start + group]]
+        divisor = {
+            "group": deviation_of(part, 1) + 1e-6,
+            "batch": deviation_of(rewards.tolist(), 1) + 1e-6,
+            "none": 1.0,
+        }[scale]
+        out += [(r - mean_of(part)) / divisor for r in part]
+    return np.array(out)
+
+
+SCALES = ["group", "batch", "none"]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_advantages_are_those_of_the_formula(group: int, scale: str) -> None:
+    rewards = np.random.default_rng(group).normal(size=group * 5)
+    found = group_advantages(rewards, group, scale)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, transcribed(rewards, group, scale), rtol=1e-6, atol=1e-7)
+
+
+def test_scaled_advantages_have_mean_zero_and_deviation_one_in_every_group() -> None:
+    rewards = np.random.default_rng(0).normal(3.0, 7.0, size=32)
+    groups = group_advantages(rewards, 8, "group").astype(np.float64).reshape(-1, 8)
+    np.testing.assert_allclose(groups.mean(axis=1), 0.0, atol=1e-6)
+    np.testing.assert_allclose(groups.std(axis=1, ddof=1), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_group_of_one_has_advantage_zero(scale: str) -> None:
+    rewards = np.array([0.0, 5.0, -1.0])
+    np.testing.assert_array_equal(group_advantages(rewards, 1, scale), np.zeros(3))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_have_advantage_exactly_zero_and_leave_other_groups_alone(scale: str) -> None:
+    rewards = np.array([0.1, 0.1, 0.1, 0.0, 0.3, 0.6])  # 0.1 has no exact mean in binary
+    found = group_advantages(rewards, 3, scale)
+    np.testing.assert_array_equal(found[:3], 0.0)
+    np.testing.assert_allclose(found[3:], transcribed(rewards, 3, scale)[3:], rtol=1e-6)
+    np.testing.assert_array_equal(zero_std_groups(rewards, 3), [True, False])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rewards_that_are_not_numbers_are_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="1 rewards are not finite"):
+        group_advantages(np.array([1.0, bad]), 2, "group")
+
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_leave_one_out_compares_with_the_others_of_the_group(group: int) -> None:
+    rewards = np.random.default_rng(group).normal(size=group * 4)
+    found = leave_one_out(rewards, group)
+    for i, advantage in enumerate(found):
+        start = i // group * group
+        others = [float(rewards[j]) for j in range(start, start + group) if j != i]
+        assert advantage == pytest.approx(rewards[i] - mean_of(others), rel=1e-5, abs=1e-7)
+    np.testing.assert_array_equal(leave_one_out(np.full(4, 0.1), 4), np.zeros(4))
+
+
+LENGTHS = (3, 1, 0, 4, 2, 5)
+COUNTED = np.array([True, True, True, True, False, True])
+
+
+def penalties() -> list[np.ndarray]:
+    rng = np.random.default_rng(7)
+    return [rng.normal(size=n) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("group", [None, 3])
+def test_reinforce_plus_plus_is_the_normalised_reward_to_go(group: int | None) -> None:
+    rewards, given = np.random.default_rng(8).normal(size=6), penalties()
+    returns: list[list[float]] = []
+    for i, length in enumerate(LENGTHS):
+        reward = float(rewards[i])
+        if group is not None:
+            start = i // group * group
+            reward -= mean_of(rewards[start : start + group].tolist())
+        returns.append([reward - sum(given[i][t:].tolist()) for t in range(length)])
+    tokens = [a for row, counts in zip(returns, COUNTED, strict=True) if counts for a in row]
+    mean, deviation = mean_of(tokens), deviation_of(tokens, 0)
+    found = reinforce_plus_plus(rewards, given, COUNTED, group)
+    for row, expected in zip(found, returns, strict=True):
+        normal = [(a - mean) / (deviation + 1e-6) for a in expected]
+        assert row.dtype == np.float32
+        np.testing.assert_allclose(row, normal, rtol=1e-5, atol=1e-6)
+
+
+def test_reinforce_plus_plus_of_equal_rewards_is_finite_and_zero() -> None:
+    rows = reinforce_plus_plus(np.full(4, 0.1), [np.zeros(3)] * 4, np.ones(4, bool), None)
+    np.testing.assert_allclose(np.concatenate(rows), 0.0, atol=1e-6)
+    nothing = reinforce_plus_plus(np.ones(2), [np.zeros(0)] * 2, np.ones(2, bool), 2)
+    assert [row.size for row in nothing] == [0, 0]
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
+    trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3])]
+    generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15])]
+    found = correct_mismatch(trainer, generator, mode, 1.9)
+    above = 1.9 if mode == "token_truncate" else 0.0
+    np.testing.assert_allclose(found.factors[0], [above, 5 / 6, above], rtol=1e-6)
+    np.testing.assert_allclose(found.factors[1], [above], rtol=1e-6)
+    assert found.capped == 0.75 and found.largest == pytest.approx(9.0)
+    assert found.mean == pytest.approx((2 + 5 / 6 + 9 + 2) / 4)
+
+
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None:
+    trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3, 0.1])]
+    generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15, 0.4])]
+    found = correct_mismatch(trainer, generator, mode, 1.9)
+    above = 1.9 if mode == "sequence_truncate" else 0.0
+    np.testing.assert_allclose(found.factors[0], [above] * 3, rtol=1e-6)
+    np.testing.assert_allclose(found.factors[1], [0.5, 0.5], rtol=1e-6)
+    assert found.capped == 0.6 and found.largest == pytest.approx(15.0)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
+def test_a_ratio_beyond_all_numbers_is_capped_and_empty_samples_are_passed(mode: str) -> None:
+    found = correct_mismatch(
+        [np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], mode, 2
+    )
+    assert found.factors[0].tolist() == [2.0 if mode == "token_truncate" else 0.0]
+    assert (found.factors[1].size, found.capped) == (0, 1.0)
+    assert correct_mismatch([], [], mode, 2).mean == 1.0
+
+
+def samples() -> Samples:
+    rng = np.random.default_rng(9)
+    logps = [[rng.normal(-2, 0.5, n).astype(np.float32) for n in LENGTHS] for _ in range(3)]
+    made = Samples(
+        prompts=[np.zeros(2, np.int32)] * len(LENGTHS),
+        completions=[np.zeros(n, np.int32) for n in LENGTHS],
+        finish_reasons=["stop" if counts else "length" for counts in COUNTED],
+        generator_logps=logps[0],
+        groups=[i // 3 for i in range(len(LENGTHS))],
+    )
+    made.old_logps, made.reference_logps = logps[1], logps[2]
+    return made
+
+
+REWARDS = np.array([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, estimator: str) -> None:
+    given = samples()
+    assert given.old_logps and given.reference_logps
+    assign_credit(given, REWARDS, Credit(3, name, reward_beta=0.1, kl_estimator=estimator))
+    totals = []
+    for i, reward in enumerate(REWARDS):
+        d = given.old_logps[i].astype(float) - given.reference_logps[i]
+        kl = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) + d - 1}[estimator]
+        totals.append(reward - 0.1 * kl.sum())
+    if name == "grpo":
+        expected = transcribed(np.array(totals), 3, "group")
+    else:
+        groups = np.array(totals).reshape(2, 3)
+        expected = (groups - (groups.sum(axis=1, keepdims=True) - groups) / 2).reshape(-1)
+    np.testing.assert_allclose(given.advantages, expected, rtol=1e-5)
+    assert given.token_advantages is None and given.factors is None and given.counted is None
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
+    name: str, beta: float
+) -> None:
+    given = samples()
+    assert given.old_logps and given.reference_logps
+    credit = Credit(3, name, "batch", beta, "k1", mask_truncated=True)
+    assign_credit(given, REWARDS, credit)
+    pairs = zip(given.old_logps, given.reference_logps, strict=True)
+    penalty = [beta * (own.astype(float) - reference) for own, reference in pairs]
+    expected = reinforce_plus_plus(REWARDS, penalty, COUNTED, 3 if "baseline" in name else None)
+    means = [row.mean() if row.size else 0.0 for row in expected]
+    np.testing.assert_allclose(given.advantages, means, rtol=1e-5, atol=1e-6)
+    if beta == 0:
+        assert given.token_advantages is None
+        return
+    assert given.token_advantages is not None
+    for row, wanted in zip(given.token_advantages, expected, strict=True):
+        np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_not_count() -> None:
+    given = samples()
+    credit = Credit(3, correction="token_truncate", correction_cap=1.5, mask_truncated=True)
+    measured = assign_credit(given, REWARDS, credit)
+    assert measured is not None and given.factors is not None and given.old_logps is not None
+    for i, factors in enumerate(given.factors):
+        ratio = np.exp(given.old_logps[i].astype(float) - given.generator_logps[i])
+        np.testing.assert_allclose(factors, np.minimum(ratio, 1.5), rtol=1e-5)
+    assert given.counted is not None and given.counted.tolist() == COUNTED.tolist()
+    assert measured.largest > 1.5 and 0 < measured.capped < 1
+
+
+@pytest.mark.parametrize(
+    "credit", [Credit(3, reward_beta=0.1), Credit(3, correction="sequence_mask")]
+)
+def test_credit_without_the_log_probs_it_needs_is_refused(credit: Credit) -> None:
+    given = samples()
+    given.old_logps = None
+    assert credit.needs_old
+    with pytest.raises(ValueError, match="log-probs"):
+        assign_credit(given, REWARDS, credit)

@@ -1,0 +1,194 @@
+"""The algorithm's keys: which choices are refused together, and what the rest of the program makes of them.
+
+Does not prove that a loss is right; test_losses.py and test_advantages.py do.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.algorithm.summary import algorithm_lines
+from mindgrpo.config import BatchPlan, Config
+from mindgrpo.config.algorithm import AlgorithmKeys
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
+
+
+def config(**keys: Any) -> Config:
+    return Config.model_validate({"rl_config": keys})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"loss_type": "cispo", "delta": 4.0}, "set rl_config.delta to null"),
+        ({"loss_type": "cispo", "dual_clip": 3.0}, "set rl_config.dual_clip to null"),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence"},
+            "weighs each token by its own",
+        ),
+        ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
+        ({"delta": 1.2, "epsilon_high": 0.2}, "must be above 1 + rl_config.epsilon_high"),
+        ({"advantage_estimator": "rloo", "num_generations": 1}, "compares the samples of a group"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 1},
+            "use reinforce_plus_plus",
+        ),
+        ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "is defined with none"),
+        (
+            {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "none"},
+            "is defined with batch",
+        ),
+        ({"kl_in_reward": True, "beta": 0.0}, "no KL to take from the rewards"),
+        (
+            {
+                "kl_in_reward": True,
+                "advantage_estimator": "reinforce_plus_plus",
+                "importance_sampling_level": "sequence",
+            },
+            "an advantage of its own",
+        ),
+        ({"kl_in_reward": True, "enable_oldpolicy": False}, "needs the policy's log-probs before"),
+        (
+            {"importance_sampling_correction": "token_mask", "enable_oldpolicy": False},
+            "rl_config.importance_sampling_correction needs the policy's log-probs before",
+        ),
+        ({"importance_sampling_cap": 3.0}, "so nothing is capped"),
+        ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
+        ({"dynamic_sampling": True, "num_generations": 1}, "always is"),
+    ],
+)
+def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        config(**keys)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss_type": "cispo", "epsilon_low": 1.0, "epsilon_high": 4.0},
+        {"delta": 1.21, "epsilon_high": 0.2},
+        {"dual_clip": 1.1, "importance_sampling_level": "sequence"},
+        {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
+        {"advantage_estimator": "rloo", "scale_rewards": "none"},
+        {"scale_rewards": "batch"},
+        {"kl_in_reward": True, "importance_sampling_level": "sequence"},
+        {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 3.0},
+        {"dynamic_sampling": True, "dynamic_sampling_rounds": 7, "num_generations": 2},
+    ],
+)
+def test_choices_that_go_together_are_accepted(keys: dict[str, Any]) -> None:
+    config(**keys)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(True, "group"), (False, "none"), ("batch", "batch")]
+)
+def test_scale_rewards_may_be_written_as_other_trainers_do(written: object, read: str) -> None:
+    assert config(scale_rewards=written).rl_config.reward_scale == read
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale"),
+    [
+        ("grpo", "group"),
+        ("rloo", "none"),
+        ("reinforce_plus_plus", "batch"),
+        ("reinforce_plus_plus_baseline", "batch"),
+    ],
+)
+def test_without_a_scale_the_estimator_has_its_papers(estimator: str, scale: str) -> None:
+    assert config(advantage_estimator=estimator).rl_config.reward_scale == scale
+
+
+def test_the_kl_term_is_in_the_loss_or_in_the_reward_and_never_in_both() -> None:
+    in_loss, in_reward = config(beta=0.5), config(beta=0.5, kl_in_reward=True)
+    assert (Objective.of(in_loss).beta, Credit.of(in_loss).reward_beta) == (0.5, 0.0)
+    assert (Objective.of(in_reward).beta, Credit.of(in_reward).reward_beta) == (0.0, 0.5)
+
+
+def test_the_correction_reaches_loss_and_credit_with_its_cap() -> None:
+    off, on = config(), config(importance_sampling_correction="sequence_mask")
+    assert not Objective.of(off).corrected and not Credit.of(off).needs_old
+    assert Objective.of(on).corrected and Credit.of(on).needs_old
+    assert Credit.of(on).correction_cap == 2.0
+    capped = config(importance_sampling_correction="token_truncate", importance_sampling_cap=5.0)
+    assert Credit.of(capped).correction_cap == 5.0
+
+
+def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:
+    tree = {"generate_config": {"sampling_config": {"max_tokens": 77}}}
+    assert Objective.of(Config.model_validate(tree)).max_completion_length == 77
+
+
+def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
+    assert config().rl_config.refill_rounds == 0
+    assert config(dynamic_sampling=True).rl_config.refill_rounds == 3
+    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.refill_rounds == 9
+
+
+def told(**keys: Any) -> str:
+    made = config(**keys)
+    return "\n".join(algorithm_lines(made, BatchPlan.of(made)))
+
+
+def test_the_summary_names_what_is_chosen() -> None:
+    assert told() == (
+        "loss grpo, ratios by token, clip 0.2 below, 0.2 above\n"
+        "advantages grpo, scaled by group; KL k3 x 0.01 in the loss"
+    )
+    chosen = told(
+        loss_type="dapo",
+        delta=4.0,
+        entropy_coef=0.02,
+        beta=0.0,
+        num_iterations=2,
+        dynamic_sampling=True,
+        mask_truncated_completions=True,
+        importance_sampling_correction="token_mask",
+    )
+    assert "delta 4, entropy bonus 0.02" in chosen and "no KL" in chosen
+    assert chosen.endswith(
+        "groups of equal rewards replaced up to 3 times, truncated completions left out, "
+        "token_mask above 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "warning"),
+    [
+        ({"kl_estimator": "k1"}, "has mean 0"),
+        ({"kl_in_reward": True}, "k1 is exact there"),
+        ({"importance_sampling_level": "sequence", "num_iterations": 2}, "hardly reach clips"),
+        ({"loss_type": "dr_grpo"}, "scale_rewards none as well"),
+        ({"loss_type": "cispo"}, "every ratio is 1"),
+        ({"delta": 4.0}, "every ratio is 1"),
+    ],
+)
+def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
+    keys: dict[str, Any], warning: str
+) -> None:
+    found = [line for line in told(**keys).splitlines() if line.startswith("warning: ")]
+    assert len(found) == 1 and warning in found[0]
+
+
+def test_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 5
+    for block in blocks:
+        found = told(**yaml.safe_load(block)["rl_config"], num_generations=16).splitlines()
+        assert not [line for line in found if line.startswith("warning") and "1, so" not in line]
+
+
+def test_the_page_names_every_key_of_the_algorithm() -> None:
+    text = PAGE.read_text("utf-8")
+    fields = AlgorithmKeys.model_fields
+    assert [name for name in fields if not re.search(rf"\b{name}\b", text)] == []

@@ -1,0 +1,216 @@
+"""Losses, token weights, KL estimates and clip marks in numpy, against the papers' formulas written out token by token.
+
+Does not prove anything of the graph that is differentiated (test_loss_cell.py does), nor of advantages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from loss_variants import COUNTED, LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
+
+from mindgrpo.algorithm.loss import (
+    Tokens,
+    clipped_tokens,
+    kl_estimate,
+    policy_loss,
+    token_weights,
+)
+from mindgrpo.algorithm.objective import Objective
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def gain_of(ratio: float, advantage: float, logp: float, o: Objective) -> float:
+    """One token's part of what the paper maximises."""
+    low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
+    if o.loss_type == "cispo":
+        return clip(ratio, low, high) * advantage * logp
+    if o.delta is not None:
+        return min(min(ratio, o.delta) * advantage, clip(ratio, low, high) * advantage)
+    plain = min(ratio * advantage, clip(ratio, low, high) * advantage)
+    if o.dual_clip is not None and advantage < 0:
+        return max(plain, o.dual_clip * advantage)
+    return plain
+
+
+def kl_of(logp: float, reference: float, estimator: str) -> float:
+    inverse = math.exp(reference) / math.exp(logp)
+    return {
+        "k1": -math.log(inverse),
+        "k2": math.log(inverse) ** 2 / 2,
+        "k3": inverse - 1 - math.log(inverse),
+    }[estimator]
+
+
+def weight_of(length: int, o: Objective) -> float:
+    kept = [n for n, counts in zip(LENGTHS.tolist(), COUNTED, strict=True) if counts]
+    if o.loss_type == "grpo":
+        return 1 / len(kept) / length
+    if o.loss_type == "dr_grpo":
+        return 1 / len(kept) / o.max_completion_length
+    return 1 / sum(kept)
+
+
+def transcribed(t: Tokens, o: Objective) -> float:
+    """- sum over samples and tokens, in Python's own numbers."""
+    total, start = 0.0, 0
+    for i, length in enumerate(LENGTHS.tolist()):
+        places = range(start, start + length)
+        start += length
+        if not COUNTED[i]:
+            continue
+        product = math.prod(math.exp(t.logps[k]) / math.exp(t.old[k]) for k in places)
+        for k in places:
+            ratio = math.exp(t.logps[k]) / math.exp(t.old[k])
+            if o.importance_sampling_level == "sequence":
+                ratio = product ** (1 / length)
+            term = -t.factors[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
+            term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
+            term -= o.entropy_coef * t.entropy[k]
+            total += weight_of(length, o) * term
+    return total
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_every_loss_is_its_papers_formula(name: str, on_policy: bool) -> None:
+    objective = VARIANTS[name]
+    tokens = tokens_of(objective, on_policy)
+    expected = transcribed(tokens, objective)
+    # Weights are float32, and the terms may all but cancel.
+    assert policy_loss(tokens, objective) == pytest.approx(expected, rel=1e-6, abs=2e-8)
+
+
+def test_the_tokens_of_the_tests_tell_every_variant_from_the_others() -> None:
+    found = [round(transcribed(tokens_of(o), o), 9) for o in VARIANTS.values()]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_weights_are_those_of_the_formula_and_none_where_a_sample_does_not_count(
+    loss_type: str,
+) -> None:
+    objective = replace(WIDE, loss_type=loss_type)
+    found = token_weights(LENGTHS, objective, COUNTED)
+    assert found.dtype == np.float32
+    for weight, length, counts in zip(found, LENGTHS.tolist(), COUNTED, strict=True):
+        if length:
+            expected = weight_of(length, objective) if counts else 0.0
+            assert weight == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo"])
+def test_the_weights_of_all_tokens_add_to_one_but_for_empty_samples(loss_type: str) -> None:
+    lengths = np.array([5, 1, 40])
+    weights = token_weights(lengths, replace(WIDE, loss_type=loss_type))
+    assert float((weights * lengths).sum()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_grpo_gives_every_sample_the_same_share_and_dapo_every_token() -> None:
+    lengths = np.array([5, 1, 40])
+    shares = token_weights(lengths, WIDE) * lengths
+    np.testing.assert_allclose(shares, 1 / 3, rtol=1e-6)
+    assert len(set(token_weights(lengths, replace(WIDE, loss_type="dapo")).tolist())) == 1
+
+
+def test_dr_grpo_does_not_look_at_lengths() -> None:
+    objective = replace(WIDE, loss_type="dr_grpo")
+    np.testing.assert_array_equal(
+        token_weights([1, 16], objective), token_weights([7, 2], objective)
+    )
+
+
+def test_an_empty_completion_counts_as_a_sample_and_has_a_finite_weight() -> None:
+    np.testing.assert_allclose(token_weights([4, 0], WIDE), [1 / 8, 1 / 2], rtol=1e-6)
+    assert token_weights([], WIDE).shape == (0,)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_where_no_sample_counts_all_weights_are_zero_and_finite(loss_type: str) -> None:
+    objective = replace(WIDE, loss_type=loss_type)
+    found = token_weights([4, 3], objective, np.array([False, False]))
+    np.testing.assert_array_equal(found, [0.0, 0.0])
+
+
+def test_samples_that_do_not_count_change_nothing_whatever_they_hold() -> None:
+    for objective in (WIDE, replace(WIDE, loss_type="dapo"), replace(NARROW, beta=0.1)):
+        alone = token_weights(LENGTHS[COUNTED], objective)
+        np.testing.assert_array_equal(token_weights(LENGTHS, objective, COUNTED)[COUNTED], alone)
+
+
+def test_k3_is_never_negative_and_every_estimate_is_zero_where_both_agree() -> None:
+    rng = np.random.default_rng(1)
+    logps, reference = rng.normal(size=100), rng.normal(size=100)
+    assert (kl_estimate(logps, reference, "k3") >= 0).all()
+    for estimator in ("k1", "k2", "k3"):
+        np.testing.assert_array_equal(kl_estimate(logps, logps, estimator), 0.0)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_have_the_divergence_as_their_mean_under_the_policy(estimator: str) -> None:
+    rng = np.random.default_rng(2)
+    policy, reference = rng.dirichlet(np.ones(9), size=2)
+    divergence = float((policy * np.log(policy / reference)).sum())
+    estimates = kl_estimate(np.log(policy), np.log(reference), estimator)
+    assert float((policy * estimates).sum()) == pytest.approx(divergence, abs=1e-12)
+
+
+def test_k2s_gradient_is_the_divergences_under_the_policy() -> None:
+    """E[grad k2] = E[(log p - log q) grad log p] = grad KL; of k1 it is E[grad log p] = 0."""
+    rng = np.random.default_rng(3)
+    logits, reference = rng.normal(size=7), np.log(rng.dirichlet(np.ones(7)))
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x - np.log(np.exp(x).sum()))
+
+    policy = np.exp(log_softmax(logits))
+    for i in range(7):
+        ends = [logits + sign * 1e-6 * np.eye(7)[i] for sign in (1, -1)]
+        exact = [float((np.exp(log_softmax(x)) * (log_softmax(x) - reference)).sum()) for x in ends]
+        for estimator, expected in (("k2", exact[0] - exact[1]), ("k1", 0.0)):
+            means = [
+                float((policy * kl_estimate(log_softmax(x), reference, estimator)).sum())
+                for x in ends
+            ]
+            assert (means[0] - means[1]) / 2e-6 == pytest.approx(expected / 2e-6, abs=1e-8)
+
+
+def marks(
+    ratios: list[float], advantages: list[float], objective: Objective
+) -> tuple[list[bool], list[bool]]:
+    count = len(ratios)
+    zeros, ones = np.zeros(count), np.ones(count)
+    tokens = Tokens(
+        np.log(ratios), zeros, zeros, zeros, np.array(advantages), ones, ones, np.array([1] * count)
+    )
+    low, high = clipped_tokens(tokens, objective)
+    return low.tolist(), high.tolist()
+
+
+def test_a_token_counts_as_clipped_only_where_the_clip_decides() -> None:
+    ratios = [0.5, 1.0, 1.5] * 2 + [0.5, 1.5]
+    advantages = [1.0] * 3 + [-1.0] * 3 + [0.0] * 2
+    low, high = marks(ratios, advantages, WIDE)
+    assert low == [False, False, False, True, False, False, False, False]
+    assert high == [False, False, True, False, False, False, False, False]
+
+
+def test_cispo_clips_weights_whatever_the_advantage_and_dual_bounds_count_as_upper_ends() -> None:
+    ratios, advantages = [0.5, 1.5, 1.5, 1.5], [1.0, 1.0, -1.0, 0.0]
+    low, high = marks(ratios, advantages, replace(WIDE, loss_type="cispo"))
+    assert (low, high) == ([True, False, False, False], [False, True, True, True])
+    for bound in ({"delta": 1.4}, {"dual_clip": 1.4}):
+        assert marks(ratios, advantages, replace(WIDE, **bound))[1] == [False, True, True, False]
+    assert marks(ratios, advantages, replace(WIDE, delta=1.6))[1] == [False, True, False, False]
+
+
+def test_a_two_sided_clip_and_a_dual_clip_beyond_the_upper_end_are_the_same_bound() -> None:
+    tokens = tokens_of(WIDE)
+    two_sided = policy_loss(tokens, replace(WIDE, delta=1.5))
+    assert two_sided == pytest.approx(policy_loss(tokens, replace(WIDE, dual_clip=1.5)), rel=1e-12)

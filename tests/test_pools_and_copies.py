@@ -1,0 +1,152 @@
+"""Pools keep their bits through every move and give pages up; copies from a table are those of numpy.
+
+Does not prove speed, nor anything of a device that is not the host.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+from mindgrpo.backend import copies, host_pool
+from mindgrpo.backend.copies import Copies
+from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
+
+SIZE = 5_000_001  # floats: more than one large page, and no whole number of small ones
+
+
+def filled(pool: HostPool) -> np.ndarray:
+    view = pool.view(0, (SIZE,))
+    view[...] = np.random.default_rng(0).random(SIZE, dtype=np.float32)
+    return view
+
+
+@pytest.mark.parametrize("can_move", [True, False])
+def test_what_was_offloaded_comes_back_and_is_not_on_the_device_meanwhile(
+    can_move: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_move:
+        monkeypatch.setattr(
+            host_pool, "LEAVE_MAPPED", 1 << 20
+        )  # as a system that knows no such flag
+    pool = HostPool(4 * SIZE)
+    view = filled(pool)
+    kept = view.copy()
+    for _ in range(3):
+        pool.offload()
+        assert not view.any()
+        pool.load()
+        np.testing.assert_array_equal(view, kept)
+
+
+def test_released_pages_leave_the_process() -> None:
+    process = psutil.Process()
+    for kind in (HostPool, SharedPool):
+        before = process.memory_info().rss
+        pool = kind(4 * SIZE)
+        view = filled(pool)
+        assert process.memory_info().rss - before > 3.9 * SIZE
+        pool.release()
+        assert process.memory_info().rss - before < 0.2 * SIZE
+        assert not view.any()
+
+
+def test_offloading_takes_no_second_copy() -> None:
+    pool = HostPool(4 * SIZE)
+    filled(pool)
+    before = psutil.Process().memory_info().rss
+    pool.offload()
+    assert psutil.Process().memory_info().rss - before < 0.2 * SIZE
+
+
+def test_a_shared_pool_keeps_its_bits_through_offload_and_load() -> None:
+    pool = SharedPool(4 * SIZE)
+    view = filled(pool)
+    kept = view.copy()
+    pool.offload()
+    pool.load()
+    np.testing.assert_array_equal(view, kept)
+
+
+READER = """
+import sys
+from mindgrpo.backend.host_pool import PeerPool
+pool = PeerPool(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+view = pool.view(7, (11,))
+print(float(view.sum()))
+pool.forget()
+print(float(view.sum()), view.flags.writeable)
+"""
+
+
+def test_another_process_reads_a_shared_pool_and_cannot_write_it() -> None:
+    pool = SharedPool(4 * SIZE)
+    view = filled(pool)
+    command = [sys.executable, "-c", READER, str(os.getpid()), str(pool.descriptor), str(4 * SIZE)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    expected = float(view[7:18].sum())
+    assert [float(told[0]), float(told[1])] == [expected, expected]
+    assert told[2] == "False"
+
+
+def test_a_pool_that_is_not_there_is_an_error_of_the_system() -> None:
+    with pytest.raises(OSError):
+        PeerPool(os.getpid(), 10_000, mmap.PAGESIZE)
+
+
+def pairs(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Neighbouring column blocks, transposed blocks, whole rows, vectors, a single number and nothing."""
+    made = []
+    for _ in range(40):
+        rows, left, right = (int(n) for n in rng.integers(1, 90, 3))
+        target = np.zeros((rows, left + right), np.float32)
+        source = rng.random((rows, left + right + int(rng.integers(0, 5))), dtype=np.float32)
+        made += [(target[:, :left], source[:, :left])]
+        made += [(target[:, left:], source[:, left : left + right])]
+        turned = np.zeros((rows, right), np.float32)
+        made.append((turned.T, source[:, left : left + right].T))
+    vector = np.zeros(1000, np.float32)
+    made.append((vector[3:], rng.random(997, dtype=np.float32)))
+    made.append((np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)))
+    made.append((np.zeros((0, 4), np.float32), np.ones((0, 4), np.float32)))
+    return made
+
+
+@pytest.mark.parametrize("read_soon", [True, False])
+@pytest.mark.parametrize("with_library", [True, False])
+def test_copies_are_those_of_numpy_and_touch_nothing_else(
+    read_soon: bool, with_library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not with_library:
+        monkeypatch.setattr(copies, "library", lambda: None)
+    made = pairs(np.random.default_rng(1))
+    whole = [target.base if target.base is not None else target for target, _ in made]
+    made_copies = Copies(made, read_soon)
+    made_copies.run()
+    for target, source in made:
+        np.testing.assert_array_equal(target, source)
+    assert made_copies.num_elements == sum(target.size for target, _ in made)
+    assert not whole[-3][:3].any()
+
+
+def test_neighbouring_blocks_are_copied_as_one() -> None:
+    target, source = np.zeros((50, 60), np.float32), np.ones((50, 60), np.float32)
+    cuts = [slice(0, 10), slice(10, 40), slice(40, 60)]
+    joined = Copies([(target[:, cut], source[:, cut]) for cut in cuts])
+    assert len(joined._table) == 1
+    joined.run()
+    assert target.all()
+
+
+def test_arrays_in_different_orders_or_of_different_shapes_are_refused() -> None:
+    square = np.zeros((4, 6), np.float32)
+    with pytest.raises(ValueError, match="different orders"):
+        Copies([(square, np.zeros((6, 4), np.float32).T)])
+    with pytest.raises(ValueError, match="does not fit"):
+        Copies([(square, np.zeros((6, 4), np.float32))])

@@ -1,0 +1,300 @@
+"""Users' functions: what they are given, what they may return, and what their failures cost.
+
+Those given in code are called in this process; what a worker process survives is in test_reward_pool.py.
+Does NOT prove that a module which does something at import does it once only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.reward.limits import Limits
+from mindgrpo.reward.score import Scorer
+
+GOOD = "<think>12+30=42</think><answer>42</answer>"
+
+
+@pytest.fixture
+def scorer() -> Iterator[Any]:
+    """Makes scorers from functions that no other process can find, and closes them."""
+    made = []
+
+    def make(*functions: Any, weights: list[float] | None = None, **limits: Any) -> Scorer:
+        given = [
+            function if isinstance(function, str) else hidden(function) for function in functions
+        ]
+        made.append(Scorer(given, weights, Limits(**limits), {"max_completion_length": 9}))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def hidden(function: Any) -> Any:
+    """In a closure's place, where it stays in this process."""
+    function.__qualname__ = f"<locals>.{function.__name__}"
+    return function
+
+
+def test_totals_are_weighted_and_leave_out_what_does_not_apply(scorer: Any) -> None:
+    def sometimes(completions: list[str], **_: object) -> list[float | None]:
+        return [None if text == "b" else 3.0 for text in completions]
+
+    def length(completions: list[str]) -> np.ndarray:
+        return np.array([len(text) for text in completions])
+
+    scores = scorer(sometimes, length, weights=[2.0, 0.5]).score(["a", "b"], ["", ""], {})
+    assert scores.total.dtype == np.float32
+    np.testing.assert_array_equal(scores.total, [6.5, 0.5])
+    np.testing.assert_array_equal(scores.per_function["sometimes"], [3.0, math.nan])
+    assert scores.errors == {"sometimes": 0, "length": 0}
+    assert scores.num_unscored == 0
+
+
+def test_only_accepted_columns_are_passed(scorer: Any) -> None:
+    seen: dict[str, object] = {}
+
+    def one(completions: list[str], level: list[int], missing: int = 7) -> list[float]:
+        seen["one"] = (level, missing)
+        return [0.0] * len(completions)
+
+    def every(completions: list[str], **columns: object) -> list[float]:
+        seen["every"] = sorted(columns)
+        return [0.0] * len(completions)
+
+    scorer(one, every).score(["a", "b"], ["1", "2"], {"level": [3, 4], "topic": ["x", "y"]})
+    assert seen == {"one": ([3, 4], 7), "every": ["answers", "level", "topic"]}
+
+
+def test_functions_written_for_other_programs_get_what_they_name(scorer: Any) -> None:
+    seen: dict[str, object] = {}
+
+    def prompts_first(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen["prompts_first"] = (prompts, completions, sorted(columns))
+        return [0.0] * len(completions)
+
+    def all_by_name(prompts: list[str], **columns: Any) -> list[float]:
+        seen["all_by_name"] = (prompts, columns["completions"])
+        return [0.0] * len(prompts)
+
+    def other_words(completions: list[str], solution: list[str], answer: list[str]) -> list[float]:
+        seen["other_words"] = (solution, answer)
+        return [0.0] * len(completions)
+
+    columns = {
+        "prompts": ["p", "q"],
+        "answer": ["of the data", "too"],
+        "completion_ids": [[1], [2]],
+    }
+    several = scorer(prompts_first, all_by_name, other_words)
+    several.dry_run(["a", "b"], ["1", "2"], columns)
+    assert several.score(["a", "b"], ["1", "2"], columns).errors == dict.fromkeys(several.names, 0)
+    assert seen == {
+        "prompts_first": (["p", "q"], ["a", "b"], ["answer", "answers"]),
+        "all_by_name": (["p", "q"], ["a", "b"]),
+        "other_words": (["1", "2"], ["of the data", "too"]),
+    }
+
+
+def test_facts_and_token_ids_go_to_those_that_name_them(scorer: Any) -> None:
+    seen: dict[str, object] = {}
+
+    def asks(
+        completions: list[str], max_completion_length: int, completion_ids: Any
+    ) -> list[float]:
+        seen["asks"] = (max_completion_length, completion_ids)
+        return [0.0]
+
+    def takes_all(completions: list[str], **columns: Any) -> list[float]:
+        seen["takes_all"] = sorted(columns)
+        return [0.0]
+
+    scorer(asks, takes_all).score(["a"], ["1"], {"completion_ids": [[1, 2]], "level": [3]})
+    assert seen == {"asks": (9, [[1, 2]]), "takes_all": ["answers", "level"]}
+
+
+class Rising:
+    """A reward with a memory."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions: list[str]) -> list[int]:
+        self.calls += 1
+        return [self.calls] * len(completions)
+
+
+def test_an_object_given_in_code_keeps_what_it_knows(scorer: Any) -> None:
+    rising = Rising()
+    rising.__dict__["__name__"] = "rising"
+    given = Scorer([rising], None, Limits())
+    assert [given.score(["a"], [""], {}).total.item() for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert rising.calls == 3
+    given.close()
+
+
+def test_async_functions_are_awaited_inside_a_running_loop_too(scorer: Any) -> None:
+    async def slow(completions: list[str], answers: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def caller() -> np.ndarray:
+        return scorer(slow).score(["a"], ["b"], {}).total
+
+    np.testing.assert_array_equal(scorer(slow).score(["a"], ["b"], {}).total, [1.0])
+    np.testing.assert_array_equal(asyncio.run(caller()), [1.0])
+
+
+def test_a_failing_sample_costs_only_itself(scorer: Any) -> None:
+    def fragile(completions: list[str], answers: list[str]) -> list[float]:
+        return [1.0 / int(text) for text in completions]
+
+    def not_a_number(completions: list[str]) -> list[float]:
+        return [
+            math.nan if text == "0" else math.inf if text == "4" else 1.0 for text in completions
+        ]
+
+    scores = scorer(fragile, not_a_number).score(["2", "0", "x", "4"], [""] * 4, {})
+    np.testing.assert_array_equal(scores.per_function["fragile"], [0.5, math.nan, math.nan, 0.25])
+    np.testing.assert_array_equal(
+        scores.per_function["not_a_number"], [1.0, math.nan, 1.0, math.nan]
+    )
+    assert scores.errors == {"fragile": 2, "not_a_number": 2}
+    assert "ZeroDivisionError" in scores.messages["fragile"]
+    np.testing.assert_array_equal(scores.total, np.float32([1.5, 0.0, 1.0, 0.25]))
+    assert scores.num_unscored == 1
+
+
+def test_arrays_and_scalars_of_other_libraries_are_numbers(scorer: Any) -> None:
+    class Tensor:
+        def __init__(self, values: Any) -> None:
+            self.tolist = self.item = lambda: values
+
+    def tensor(completions: list[str]) -> Tensor:
+        return Tensor([1.5, 2])
+
+    def scalars(completions: list[str]) -> list[Any]:
+        return [np.float32(0.5), Tensor(True)]
+
+    scores = scorer(tensor, scalars).score(["a", "b"], ["", ""], {})
+    np.testing.assert_array_equal(scores.total, [2.0, 3.0])
+
+
+def test_a_callable_that_does_not_come_back_is_given_up_and_asked_again_later(scorer: Any) -> None:
+    holding = [True]
+
+    def slow(completions: list[str]) -> list[float]:
+        while holding:
+            time.sleep(0.01)
+        return [1.0] * len(completions)
+
+    given = scorer(slow, "format_reward", deadline=0.2)
+    started = time.monotonic()
+    first = given.score(["a"], [""], {})
+    second = given.score([GOOD], [""], {})
+    assert time.monotonic() - started < 2.0
+    assert first.figures()["reward/slow/timeouts"] == second.figures()["reward/slow/timeouts"] == 1
+    assert "cannot be ended" in first.messages["slow"]
+    assert "still busy" in second.messages["slow"]
+    assert second.per_function["format_reward"].tolist() == [1.0]
+    holding.clear()
+    time.sleep(0.1)
+    assert given.score(["a"], [""], {}).per_function["slow"].tolist() == [1.0]
+
+
+def test_a_failed_sample_has_its_groups_mean_as_total(scorer: Any) -> None:
+    def fragile(completions: list[str]) -> list[float]:
+        return [float(text) for text in completions]
+
+    texts = ["1", "x", "3", "4", "x", "x"]
+    scores = scorer(fragile, "format_reward").score(texts, [""] * 6, {})
+    assert scores.failed.tolist() == [False, True, False, False, True, True]
+    assert scores.filled([0, 0, 0, 1, 1, 2]).total.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0, 0.0]
+    fresh = scorer("format_reward", fragile).score(["8"], [""], {})
+    replaced = scores.with_replaced([4], fresh)
+    assert (replaced.total[4], replaced.failed[4], replaced.errors["fragile"]) == (8.0, False, 3)
+
+
+def test_a_function_cannot_change_the_lists_of_the_next(scorer: Any) -> None:
+    def vandal(completions: list[str], answers: list[str]) -> list[float]:
+        answers[:] = ["0"] * len(answers)
+        return [0.0] * len(completions)
+
+    scores = scorer(vandal, "accuracy_reward").score([GOOD], ["42"], {})
+    np.testing.assert_array_equal(scores.total, [1.0])
+
+
+def too_short(completions: list[str]) -> list[float]:
+    return [0.0]
+
+
+def one_float(completions: list[str]) -> float:
+    return 0.0
+
+
+def texts(completions: list[str]) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def wants_more(completions: list[str], levels: list[int]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def always_raises(completions: list[str]) -> list[float]:
+    raise KeyError("score")
+
+
+def nothing() -> list[float]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (too_short, "returned 1 values for 2 completions"),
+        (one_float, "returned a float"),
+        (texts, "a list holding a str"),
+        (wants_more, "wants 'levels'"),
+        (always_raises, "KeyError: 'score'"),
+        (nothing, "takes no positional argument"),
+    ],
+)
+def test_the_dry_run_names_function_expected_and_got(
+    scorer: Any, function: object, said: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        scorer(function).dry_run(["a", "b", "c"], ["1", "2", "3"], {"level": [1, 2, 3]})
+    assert said in str(caught.value)
+    assert f"reward function {function.__name__}" in str(caught.value)  # type: ignore[attr-defined]
+
+
+def test_the_dry_run_lets_good_functions_pass(scorer: Any) -> None:
+    def picky(completions: list[str]) -> list[float]:
+        return [1.0 / (text == "a") for text in completions]
+
+    scorer("accuracy_reward", "format_reward", picky).dry_run(["a", "b"], ["1", "2"], {})
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "said"),
+    [
+        ([], None, "no reward function"),
+        (["format_reward"], [1.0, 2.0], "verifier_weight"),
+        (["format_reward"], [math.nan], "finite"),
+        (["format_reward", "format_reward"], None, "same name"),
+    ],
+)
+def test_impossible_scorers_are_refused(
+    scorer: Any, functions: list[str], weights: list[float] | None, said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        scorer(*functions, weights=weights)

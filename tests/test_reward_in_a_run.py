@@ -1,0 +1,139 @@
+"""How a run scores: from the configuration's keys to the figures of a step, on rank 0 and told to the others.
+
+The ranks are stand-ins here. Does NOT prove a whole run; the distributed tests do.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.algorithm.samples import Samples
+from mindgrpo.config import load_config
+from mindgrpo.errors import UserError
+from mindgrpo.experience import ScoringFailed, check_rewards, score
+from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
+from mindgrpo.preflight import Inputs, prepare
+from mindgrpo.reward.limits import Limits
+from mindgrpo.reward.score import Scorer
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
+
+REWARD = """
+def fragile(completions, completion_lengths, finish_reasons, prompts, completion_ids, max_completion_length):
+    assert [len(ids) for ids in completion_ids] == completion_lengths
+    assert all(prompts) and max_completion_length > 5
+    return [1.0 / (length != 3) for length in completion_lengths]
+"""
+
+
+class Rank:
+    """One of two; `told` is what rank 0 said."""
+
+    def __init__(self, rank: int, told: Any = None) -> None:
+        self.rank, self.world, self.told = rank, self, told
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value if self.rank == 0 else self.told, None]
+
+
+def inputs_with(rewards: list[Any], monkeypatch: pytest.MonkeyPatch, *words: str) -> Inputs:
+    monkeypatch.chdir(ROOT)
+    return prepare(load_config(EXAMPLE, words).config, None, rewards)
+
+
+def samples_of(lengths: list[int]) -> Samples:
+    tokens = [np.arange(5, 5 + n, dtype=np.int32) for n in lengths]
+    logps = [np.zeros(n, np.float32) for n in lengths]
+    return Samples([tokens[0]] * len(lengths), tokens, ["stop"] * len(lengths), logps, [0, 0, 0, 1])
+
+
+def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    inputs = inputs_with([f"{tmp_path}/mine.py:fragile", "format_reward"], monkeypatch)
+    assert inputs.scorer is not None
+    try:
+        inputs.check_rewards()
+        owners = [inputs.prompts[0]] * 4
+        scored = score(inputs.scorer, inputs.tokenizer, Rank(0), owners, samples_of([2, 3, 4, 5]))  # type: ignore
+    finally:
+        inputs.scorer.close()
+    assert scored.scores.total.tolist() == [1.0, 1.0, 1.0, 1.0]
+    with MetricsWriter(tmp_path, None) as metrics:
+        metrics.write(1, scored.scores.figures())
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    kinds = ("errors", "exceptions", "timeouts", "exits", "memory", "nan", "bad_results", "none")
+    assert [row[f"reward/fragile/{kind}"] for kind in kinds] == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert (row["reward/fragile/mean"], row["reward/format_reward/errors"]) == (1.0, 0)
+    other = score(None, inputs.tokenizer, Rank(1, scored.scores), owners, samples_of([2, 3, 4, 5]))  # type: ignore
+    assert other.scores.total.tolist() == scored.scores.total.tolist()
+
+
+def test_the_keys_of_reward_config_reach_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--reward_config.deadline", "3", "--reward_config.memory", "512MB"]
+    words += ["--reward_config.workers", "2", "--reward_config.together_deadline", "1.5"]
+    words += [
+        "--verifier_function",
+        "format_reward,cosine_reward(max_value_wrong=0, min_value_wrong=-0.5)",
+    ]
+    monkeypatch.chdir(ROOT)
+    inputs = prepare(load_config(EXAMPLE, words).config, None)
+    assert inputs.scorer is not None
+    assert inputs.scorer.limits == Limits(3.0, 1.5, 512 << 20, 2)
+    assert inputs.scorer.names == ["format_reward", "cosine_reward"]
+    assert inputs.scorer.facts["max_completion_length"] > 0
+    inputs.check_rewards()
+    inputs.scorer.close()
+
+
+def test_only_rank_0_loads_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(EXAMPLE, ["--verifier_function", "missing.py:one,missing.py:two"]).config
+    inputs = prepare(config, None, scores=False)
+    assert inputs.scorer is None
+    inputs.check_rewards()
+
+
+def test_what_rank_0_finds_wrong_is_every_ranks_error() -> None:
+    def check() -> None:
+        raise UserError("no such column")
+
+    for rank in (Rank(0), Rank(1, "no such column")):
+        with pytest.raises(UserError, match="no such column"):
+            check_rewards(check, rank)  # type: ignore[arg-type]
+
+
+def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:
+    class Broken(Scorer):
+        def __init__(self) -> None:
+            pass
+
+        def score(self, *_: Any) -> Any:
+            raise OSError("no more processes")
+
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return json.dumps(ids)
+
+    with pytest.raises(ScoringFailed, match="no more processes"):
+        score(Broken(), Words(), Rank(0), [], samples_of([1, 1, 1, 1]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("deadline", "0", "must be above 0"),
+        ("memory", "lots", "a size above 0"),
+        ("workers", "0", "must be at least 1"),
+    ],
+)
+def test_impossible_limits_are_refused(key: str, value: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(EXAMPLE, [f"--reward_config.{key}", value])

@@ -1,0 +1,292 @@
+"""Rewards in worker processes: what hangs, dies, grows or raves costs its own samples and nothing else.
+
+Deadlines here are short, and times are held to the rule of `deadline + 5 s`. Does NOT prove anything about
+kernels without RLIMIT_DATA or PR_SET_PDEATHSIG, nor about a function that wrecks the machine on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.reward.limits import Limits
+from mindgrpo.reward.score import Scorer
+from mindgrpo.reward.scores import Scores
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 1.5
+MIB = 1 << 20
+
+REWARDS = ROOT / "tests" / "data"
+HOSTILE, ODD = f"{REWARDS}/hostile_rewards.py", f"{REWARDS}/odd_rewards.py"
+
+
+@pytest.fixture
+def scorer() -> Iterator[Callable[..., Scorer]]:
+    """Makes scorers with short deadlines, and closes them."""
+    made: list[Scorer] = []
+
+    def make(*names: str, **limits: Any) -> Scorer:
+        made.append(Scorer(names, None, Limits(**{"deadline": DEADLINE, **limits})))
+        return made[-1]
+
+    yield make
+    for scorer in made:
+        scorer.close()
+
+
+def score(scorer: Scorer, texts: list[str], answers: list[str] | None = None) -> Scores:
+    """Within the rule for time."""
+    started = time.monotonic()
+    scores = scorer.score(texts, answers or texts, {})
+    assert time.monotonic() - started < scorer.limits.deadline + 5.0
+    return scores
+
+
+def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) -> None:
+    kinds = {"sleeps": "timeouts", "exits": "exits", "raises": "exceptions", "nans": "nan"}
+    kinds |= {"forgets": "bad_results", "short": "bad_results", "eats": "memory"}
+    specs = [f"{HOSTILE}:{name}" for name in kinds]
+    given = scorer(*specs, f"{HOSTILE}:good", "accuracy_reward", deadline=3.0, memory=256 * MIB)
+    texts = [str(i) for i in range(16)]
+    given.dry_run(texts, texts, {})
+    for step in range(2):
+        scores = score(given, texts)
+        figures = scores.figures()
+        right = np.ones(16)
+        assert scores.per_function["good"].tolist() == right.tolist(), step
+        assert scores.per_function["accuracy_reward"].tolist() == right.tolist(), step
+        right[3] = np.nan
+        for name, kind in kinds.items():
+            expected = right.copy()
+            expected[4] = np.nan if name == "nans" else 1.0
+            np.testing.assert_array_equal(scores.per_function[name], expected, name)
+            assert figures[f"reward/{name}/errors"] == 1, name
+            assert figures[f"reward/{name}/{kind}"] == 1, name
+            assert "\n" not in scores.messages[name]
+        assert figures["reward/nans/none"] == 1
+        assert np.flatnonzero(scores.failed).tolist() == [3]
+        assert set(scores.messages) == set(kinds)
+    assert "in sleeps at" in scores.messages["sleeps"]
+    assert "exited with status 3" in scores.messages["exits"]
+
+
+def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
+    scorer: Callable[..., Scorer],
+) -> None:
+    scores = score(scorer(f"{ODD}:spins", "format_reward"), [str(i % 10) for i in range(40)])
+    assert scores.figures()["reward/spins/timeouts"] == 40
+    assert scores.figures()["reward/format_reward/errors"] == 0
+
+
+def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
+    scorer: Callable[..., Scorer],
+) -> None:
+    given = scorer(f"{HOSTILE}:eats", deadline=3.0, memory=256 * MIB)
+    scores = score(given, ["3"] * 12)
+    figures = scores.figures()
+    assert figures["reward/eats/errors"] == 12
+    assert figures["reward/eats/memory"] + figures["reward/eats/timeouts"] == 12  # type: ignore
+    assert figures["reward/eats/memory"] > 0  # type: ignore[operator]
+
+
+def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[..., Scorer]) -> None:
+    given = scorer(f"{ODD}:slow_together", together=0.5)
+    scores = score(given, ["a"] * 20)
+    assert scores.figures()["reward/slow_together/errors"] == 0
+    assert scores.figures()["reward/slow_together/restarts"] == 1
+    assert "raise reward_config.together_deadline" in scores.messages["slow_together"]
+
+
+def test_a_sample_that_hangs_when_scored_alone_is_found(scorer: Callable[..., Scorer]) -> None:
+    scores = score(scorer(f"{ODD}:slow_after_raising"), ["0", "1", "2"])
+    np.testing.assert_array_equal(scores.per_function["slow_after_raising"], [1.0, np.nan, 1.0])
+    assert scores.figures()["reward/slow_after_raising/timeouts"] == 1
+
+
+def test_what_is_printed_is_kept_up_to_a_bound_and_counted(scorer: Callable[..., Scorer]) -> None:
+    report = score(scorer(f"{ODD}:prints"), ["a"]).reports["prints"]
+    assert report.counts["printed_bytes"] == 20000 * 101 + 16
+    assert report.printed.startswith("first line\nxxx")
+    assert len(report.printed) <= 16 << 10
+
+
+def test_waiting_for_a_function_costs_no_processor_time(scorer: Callable[..., Scorer]) -> None:
+    given = scorer(f"{ODD}:closes_its_output")
+    before = time.process_time()
+    assert score(given, ["a"]).errors == {"closes_its_output": 0}
+    assert time.process_time() - before < 0.2
+
+
+def test_a_worker_imports_its_reward_and_no_device_library(scorer: Callable[..., Scorer]) -> None:
+    names = ["mindspore", "numpy", "sympy", "mindgrpo.reward.workers.worker"]
+    scores = score(scorer(f"{ODD}:loaded"), names)
+    assert scores.total.tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_classes_keep_their_state_and_async_functions_are_awaited(
+    scorer: Callable[..., Scorer],
+) -> None:
+    given = scorer(f"{ODD}:Counter(start=5)", f"{ODD}:waits")
+    assert [score(given, ["a"]).total.item() for _ in range(3)] == [7.0, 8.0, 9.0]
+
+
+def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> None:
+    scores = score(scorer(f"{ODD}:how_many", workers=3), ["a"] * 7)
+    assert scores.total.tolist() == [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[..., Scorer]) -> None:
+    given = scorer(f"{HOSTILE}:good", f"{ODD}:Counter")
+    assert score(given, ["a"]).total.item() == 2.0
+    (keeper,) = children_of(os.getpid())
+    end(children_of(keeper), signal.SIGKILL)
+    assert score(given, ["a"]).total.item() == 2.0
+    workers = children_of(keeper)
+    end([keeper], signal.SIGKILL)
+    end(workers)  # each is told by the kernel
+    assert score(given, ["a"]).total.item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import time\ndef f(completions):\n    time.sleep(10**9)", "no answer within 0.7 s"),
+        ("import os\ndef f(completions):\n    os._exit(4)", "exited with status 4"),
+        ("import os\nos._exit(5)", "exited with status 5 while loading it"),
+        ("import os\nprint('no model')\nos._exit(5)", r"\(no model\)"),
+        ("def f(completions):\n    return 1.0", "returned a float where 2 completions"),
+        ("def f(completions, level):\n    return [1.0]", "wants 'level'"),
+        ("held = b'x' * 10**9", "MemoryError"),
+        ("raise SystemExit(3)", "SystemExit"),
+    ],
+)
+def test_the_dry_run_refuses_what_fails_on_every_step(
+    source: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text(source)
+    scorer = Scorer([f"{tmp_path}/bad.py:f"], None, Limits(deadline=0.7, memory=256 * MIB))
+    try:
+        with pytest.raises(UserError, match=said) as caught:
+            scorer.dry_run(["a", "b"], ["1", "2"], {})
+        assert "\n" not in str(caught.value)
+    finally:
+        scorer.close()
+
+
+def test_math_verify_is_ended_at_its_deadline(scorer: Callable[..., Scorer]) -> None:
+    endless = r"\boxed{9^{9^{9^{9^{9}}}}}"
+    scores = score(
+        scorer("math_verify_reward", deadline=2.0), ["42", endless, r"\boxed{42}"], ["42"] * 3
+    )
+    values = scores.per_function["math_verify_reward"]
+    assert (values[0], values[2]) == (1.0, 1.0)
+    assert values[1] == 0.0 or scores.figures()["reward/math_verify_reward/timeouts"] == 1
+
+
+def children_of(parent: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
+    )
+    found = [int(word) for word in listed.stdout.split()]
+    return [
+        pid
+        for pid in found
+        if Path(f"/proc/{pid}/exe").exists() and "python" in os.readlink(f"/proc/{pid}/exe")
+    ]
+
+
+def end(pids: list[int], number: int = 0) -> None:
+    """Waits until they have ended, after sending them a signal unless it is 0."""
+    for pid in pids:
+        if number:
+            os.kill(pid, number)
+    until = time.monotonic() + 5.0
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < until, pids
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes with LEFT_BEHIND=mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            environment = (entry / "environ").read_bytes() if entry.name.isdecimal() else b""
+        except OSError:
+            continue
+        if f"LEFT_BEHIND={mark}".encode() in environment.split(b"\0"):
+            found.append(int(entry.name))
+    return found
+
+
+RANK = """
+import sys
+from mindgrpo.reward.limits import Limits
+from mindgrpo.reward.score import Scorer
+scorer = Scorer(sys.argv[1:], None, Limits(deadline=60.0))
+scorer.dry_run(["aa", "bb"], ["", ""], {})
+print("ready", flush=True)
+scorer.score(["a", "b"], ["", ""], {})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_behind_when_the_rank_is_killed(
+    number: signal.Signals,
+) -> None:
+    mark = f"{os.getpid() * 10 + int(number)}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LEFT_BEHIND": mark}
+    rank = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            RANK,
+            f"{ODD}:leaves_a_process",
+            f"{HOSTILE}:good",
+        ],
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
+    assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    assert (
+        len(marked(mark)) >= 4
+    )  # the rank, the keeper, two workers, and what one of them has started
+    rank.send_signal(number)
+    rank.wait()
+    rank.stdout.close()
+    until = time.monotonic() + 5.0
+    while marked(mark) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert marked(mark) == []
+
+
+def test_closing_leaves_nothing_behind(
+    scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"{os.getpid()}5"
+    monkeypatch.setenv("LEFT_BEHIND", mark)
+    given = scorer(f"{ODD}:leaves_a_process", f"{HOSTILE}:good", deadline=0.5)
+    assert score(given, ["a", "bb"]).figures()["reward/leaves_a_process/timeouts"] == 1
+    assert len(marked(mark)) >= 3
+    given.close()
+    assert marked(mark) == []

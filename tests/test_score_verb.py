@@ -1,0 +1,126 @@
+"""`python -m mindgrpo score`: a reward is tried on a file, without a model.
+
+Runs the verb in this process. Does NOT prove anything about a run, which scores through the same Scorer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindgrpo.__main__ import main
+from mindgrpo.config.rewards import RewardConfig
+from mindgrpo.reward.builtin import BUILTINS
+from mindgrpo.reward.outcome import KINDS
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"
+
+REWARD = """
+def length(completions, question):
+    print("asked", question[0][:3])
+    return [float(len(text)) for text in completions]
+
+def fragile(completions):
+    return [1.0 / (text != "wrong") for text in completions]
+
+def by_length(completions, completion_lengths, max_completion_length):
+    return [n / max_completion_length for n in completion_lengths]
+"""
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    assert main(["score", *words]) == status
+    out, err = capsys.readouterr()
+    return err if status else out
+
+
+@pytest.fixture
+def reward(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(REWARD)
+    return f"{tmp_path}/mine.py"
+
+
+def completions_file(folder: Path) -> Path:
+    file = folder / "completions.jsonl"
+    rows = [
+        {"prompt": "p", "completion": "<answer>42</answer>", "answer": "42", "length": 5},
+        {"prompt": "p", "completion": "wrong", "answer": "42", "length": 1},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_gold_answers_stand_in_for_completions(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--reward", "accuracy_reward", "--reward", "qwen_accuracy_reward"]
+    said = said_by(capsys, *words, "--data", str(PROBLEMS))
+    assert "'answer' is scored as if it were one" in said
+    assert "accuracy_reward: mean 1.0000 of 5; no failures" in said
+    assert "qwen_accuracy_reward: mean 1.0000 of 5; no failures" in said
+    assert len([line for line in said.splitlines() if line.endswith("1.000")]) == 5
+
+
+def test_a_function_of_the_users_and_what_it_prints(
+    capsys: pytest.CaptureFixture[str], reward: str
+) -> None:
+    words = ["--reward", f"{reward}:length", "--data", str(PROBLEMS), "--limit", "2"]
+    said = said_by(capsys, *words, "--completion-column", "question")
+    assert "length: mean 59.5000 of 2" in said
+    assert "printed: asked Ana" in said
+
+
+def test_completions_of_a_run_and_failures(
+    capsys: pytest.CaptureFixture[str], reward: str, tmp_path: Path
+) -> None:
+    file = completions_file(tmp_path)
+    words = ["--reward", f"{reward}:fragile", "--reward", f"{reward}:by_length"]
+    said = said_by(capsys, *words, "--data", str(file), "--max-completion-length", "10")
+    rows = [line.split() for line in said.splitlines() if line.startswith("   ")]
+    assert [row[-2:] for row in rows[:2]] == [["1.000", "0.500"], ["failed", "0.100"]]
+    assert "fragile: mean 1.0000 of 1; errors 1, exceptions 1" in said
+    assert "ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--reward", "acuracy_reward", "--data", str(PROBLEMS)],
+            "nearest name is 'accuracy_reward'",
+        ),
+        (["--reward", "accuracy_reward", "--data", "missing.jsonl"], "does not exist"),
+        (["--reward", "accuracy_reward", "--data", __file__], "is not a line of JSON"),
+        (
+            ["--reward", "accuracy_reward", "--data", str(PROBLEMS), "--answer-column", "gold"],
+            "keys: question, answer",
+        ),
+        (
+            ["--reward", "format_reward", "--data", str(PROBLEMS), "--memory", "much"],
+            "a size above 0",
+        ),
+        (["--reward", "missing.py:f", "--data", str(PROBLEMS)], "does not exist"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = said_by(capsys, *words, status=2)
+    assert told.startswith("mindgrpo: ") and told.count("\n") == 1
+    assert said in told
+
+
+def test_the_guides_reward_works_and_its_tables_are_complete(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    guide = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (tmp_path / "brevity.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    spec = f"{tmp_path}/brevity.py:brevity_reward(limit=50)"
+    said = said_by(capsys, "--reward", spec, "--data", str(PROBLEMS))
+    assert "brevity_reward: mean 0.8000 of 5; no failures" in said
+    names = {found.function for found in BUILTINS.values()}
+    assert [name for name in sorted(names) if f"| `{name}`" not in guide] == []
+    assert [kind for kind in (*KINDS, "none") if f"`{kind}`" not in guide] == []
+    keys = RewardConfig.model_fields.keys() - {"verifier_function", "verifier_weight"}
+    assert [key for key in keys if f"| `{key}` |" not in guide] == []
