@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,6 +150,13 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 
+def usage_of(verb: str) -> str:
+    """The verb's lines of USAGE."""
+    found = re.search(rf"^  {verb} .*(?:\n     .*)*", USAGE, re.MULTILINE)
+    assert found is not None
+    return f"usage: python -m mindgrpo\n{found[0]}"
+
+
 def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -157,6 +165,9 @@ def main(argv: Sequence[str]) -> int:
         verb = VERBS.get(argv[0])
         if verb is None:
             raise UserError(f"'{argv[0]}' is no verb; use one of {', '.join(VERBS)}.")
+        if argv[1:2] in (["-h"], ["--help"]):
+            print(usage_of(argv[0]))
+            return 0
         verb(argv[1:])
     except UserError as error:
         print(f"mindgrpo: {error}", file=sys.stderr, flush=True)

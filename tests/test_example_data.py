@@ -9,6 +9,7 @@ import importlib
 import json
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,3 +113,17 @@ def test_making_everything_again_gives_the_same_bytes(
     assert len(made) == 6
     for path in made:
         assert path.read_bytes() == (EXAMPLE / path.relative_to(tmp_path)).read_bytes(), path.name
+
+
+def test_the_warm_start_learns_from_its_first_steps(tmp_path: Path) -> None:
+    # Does not prove that a whole warm start ends with the model that is bundled.
+    ended = subprocess.run(
+        [sys.executable, EXAMPLE / "warm_start.py", "--steps", "21", "--output_dir", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if " nll " in line]
+    assert len(losses) == 2 and losses[1] < 0.6 * losses[0]
+    assert (tmp_path / "model.safetensors").is_file()

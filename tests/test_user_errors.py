@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mindgrpo.__main__ import main
+from mindgrpo.__main__ import VERBS, main
 from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.families import decoder_config, parameter_specs
 
@@ -225,6 +225,12 @@ def test_a_device_that_does_not_exist_is_told(refused: Check) -> None:
 def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "'trian' is no verb" in only_sentence(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    assert f"\n  {verb} " in capsys.readouterr().out
 
 
 def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Path) -> None:

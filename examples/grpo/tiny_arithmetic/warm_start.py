@@ -24,7 +24,8 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm import packing  # noqa: E402
+from mindgrpo.algorithm.objective import Objective  # noqa: E402
+from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
 from mindgrpo.algorithm.samples import STOPPED, Samples  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.backend import connect  # noqa: E402
@@ -35,6 +36,7 @@ from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
 from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
 from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
 from mindgrpo.model.pretrained import fill_random  # noqa: E402
+from mindgrpo.update.batches import update  # noqa: E402
 from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
 from mindgrpo.update.policy import Policy, UpdateSettings  # noqa: E402
 
@@ -87,34 +89,24 @@ def batch_of(
         completions.append(completion)
     count = len(prompts)
     ones = np.ones(count, np.float32)
-    return Samples(prompts, completions, [STOPPED] * count, [], advantages=ones)
+    groups = list(range(count))
+    return Samples(prompts, completions, [STOPPED] * count, [], groups=groups, advantages=ones)
 
 
 def train(policy: Policy, tokenizer: Tokenizer, num_steps: int, peak: float, seed: int) -> None:
     rng = random.Random(seed)
     _, heldout = make_splits()
     keep_out = {problem.key for problem in heldout}
-    none = np.zeros(ROWS * ROW_LENGTH, np.float32)
     started = time.time()
     for step in range(num_steps):
         shares = FINAL if step >= num_steps * (1 - FINAL_SHARE_OF_STEPS) else LEARNING
         samples = batch_of(tokenizer, rng, keep_out, shares)
-        rows = packing.pack(samples, range(len(samples)), ROW_LENGTH, None)
-        batches = packing.micro_batches(samples, rows, ROW_LENGTH, ROWS, 1, 0)
-        # Every token alike: weighing samples alike would teach the short careless answers most.
-        lengths = samples.completion_lengths
-        weights = np.full(len(samples), 1.0 / lengths.sum(), np.float32)
-        extras = [
-            (none, none, batch.spread(samples.advantages), batch.spread(weights))
-            for batch in batches
-        ]
-        results = policy.accumulate(batches, extras, has_old=False)
-        assert results is not None
-        norm = policy.apply(learning_rate(step, "cosine", peak, peak / 100, 50, num_steps))
+        lr = learning_rate(step, "cosine", peak, peak / 100, 50, num_steps)
+        report = update(policy, samples, range(len(samples)), lr)
         if step % 20 == 0 or step == num_steps - 1:
-            logps = sum(float(r.logps @ e[3]) for r, e in zip(results, extras, strict=True))
+            nll = -float(np.concatenate(list(report.logps.values())).mean())
             print(
-                f"step {step} nll {-logps:.4f} norm {norm:.2f} {time.time() - started:.0f} s",
+                f"step {step} nll {nll:.4f} norm {report.grad_norm:.2f} {time.time() - started:.0f} s",
                 flush=True,
             )
 
@@ -129,12 +121,12 @@ def main() -> None:
     config = decoder_config(CONFIG, "warm_start.py")
     layout = Layout(Grid(1, 1), parameter_specs(config), tuple(layers_of_stage(4, 1)))
     settings = UpdateSettings(
-        micro_rows=ROWS,
-        row_length=ROW_LENGTH,
+        shape=MicroShape(ROWS, ROW_LENGTH),
+        num_positions=ROW_LENGTH,
         temperature=1.0,
         recompute=KEEP_ALL,
-        epsilon=(0.2, 0.2),
-        beta=0.0,
+        # Every token alike: weighing samples alike would teach the short careless answers most.
+        objective=Objective(loss_type="bnpo", beta=0.0),
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.98, 1e-8, 0.01),
     )
