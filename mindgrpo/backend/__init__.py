@@ -32,6 +32,9 @@ TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
 
+    # Never why a job ended: see presence/failure.py.
+    is_consequence = True
+
 
 class Group(ABC):
     """An ordered set of ranks that act together; every member makes the same calls in the same order."""
