@@ -82,7 +82,7 @@ make_log_dir() {
         refuse "the log folder $base cannot be written: set MINDGRPO_LOG_DIR to a folder that can."
     logs="$(cd "$logs" && pwd)"
     mkdir "$logs/status"
-    touch "$logs/worker_0.log" "$logs/msrun.log"
+    touch "$logs/worker_0.log" "$logs/msrun.log" "$logs/status/told"
     export MINDGRPO_JOB="$$-${logs##*-}"
 }
 
@@ -183,7 +183,7 @@ start_job() {
             --tail_worker_log="$ranks" -- "$worker" "${command[@]}" >"$logs/msrun.log" 2>&1 &
     fi
     job=$!
-    tail -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" 2>/dev/null &
+    tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" "$logs/status/told" 2>/dev/null &
     tail_job=$!
 }
 

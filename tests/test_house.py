@@ -19,6 +19,7 @@ PACKAGE = ROOT / "mindgrpo"
 # Rooms and modules of mindgrpo/, lowest first: each may import itself and what stands before it.
 LEVELS = (
     "errors",
+    "presence",
     "config",
     "layout",
     "algorithm",
@@ -49,6 +50,7 @@ LEVELS = (
 FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
 WITHOUT_MINDSPORE = (
     "errors",
+    "presence",
     "config",
     "layout",
     "reward",

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mindgrpo.presence import verdict
@@ -110,6 +110,9 @@ class Presence:
             time.sleep(WORD_OF_END_NAP)
 
     def say(self, line: str) -> None:
-        """To this rank's log and, on rank 0, to the screen."""
+        """To this rank's log and to the screen, which has rank 0's log and what others put in a file."""
         sys.stdout.write(f"mindgrpo: {line}\n")
         sys.stdout.flush()
+        if self.folder is not None and self.rank != 0:
+            with suppress(OSError), (self.folder / "told").open("a", encoding="utf-8") as told:
+                told.write(f"mindgrpo: rank {self.rank}: {line}\n")

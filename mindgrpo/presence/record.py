@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD_BYTES = 256
+RECORD_BYTES = 512
 MAGIC = b"MGR1"
 _HEAD = struct.Struct("<4s4xq")
 _BEAT = struct.Struct("<Qd")
@@ -20,8 +20,9 @@ _TURN = struct.Struct("<I")
 _PHASE = struct.Struct("<iId32sd96s")
 _BEAT_AT = _HEAD.size
 _TURN_AT = _BEAT_AT + _BEAT.size
-_PHASE_AT = _TURN_AT + 8
-READ_ATTEMPTS = 100
+# Two places by turns: one is whole at every instant, also when its writer is killed.
+_PHASE_AT = tuple(_TURN_AT + 8 + i * -(-_PHASE.size // 8) * 8 for i in range(2))
+READ_ATTEMPTS = 1000
 COMPILE = "compile"
 
 
@@ -116,10 +117,10 @@ class Record:
 
     def _write(self) -> None:
         state = self._state
-        _TURN.pack_into(self._memory, _TURN_AT, self._turn + 1)  # odd: do not read now
+        self._turn += 1
         _PHASE.pack_into(
             self._memory,
-            _PHASE_AT,
+            _PHASE_AT[self._turn % 2],
             state.step,
             state.serial,
             state.since,
@@ -127,7 +128,6 @@ class Record:
             state.graph_since,
             state.graph.encode()[:95],
         )
-        self._turn += 2
         _TURN.pack_into(self._memory, _TURN_AT, self._turn)
 
     def read(self) -> Snapshot:
@@ -160,10 +160,11 @@ def snapshot_of(memory: mmap.mmap) -> Snapshot | None:
         return None
     for _ in range(READ_ATTEMPTS):
         (turn,) = _TURN.unpack_from(memory, _TURN_AT)
-        step, serial, since, phase, graph_since, graph = _PHASE.unpack_from(memory, _PHASE_AT)
-        if turn % 2 == 0 and _TURN.unpack_from(memory, _TURN_AT)[0] == turn:
+        step, serial, since, phase, graph_since, graph = _PHASE.unpack_from(
+            memory, _PHASE_AT[turn % 2]
+        )
+        if _TURN.unpack_from(memory, _TURN_AT)[0] == turn:
             break
-        # One that was killed while it wrote stays odd: what is there has to do.
     beats, beat_at = _BEAT.unpack_from(memory, _BEAT_AT)
     return Snapshot(
         pid, beats, beat_at, step, serial, since, _text(phase), graph_since, _text(graph)

@@ -22,6 +22,8 @@ SIGKILL = 9
 NUM_LAST_LINES = 30
 NUM_LINES_OF_MSRUN = 20
 MSRUN_LOST = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+# What worker.py and fork_server.py write of a rank: a word, a number, and the time.
+LINE = re.compile(r"(pid|status|ended) (-?\d+)(?: ([\d.]+))?")
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,20 @@ class Cause:
 
 
 def read_ending(path: Path) -> Ending:
-    found: dict[str, list[str]] = {}
     try:
-        for line in path.read_text().splitlines():
-            word, *rest = line.split()
-            found.setdefault(word, rest)
-    except (OSError, ValueError):
-        pass
-    pid, status, ended = (found.get(word, []) for word in ("pid", "status", "ended"))
-    times = [float(words[1]) for words in (status, ended) if len(words) > 1]
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = {match[1]: match for match in map(LINE.fullmatch, reversed(lines)) if match}
+    number = {word: int(match[2]) for word, match in found.items() if match[2]}
+    times = [float(found[word][3] or 0) for word in ("status", "ended") if word in number]
     return Ending(
         rank=int(path.name.rpartition("_")[2]),
-        pid=int(pid[0]) if pid else 0,
-        status=int(status[0]) if status else None,
-        code=int(ended[0]) if ended else None,
+        pid=number.get("pid", 0),
+        status=number.get("status"),
+        code=number.get("ended"),
         time=min(times, default=0.0),
-        orphaned="orphaned" in found,
+        orphaned=any(line.startswith("orphaned") for line in lines),
     )
 
 
@@ -87,7 +87,8 @@ def ended_by(code: int) -> str:
 
 
 def _by_signal(folder: Path, rank: int, code: int) -> Cause:
-    what = f"rank {rank} {ended_by(code)}{place_of(folder, rank)}"
+    place = place_of(folder, rank) or " before its first phase"
+    what = f"rank {rank} {ended_by(code)}{place}"
     remedy = ""
     if -code == SIGKILL:
         remedy = "if nobody did that, the system was short of memory: see dmesg, and use less"
