@@ -85,7 +85,7 @@ class GRPOTrainer:
         notes = [*self.inputs.notes, *schedule_notes(self.config, updates)]
         notes += [*self.backend.unmet, *self.watch.notes]
         self.record.banner(self.num_steps, self.inputs, notes)
-        with self.record.console.phase("loading weights"):
+        with self.watch.phase("load"), self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
         check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate, self.watch.phase)
@@ -98,6 +98,7 @@ class GRPOTrainer:
     def train(self) -> Path:
         """Runs to the end and writes the model; the run's folder."""
         every = self.config.rl_config.eval_steps
+        self.backend.presence.now("loop")
         self._evaluate(0)
         for step in range(self.num_steps):
             with self.watch.step(step):
@@ -110,6 +111,7 @@ class GRPOTrainer:
                 self._write_model()
                 raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
         self._write_model()
+        self.backend.presence.now("close")
         self.watch.close()
         if self.inputs.scorer is not None:
             self.inputs.scorer.close()
@@ -119,7 +121,7 @@ class GRPOTrainer:
 
     def _write_model(self) -> None:
         self.roles.enter("old_logps")
-        with self.record.console.phase("writing the model"):
+        with self.watch.phase("export"), self.record.console.phase("writing the model"):
             policy, source = self.roles.policy, self.config.actor_config.load
             export_policy(
                 policy.weights,

@@ -113,7 +113,9 @@ class Clock:
         self.now = 1000.0
         self.ranks = [Deadlines(rank, limits) for rank in range(size)]
 
-    def run(self, seconds: int, where: dict[int, Snapshot], silent: tuple[int, ...] = ()) -> list[Overdue]:
+    def run(
+        self, seconds: int, where: dict[int, Snapshot], silent: tuple[int, ...] = ()
+    ) -> list[Overdue]:
         told: list[Overdue] = []
         for _ in range(seconds):
             self.now += 1.0
@@ -246,7 +248,9 @@ class Job:
         (self.logs / "scheduler.log").write_text("")
 
     def rank(self, rank: int, *lines: str, phase: str = "rollout") -> None:
-        (self.folder / f"rank_{rank}").write_text("".join(f"{x}\n" for x in (f"pid {100 + rank}", *lines)))
+        (self.folder / f"rank_{rank}").write_text(
+            "".join(f"{x}\n" for x in (f"pid {100 + rank}", *lines))
+        )
         record = Record(path_of(self.folder, rank))
         record.at_step(5)
         record.enter(phase)

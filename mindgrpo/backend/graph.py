@@ -9,10 +9,9 @@ from typing import Any
 
 
 class CompileLog:
-    """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends,
-    and `span` surrounds it.
+    """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends.
 
-    Where graphs are not compiled at all (`compiles` False), there is nothing to tell.
+    `span` surrounds each. Where graphs are not compiled at all (`compiles` False), there is nothing to tell.
     """
 
     compiles = True

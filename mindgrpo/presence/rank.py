@@ -59,6 +59,10 @@ class Presence:
         # Not after an exception: where it was raised is what will be asked.
         self._record.resume(before)
 
+    def now(self, phase: str) -> None:
+        """Between the phases that `phase` surrounds."""
+        self._record.enter(phase)
+
     @contextmanager
     def compiling(self, graph: str) -> Iterator[None]:
         self._record.compiling(graph)

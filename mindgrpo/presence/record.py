@@ -9,7 +9,7 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 RECORD_BYTES = 512
@@ -97,22 +97,23 @@ class Record:
     def enter(self, phase: str) -> tuple[str, float]:
         """Returns what `resume` takes."""
         before = self._state
-        self._set(phase=phase, since=time.monotonic(), serial=before.serial + 1)
+        self._set(replace(before, phase=phase, since=time.monotonic(), serial=before.serial + 1))
         return before.phase, before.since
 
     def resume(self, before: tuple[str, float]) -> None:
         phase, since = before
-        self._set(phase=phase, since=since, serial=self._state.serial + 1)
+        serial = self._state.serial + 1
+        self._set(replace(self._state, phase=phase, since=since, serial=serial))
 
     def at_step(self, step: int) -> None:
-        self._set(step=step)
+        self._set(replace(self._state, step=step))
 
     def compiling(self, graph: str) -> None:
         """An empty name: nothing any more."""
-        self._set(graph=graph, graph_since=time.monotonic())
+        self._set(replace(self._state, graph=graph, graph_since=time.monotonic()))
 
-    def _set(self, **changes: object) -> None:
-        self._state = Snapshot(**{**self._state.__dict__, **changes})  # type: ignore[arg-type]
+    def _set(self, state: Snapshot) -> None:
+        self._state = state
         self._write()
 
     def _write(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,9 @@ def _by_failure(folder: Path, ending: Ending, failure: Failure | None) -> Cause:
     if failure is None or failure.message.startswith("SystemExit"):
         said = "" if failure is None else failure.message.removeprefix("SystemExit").lstrip(": ")
         more = f": {said}" if said and not said.isdecimal() else ""
-        return Cause(ending.rank, status, f"rank {ending.rank} ended with status {status}{place}{more}")
+        return Cause(
+            ending.rank, status, f"rank {ending.rank} ended with status {status}{place}{more}"
+        )
     what = f"rank {ending.rank} failed{place}: {failure.message}"
     return Cause(ending.rank, status, what, "its traceback is above", has_traceback=True)
 
@@ -112,6 +114,20 @@ def stopped(folder: Path) -> Cause | None:
         return Cause(told["rank"], 1, told["sentence"], told["remedy"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _own_cause(folder: Path, ending: Ending, lost: int) -> tuple[bool, float, Cause] | None:
+    """(whether it only follows from another, when, what) of a rank that did not end well."""
+    if ending.status:
+        failure = failures.read(folder, ending.rank)
+        follows = failure is not None and failure.is_consequence
+        when = failure.time if failure else ending.time
+        return follows, when, _by_failure(folder, ending, failure)
+    if ending.status is None and ending.code:
+        return False, ending.time, _by_signal(folder, ending.rank, ending.code)
+    if ending.status is None and lost < 0:
+        return False, 0.0, _by_signal(folder, ending.rank, lost)
+    return None
 
 
 def find_cause(folder: Path, lost: Mapping[int, int] | None = None) -> Cause | None:
@@ -126,21 +142,10 @@ def find_cause(folder: Path, lost: Mapping[int, int] | None = None) -> Cause | N
     by_deadline = stopped(folder)
     if by_deadline:
         return by_deadline
-    told = {ending.rank: failures.read(folder, ending.rank) for ending in endings}
-    found: list[tuple[bool, float, Callable[[], Cause]]] = []
-    for ending in endings:
-        rank, failure, code = ending.rank, told[ending.rank], ending.code
-        if ending.status:
-            follows = failure is not None and failure.is_consequence
-            when = failure.time if failure else ending.time
-            found.append((follows, when, lambda e=ending, f=failure: _by_failure(folder, e, f)))
-        elif ending.status is None and code:
-            found.append((False, ending.time, lambda r=rank, c=code: _by_signal(folder, r, c)))
-        elif ending.status is None and (lost or {}).get(ending.pid, 0) < 0:
-            code = (lost or {})[ending.pid]
-            found.append((False, 0.0, lambda r=rank, c=code: _by_signal(folder, r, c)))
-    if found:
-        return min(found, key=lambda entry: entry[:2])[2]()
+    found = [_own_cause(folder, ending, (lost or {}).get(ending.pid, 0)) for ending in endings]
+    first = min((told for told in found if told), key=lambda told: told[:2], default=None)
+    if first:
+        return first[2]
     if any(ending.orphaned for ending in endings):
         what = f"the process that forks the ranks has ended; rank 0 was{place_of(folder, 0)}"
         return Cause(None, 1, what.removesuffix("; rank 0 was"), "fork_server.log may say why")

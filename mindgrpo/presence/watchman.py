@@ -64,7 +64,9 @@ class Watchman:
         self._end(str(told["sentence"]))
 
     def _end_here(self, sentence: str) -> NoReturn:
-        print(f"mindgrpo: {sentence}; every thread of this rank is at:", file=sys.stderr, flush=True)
+        print(
+            f"mindgrpo: {sentence}; every thread of this rank is at:", file=sys.stderr, flush=True
+        )
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
         folder, rank = self._presence.folder, self._presence.rank
         if folder is not None:
