@@ -157,7 +157,7 @@ def test_a_rank_without_a_heartbeat_is_the_one_waited_for_and_another_speaks_for
 def test_ranks_that_are_all_alive_and_equally_far_are_said_to_be() -> None:
     where = {rank: at("rollout", 3, 0, 1000.0) for rank in range(2)}
     (told,) = Clock({"default": 9.0}, 2).run(12, where)
-    assert told.missing == () and told.sentence.endswith("every rank is in it and alive")
+    assert told.missing == () and told.sentence.endswith("every rank is in it with a heartbeat")
 
 
 def test_many_missing_ranks_are_counted() -> None:

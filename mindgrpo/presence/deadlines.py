@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from mindgrpo.presence.record import COMPILE, Snapshot
 
 # What a heart that beats twice a second may miss while a host is busy.
-SILENT_SECONDS = 10.0
+SILENT_SECONDS = 5.0
 # A look that comes later than this was itself held up: by a stopped machine, not by a phase.
-LONGEST_LOOK = 5.0
+LONGEST_LOOK = 3.0
 NUM_NAMED = 4
 DEFAULT = "default"
 KEY = "monitor_config.phase_deadline_seconds"
@@ -82,7 +82,7 @@ def _sentence(
 ) -> str:
     taken = f"{own.place} has taken {spent:.0f} s ({KEY} is {limit:g})"
     if not missing:
-        return f"{taken}: every rank is in it and alive"
+        return f"{taken}: every rank is in it with a heartbeat"
     words = []
     for rank, found in list(missing.items())[:NUM_NAMED]:
         since = found.graph_since if found.graph else found.since
