@@ -210,11 +210,15 @@ def tell(logs: Path, ended: int) -> tuple[list[str], int]:
     return [*_evidence(logs, cause), f"mindgrpo: {cause.what}; {remedy}"], cause.status
 
 
+def furthest_step(folder: Path) -> int:
+    found = (Reader(path).read() for path in folder.glob("phase_*"))
+    return max((snapshot.step for snapshot in found if snapshot), default=0)
+
+
 def main() -> int:
     logs, ended = Path(sys.argv[1]), int(sys.argv[2])
     lines, status = tell(logs, ended)
-    found = Reader(path_of(logs / "status", 0)).read()
-    (logs / "status" / "step").write_text(f"{found.step if found else 0}\n")
+    (logs / "status" / "step").write_text(f"{furthest_step(logs / 'status')}\n")
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     return status
 
