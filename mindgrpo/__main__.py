@@ -73,14 +73,16 @@ def check(argv: Sequence[str]) -> None:
     from mindgrpo.backend import check_target
     from mindgrpo.monitor.run_directory import check_free
     from mindgrpo.preflight import prepare
+    from mindgrpo.run_start import find_start
 
     context = loaded.config.context
     check_target(context.device_target, context.transport)
-    if loaded.config.output_dir:
+    if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
         check_free(loaded.config.output_dir)
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
+        find_start(loaded.config, inputs, _run_name(path))
         inputs.check_rewards()
     finally:
         inputs.scorer.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.checkpoint.manifest import FORMAT, VERSION, Identity, Manifest
+from mindgrpo.checkpoint.manifest import Identity, Manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.layout.grid import Grid
@@ -62,9 +62,7 @@ def filled(backend: Any, place: Layout, empty: bool = False) -> dict[str, Weight
 
 def manifest_of(stored: dict[str, Any], step: int = 3) -> Manifest:
     state = RunState(step=step, prompts=4 * step, updates=step, weights_version=step)
-    return Manifest(
-        format=FORMAT, version=VERSION, layout="test", state=state, identity=IDENTITY, **stored
-    )
+    return Manifest(layout="test", state=state, identity=IDENTITY, **stored)
 
 
 def save(

@@ -123,7 +123,7 @@ def check(found: list[Difference], allowed: Collection[str], where: str) -> list
     if refused:
         keys = ",".join(one.key for one in refused)
         raise UserError(
-            f"The run of {where} cannot go on as it was: {'; '.join(map(str, refused))}; give it its own configuration, "
-            f"or allow this with --rl_config.resume_changed {keys}."
+            f"The run of {where} cannot go on as it was: {'; '.join(map(str, refused))}; give it its own "
+            f"configuration, or allow this with --rl_config.resume_changed {keys}."
         )
     return [f"changed since {where}: {one}" for one in found]

@@ -78,8 +78,8 @@ class Identity(Entry):
 class Manifest(Entry):
     """`tensors` by role and global name; `sums` a digest of each role's values, whatever the pieces."""
 
-    format: Literal["mindgrpo checkpoint"]
-    version: Literal[1]
+    format: Literal["mindgrpo checkpoint"] = "mindgrpo checkpoint"
+    version: Literal[1] = 1
     layout: str
     state: RunState
     identity: Identity

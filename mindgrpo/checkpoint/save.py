@@ -67,9 +67,14 @@ class Saver:
         return work is not None and (work.thread is None or not work.thread.is_alive())
 
     def begin(
-        self, step: int, roles: Mapping[str, Weights], complete: Complete, background: bool
+        self,
+        step: int,
+        roles: Mapping[str, Weights],
+        complete: Complete,
+        background: bool,
+        bring: Callable[[str], None] = lambda role: None,
     ) -> int:
-        """The state as it is now; the bytes of all ranks. `roles` must be at hand until this returns."""
+        """Saves what is now; the bytes of all ranks. `bring` puts a role at hand; one is read at a time."""
         if self._work is not None:
             raise RuntimeError(f"the checkpoint of step {self._work.step} was not committed")
         self._make_plan(roles)
@@ -79,7 +84,13 @@ class Saver:
         work = self._work = _Work(step, complete)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
 
+        at_hand = ""
+
         def live(piece: Piece) -> np.ndarray:
+            nonlocal at_hand
+            if piece.role != at_hand:
+                bring(piece.role)
+                at_hand = piece.role
             weights = roles[piece.role]
             return weights.parts[piece.name][piece.box.within(weights.boxes[piece.name]).slices]
 
