@@ -41,6 +41,7 @@ LEVELS = (
     "refill",
     "step",
     "export",
+    "conversion",
     "monitor",
     "doctor",
     "run_places",

@@ -43,7 +43,6 @@ FREE = (
     "actor_config.save",
     "actor_config.offset",
     "ref_config.offset",
-    "generate_config.trust_remote_code",
 )
 FREE_LEAVES = ("load", "model_yaml", "model_config")
 FREE_SECTIONS = ("parallel_config",)
