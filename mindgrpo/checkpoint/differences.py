@@ -44,7 +44,7 @@ FREE = (
     "actor_config.offset",
     "ref_config.offset",
 )
-FREE_LEAVES = ("load", "model_yaml", "model_config")
+FREE_LEAVES = ("load", "model_config")
 FREE_SECTIONS = ("parallel_config",)
 # These change what is reported, when the run ends, or the order of additions.
 TOLD = (
