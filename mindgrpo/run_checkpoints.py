@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from mindgrpo.checkpoint import folders
@@ -22,6 +23,8 @@ from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
 from mindgrpo.run_resume import saved_roles
 
+Phase = Callable[[str], AbstractContextManager[None]]
+
 
 class RunCheckpoints:
     """`first` is the step that the run begins after, from a checkpoint if it is above 0; `best` is that one's."""
@@ -33,7 +36,9 @@ class RunCheckpoints:
         record: RunRecord,
         identity: Identity,
         first: RunState | None,
+        phase: Phase,
     ) -> None:
+        self._phase = phase
         self._rl = config.rl_config
         self._roles, self._record, self._identity = roles, record, identity
         self._backend = roles.backend
@@ -92,13 +97,14 @@ class RunCheckpoints:
         )
         figures: dict[str, Any] = {}
         try:
-            figures["checkpoint/bytes"] = self._saver.begin(
-                step,
-                self._saved,
-                self._completion(state),
-                background=self._rl.save_ckpt_async and in_background,
-                bring=self._bring,
-            )
+            with self._phase("checkpoint"):
+                figures["checkpoint/bytes"] = self._saver.begin(
+                    step,
+                    self._saved,
+                    self._completion(state),
+                    background=self._rl.save_ckpt_async and in_background,
+                    bring=self._bring,
+                )
         except NotWritten as reason:
             self._failed(step, reason)
         figures["time/checkpoint"] = time.perf_counter() - started
@@ -141,7 +147,8 @@ class RunCheckpoints:
         if step is None or (not wait and self._rl.save_ckpt_async):
             return
         try:
-            folder = self._saver.commit()
+            with self._phase("checkpoint"):
+                folder = self._saver.commit()
         except NotWritten as reason:
             self._failed(step, reason)
             return

@@ -11,7 +11,7 @@ from mindgrpo.checkpoint.find import Start
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.preflight import Inputs
 from mindgrpo.roles import Roles
-from mindgrpo.run_checkpoints import RunCheckpoints
+from mindgrpo.run_checkpoints import Phase, RunCheckpoints
 from mindgrpo.run_record import RunRecord
 from mindgrpo.run_resume import restore, unsaved_digests
 from mindgrpo.run_start import identity_of
@@ -33,7 +33,9 @@ class Session:
         start: Start | None,
         stopping: Stopping,
         num_steps: int,
+        phase: Phase,
     ) -> None:
+        """`phase` surrounds what is named, for whoever watches."""
         self.stopping, self.num_steps = stopping, num_steps
         self._record, self._cursor = record, cursor
         config = inputs.plan.config
@@ -56,7 +58,7 @@ class Session:
         is_over = self.done >= num_steps and self.open_row is None
         self.has_model = is_over and (record.model_directory / "config.json").exists()
         record.begin(chosen, self.has_model)
-        self.checkpoints = RunCheckpoints(config, roles, record, identity, state)
+        self.checkpoints = RunCheckpoints(config, roles, record, identity, state, phase)
 
     def step_done(self, figures: dict[str, Any]) -> None:
         """The weights and the cursor are those after one more step; its row is still open."""

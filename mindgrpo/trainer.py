@@ -103,6 +103,7 @@ class GRPOTrainer:
                 start,
                 Stopping(self.backend, self._started, self.config.rl_config.max_seconds),
                 self.num_steps,
+                self.watch.phase,
             )
         check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
