@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.agreement import RanksDisagree, different_ranks, digest
 from mindgrpo.algorithm import packing
-from mindgrpo.algorithm.samples import Completion, Samples, collect
+from mindgrpo.algorithm.samples import Samples, collect
 from mindgrpo.backend import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
@@ -53,11 +54,23 @@ def generate(
         for i in mine
     ]
     own = generator.generate(requests, draw, version)
-    shared: list[list[Completion] | None] = backend.world.gather_objects(
-        own if place.model == 0 else None
-    )
-    arrived = [completion for part in shared if part is not None for completion in part]
+    tokens = digest([completion.tokens for completion in own])
+    shared = backend.world.gather_objects((own if place.model == 0 else None, tokens))
+    _check_replicas(layout, [drawn for _, drawn in shared], draw)
+    arrived = [completion for part, _ in shared if part is not None for completion in part]
     return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived, first)
+
+
+def _check_replicas(layout: Layout, by_rank: Sequence[str], draw: Draw) -> None:
+    """Ranks that hold one replica draw the same tokens each for itself. Raises RanksDisagree."""
+    for data in range(layout.grid.data_parallel):
+        ranks = layout.grid.replica(data)
+        others = different_ranks([by_rank[rank] for rank in ranks])
+        if others:
+            raise RanksDisagree(
+                f"rank {ranks[others[0]]} drew other tokens than the ranks {list(ranks)} that it shares a model with, "
+                f"in step {draw.step + 1}: they compute with different weights, seeds or code"
+            )
 
 
 @dataclass(frozen=True)

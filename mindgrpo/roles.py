@@ -18,6 +18,7 @@ from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import Recompute, Shard
 from mindgrpo.model.lora import fill_adapters
+from mindgrpo.model.lora_plan import adapter_names
 from mindgrpo.model.pretrained import fill_random, load_weights
 from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Traffic
@@ -27,6 +28,7 @@ from mindgrpo.run_plan import RunPlan
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
 from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.weight_check import WeightCheck
 
 
 @dataclass
@@ -62,7 +64,15 @@ class Roles:
         self._to_generator = self._delivery_to(self.generator.weights, plan.reshard)
         self._to_reference: Delivery | None = None
         self.traffic = Traffic(0, 0.0)
+        self.weight_check = self._make_weight_check()
         self._own_memory()
+
+    def _make_weight_check(self) -> WeightCheck:
+        adapters = self.policy.adapters
+        added = {spec.name for spec in adapters.weights.layout.specs} if adapters else set()
+        names = (spec.name for spec in self.plan.train.specs)
+        adapted = frozenset(name for name in names if adapter_names(name)[1] in added)
+        return WeightCheck(self.backend, self.plan.config.rl_config.checksum_interval, adapted)
 
     def _load(self, weights: Weights, directory: str) -> None:
         if self._random:
@@ -109,11 +119,21 @@ class Roles:
     def refresh_generator(self) -> None:
         """Gives the generator the policy's current weights, unless it has them already."""
         present = self.residency.roles["generator"].place is Place.ON_DEVICE
-        if present and self.generator.version == self.policy.version:
+        is_fresh = present and self.generator.version == self.policy.version
+        if is_fresh and not self.weight_check.lacks(self.policy.version):
             return
         self.enter("reshard")
-        self.traffic = self._to_generator.run()
-        self.generator.version = self.policy.version
+        weights = [self.policy.weights]
+        if self.policy.adapters is not None:
+            weights.append(self.policy.adapters.weights)
+        self.weight_check.keep(weights, self.policy.version)
+        if not is_fresh:
+            self.traffic = self._to_generator.run()
+            self.generator.version = self.policy.version
+
+    def check_generator(self) -> None:
+        """With its weights on the device. Raises WeightsDiffer."""
+        self.weight_check.check(self.generator.weights, self.policy.version)
 
     def _delivery_to(self, target: Weights, plan: Plan | None = None) -> Delivery:
         policy = self.policy

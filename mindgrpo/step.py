@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindgrpo.agreement import agree, check_alike, digest, step_digests
+from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.credit import assign_credit
+from mindgrpo.algorithm.finite import NonFinite, NotFinite
 from mindgrpo.algorithm.mismatch import Mismatch
 from mindgrpo.algorithm.objective import Credit
 from mindgrpo.algorithm.samples import Samples
@@ -25,6 +28,10 @@ from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
 from mindgrpo.update.batches import UpdateReport, update
 
+DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
+DIFFERENT_SAMPLES = (
+    "these are the same on every rank unless memory was damaged or ranks run different code or data"
+)
 # Scores samples, whose `groups` are numbers of the step's prompts.
 Score = Callable[[Samples], Scored]
 # Further prompts, int32 [n] each, for the groups of these numbers.
@@ -32,11 +39,21 @@ Prompts = Callable[[Sequence[int]], Sequence[np.ndarray]]
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """`lr` is the last update's; `seconds` by phase on this rank, and of the whole under "step".
+class Skip:
+    """Update number `update` of the step (from 0) over samples `members` was not made, for `found`'s sake."""
 
-    `usage` is this rank's, of all the step's rollouts. `refills` is None without dynamic sampling, `mismatch` without
-    a correction for the generator.
+    update: int
+    members: list[int]
+    lr: float
+    found: NonFinite
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """`reports` are of the updates that were made; `lr` is the last update's.
+
+    `seconds` by phase on this rank, and of the whole under "step". `usage` is this rank's, of all the step's rollouts.
+    `refills` is None without dynamic sampling, `mismatch` without a correction for the generator.
     """
 
     samples: Samples
@@ -45,6 +62,7 @@ class StepOutcome:
     lr: float
     seconds: dict[str, float]
     usage: Usage
+    skipped: list[Skip]
     refills: Refills | None = None
     mismatch: Mismatch | None = None
 
@@ -81,6 +99,7 @@ class Stepper:
         Dynamic sampling, where it is configured, needs `further`.
         """
         self._seconds, self._usages = {}, []
+        self.roles.weight_check.begin_step(step)
         started = time.perf_counter()
         samples = self._rollout(step, prompts)
         scored = self._score(samples, score)
@@ -91,12 +110,14 @@ class Stepper:
             scored, refills = self._refill(step, samples, scored, score, further)
         self._reference(samples)
         self._old(samples)
-        mismatch = assign_credit(samples, scored.scores.total, self._credit)
-        reports, lr = self._update(step, samples)
+        mismatch, bad = self._assign_credit(step, samples, scored)
+        reports, skipped, lr = self._update(step, samples, bad)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
         usage = Usage.total(self._usages)
-        return StepOutcome(samples, scored, reports, lr, self._seconds, usage, refills, mismatch)
+        return StepOutcome(
+            samples, scored, reports, lr, self._seconds, usage, skipped, refills, mismatch
+        )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -111,6 +132,10 @@ class Stepper:
             self.roles.refresh_generator()
         with self._phase("rollout"):
             self.roles.enter("rollout")
+            self.roles.check_generator()
+            drawn = {"rl_config.seed": digest(rl.seed), "step": digest(step)}
+            drawn |= {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
+            agree(self.backend, drawn, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
             samples = generate(
                 self.roles.generator,
                 self.plan.infer,
@@ -169,17 +194,44 @@ class Stepper:
                 samples,
             )
 
-    def _update(self, step: int, samples: Samples) -> tuple[list[UpdateReport], float]:
+    def _assign_credit(
+        self, step: int, samples: Samples, scored: Scored
+    ) -> tuple[Mismatch | None, NonFinite | None]:
+        """Also what is not finite, on any rank. Raises RanksDisagree where ranks hold different samples."""
+        rewards = scored.scores.total
+        mismatch = None
+        bad = finite.in_rollout(samples, rewards)
+        if bad is None:
+            mismatch = assign_credit(samples, rewards, self._credit)
+            bad = finite.in_credit(samples)
+        told = self.backend.world.gather_objects((bad, step_digests(samples, rewards)))
+        found = next((each for each, _ in told if each is not None), None)
+        if found is None:
+            check_alike([digests for _, digests in told], f"in step {step + 1}", DIFFERENT_SAMPLES)
+        return mismatch, found
+
+    def _update(
+        self, step: int, samples: Samples, bad: NonFinite | None
+    ) -> tuple[list[UpdateReport], list[Skip], float]:
+        """No update at all of samples with something `bad`."""
         batch = self.plan.batch
         reports: list[UpdateReport] = []
+        skipped: list[Skip] = []
         lr = 0.0
+        shares = np.array_split(np.arange(len(samples)), batch.updates_per_rollout)
         with self._phase("update"):
             self.roles.enter("update")
-            for _ in range(batch.num_iterations):
-                for members in np.array_split(np.arange(len(samples)), batch.updates_per_rollout):
-                    lr = self._learning_rate(step * batch.updates_per_step + len(reports))
-                    reports.append(update(self.roles.policy, samples, members.tolist(), lr))
-        return reports, lr
+            for index, share in enumerate(shares * batch.num_iterations):
+                members = share.tolist()
+                lr = self._learning_rate(step * batch.updates_per_step + index)
+                if bad is not None:
+                    skipped.append(Skip(index, members, lr, bad))
+                    continue
+                try:
+                    reports.append(update(self.roles.policy, samples, members, lr))
+                except NotFinite as error:
+                    skipped.append(Skip(index, members, lr, error.found))
+        return reports, skipped, lr
 
     def _sync_reference(self, step: int) -> None:
         ref = self.plan.config.ref_config

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from mindgrpo.algorithm.finite import NotFinite
 from mindgrpo.algorithm.loss import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape
@@ -24,7 +25,7 @@ from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.policy import NotFinite, Policy, UpdateSettings
+from mindgrpo.update.policy import Policy, UpdateSettings
 
 CONFIG = decoder_config(
     {

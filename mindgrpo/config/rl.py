@@ -95,6 +95,21 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     logprob_gap_limit: float | None = Field(
         0.01, gt=0, description="largest generator/trainer log-prob difference; null: no limit"
     )
+    checksum_interval: int | None = Field(
+        1,
+        ge=1,
+        description="every so many steps the generator's weights are compared with the policy's, and those of "
+        "replicas, by checksums; null: never",
+    )
+    max_skipped_updates: int = Field(
+        3,
+        ge=0,
+        description="updates in a row that may be skipped for a number that is not finite; one more ends the run",
+    )
+    dump_weights: bool = Field(
+        True,
+        description="a batch with a number that is not finite is kept with the weights that saw it",
+    )
 
     save_prompt_completions_data: bool = Field(True, description="write completions.jsonl")
     save_prompt_completions_interval: int = Field(1, ge=1, description="every so many steps")

@@ -1,6 +1,6 @@
 """One optimizer update over chosen samples: packed, weighted over the whole batch, and what came of it.
 
-Refuses to choose the samples or the learning rate.
+Refuses to choose the samples or the learning rate, and to make an update of numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm import loss, packing
+from mindgrpo.algorithm import finite, loss, packing
+from mindgrpo.algorithm.finite import NonFinite, NotFinite
 from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.samples import Samples
@@ -42,7 +43,11 @@ class UpdateReport:
 
 
 def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) -> UpdateReport:
-    """All ranks together; the loss is normalised over `members`, whatever rank or row they are on."""
+    """All ranks together; the loss is normalised over `members`, whatever rank or row they are on.
+
+    Raises NotFinite, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
+    gradient is not finite.
+    """
     backend, settings = policy.backend, policy.settings
     grid = policy.weights.layout.grid
     place = grid.coordinates(backend.rank)
@@ -61,10 +66,27 @@ def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) 
             entropy |= batch.gather(result.entropy)
         own = (logps, entropy)
     parts = [part for part in backend.world.gather_objects(own) if part is not None]
-    norm = policy.apply(lr)
+    norm = policy.gradient_norm()
     places = len(batches) * settings.shape.tokens * grid.data_parallel
     padding = packing.padding_share(rows, places)
-    return _report(settings.objective, samples, parts, weights, norm, padding)
+    report = _report(settings.objective, samples, parts, weights, norm, padding)
+    _refuse_non_finite(policy, report)
+    policy.apply(norm, lr)
+    return report
+
+
+def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
+    bad = finite.in_logps(report.logps) or finite.in_arrays([("the loss", report.loss)])
+    norm = None
+    if bad is None and not np.isfinite(report.grad_norm):
+        bad = policy.bad_gradient()
+        norm = NonFinite("the gradient norm", report.grad_norm)
+    told = policy.backend.world.gather_objects((bad, norm))
+    # A rank that sees no more than a norm leaves the word to one that sees the gradient.
+    found = next((each for kind in (0, 1) for each in (pair[kind] for pair in told) if each), None)
+    if found is not None:
+        policy.clear_gradients()
+        raise NotFinite(found, "the update was not made")
 
 
 def _weights(samples: Samples, members: Sequence[int], objective: Objective) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights.
 
-Refuses an update whose loss or gradient is not finite. Roles' memory is handed out by the trainer's residency.
+Refuses to judge a gradient. Roles' memory is handed out by the trainer's residency.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.finite import NonFinite, in_arrays
 from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
@@ -38,10 +39,6 @@ class UpdateSettings:
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
-
-
-class NotFinite(RuntimeError):
-    """A loss or gradient norm that is NaN or infinite; the weights were left as they were."""
 
 
 class Policy:
@@ -108,21 +105,24 @@ class Policy:
         """Adds the micro-batches' gradients; `extras[i]` are the loss's inputs [M] after the entropy."""
         return self.pipeline.train(batches, self._backward_graph(has_old), extras)
 
-    def apply(self, lr: float) -> float:
-        """One optimizer step from the accumulated gradients, which are then zero. The gradient norm before clipping.
-
-        Raises NotFinite, with weights and moments untouched.
-        """
+    def gradient_norm(self) -> float:
+        """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
         self._sync.sum()
-        norm = self._sync.global_norm()
-        if not np.isfinite(norm):
-            raise NotFinite(f"the gradient norm is {norm}; the update was not made")
+        return self._sync.global_norm()
+
+    def bad_gradient(self) -> NonFinite | None:
+        """Of this rank's gradients."""
+        self.gradients.pool.pull()
+        named = ((f"the gradient of {name}", part) for name, part in self.gradients.parts.items())
+        return in_arrays(named)
+
+    def apply(self, norm: float, lr: float) -> None:
+        """One optimizer step from the gradients that `norm` was taken of, which are then zero."""
         limit = self.settings.max_grad_norm
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         self.updates += 1
         self.optimizer.step(self.updates, lr, scale)
         self.version += 1
-        return norm
 
     def clear_gradients(self) -> None:
         for run in self.gradients.runs:
