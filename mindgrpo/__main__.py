@@ -1,4 +1,4 @@
-"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, score, export.
+"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, score, export, replay.
 
 Prints a user's error as one sentence and ends with status 2. Refuses to do a verb's work itself.
 """
@@ -25,7 +25,8 @@ USAGE = """usage: python -m mindgrpo VERB ...
   doctor                                             what this machine lacks, with remedies
   score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
-          [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)"""
+          [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)
+  replay  DUMP [--model DIR] [--output FILE.json]    makes an update again that a run skipped"""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -146,6 +147,12 @@ def score(argv: Sequence[str]) -> None:
     try_rewards(argv)
 
 
+def replay(argv: Sequence[str]) -> None:
+    from mindgrpo.replay import replay as replay_dump
+
+    replay_dump(argv)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
     "check": check,
@@ -154,6 +161,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "doctor": doctor,
     "export": export,
     "score": score,
+    "replay": replay,
 }
 
 
