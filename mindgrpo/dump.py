@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,16 @@ class Dump:
     rewards: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def write(
-    target: Path, dump: Dump, config: Path, write_weights: Callable[[Path], None] | None
-) -> None:
-    """On the rank that writes; `write_weights` fills an empty folder."""
+def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
+    """On the rank that writes; the folder `weights` is moved into it."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / BATCH).write_text(dump.about.model_dump_json(indent=2) + "\n", encoding="utf-8")
     save_file(_arrays(dump), partial / ARRAYS)
     shutil.copyfile(config, partial / CONFIG)
-    if write_weights is not None:
-        write_weights(partial / MODEL)
+    if weights is not None:
+        os.rename(weights, partial / MODEL)
     os.rename(partial, target)
 
 
@@ -99,7 +97,8 @@ def read(folder: Path) -> Dump:
         raise UserError(f"{folder / BATCH} cannot be read ({first}); name another dump.") from None
     if about.format != FORMAT:
         raise UserError(
-            f"{folder / BATCH} is of the form '{about.format}', not '{FORMAT}'; replay it with the version that wrote it."
+            f"{folder / BATCH} is of the form '{about.format}', not '{FORMAT}'; replay it with the version that "
+            "wrote it."
         )
     try:
         arrays = load_file(folder / ARRAYS)

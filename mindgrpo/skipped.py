@@ -93,5 +93,5 @@ class SkippedUpdates:
             texts=outcome.scored.texts,
         )
         kept = dump.Dump(about, samples, {"total": scores.total, **scores.per_function})
-        move = weights.rename if self._rl.dump_weights else None
-        dump.write(folder, kept, self._directory / dump.CONFIG, move)
+        moved = weights if self._rl.dump_weights else None
+        dump.write(folder, kept, self._directory / dump.CONFIG, moved)
