@@ -55,9 +55,10 @@ class SkippedUpdates:
         return {"skipped_updates": len(skipped)}
 
     def _tell(self, step: int, skipped: Sequence[Skip], num_updates: int) -> None:
+        first = skipped[0]
         self._say(
             f"  warning: step {step + 1}: {len(skipped)} of {num_updates} updates skipped, weights stay as they were: "
-            f"{skipped[0].found}"
+            f"{first.found}, first on rank {first.rank}"
         )
 
     def _keep(self, step: int, outcome: StepOutcome, version: int) -> Path | None:
@@ -68,18 +69,22 @@ class SkippedUpdates:
         weights = folder.with_name(folder.name + ".weights")
         if self._rl.dump_weights:
             self._write_weights(weights)
+        kept = None
+        if self._backend.rank == outcome.skipped[0].rank:
+            kept = self._dump(step, outcome, version)
+        # What is damaged may be one rank's alone: its batch is the one to look at.
+        kept = self._backend.world.gather_objects(kept)[outcome.skipped[0].rank]
         if self._backend.rank == 0:
+            moved = weights if self._rl.dump_weights else None
             try:
-                self._write(folder, weights, step, outcome, version)
+                dump.write(folder, kept, self._directory / dump.CONFIG, moved)
             except OSError as error:
                 self._say(f"  warning: the batch is not kept: {folder}: {error.strerror}")
             else:
                 self._say(f"  the batch is kept: python -m mindgrpo replay {folder}")
         return folder
 
-    def _write(
-        self, folder: Path, weights: Path, step: int, outcome: StepOutcome, version: int
-    ) -> None:
+    def _dump(self, step: int, outcome: StepOutcome, version: int) -> dump.Dump:
         skip, samples, scores = outcome.skipped[0], outcome.samples, outcome.scored.scores
         about = dump.About(
             found=str(skip.found),
@@ -92,6 +97,4 @@ class SkippedUpdates:
             groups=samples.groups,
             texts=outcome.scored.texts,
         )
-        kept = dump.Dump(about, samples, {"total": scores.total, **scores.per_function})
-        moved = weights if self._rl.dump_weights else None
-        dump.write(folder, kept, self._directory / dump.CONFIG, moved)
+        return dump.Dump(about, samples, {"total": scores.total, **scores.per_function})

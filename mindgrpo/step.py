@@ -40,12 +40,13 @@ Prompts = Callable[[Sequence[int]], Sequence[np.ndarray]]
 
 @dataclass(frozen=True)
 class Skip:
-    """Update number `update` of the step (from 0) over samples `members` was not made, for `found`'s sake."""
+    """Update number `update` of the step (from 0) over samples `members` was not made, for what `rank` found."""
 
     update: int
     members: list[int]
     lr: float
     found: NonFinite
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,8 @@ class Stepper:
 
     def _assign_credit(
         self, step: int, samples: Samples, scored: Scored
-    ) -> tuple[Mismatch | None, NonFinite | None]:
-        """Also what is not finite, on any rank. Raises RanksDisagree where ranks hold different samples."""
+    ) -> tuple[Mismatch | None, tuple[int, NonFinite] | None]:
+        """Also (rank, what is not finite there), if it is anywhere. Raises RanksDisagree."""
         rewards = scored.scores.total
         mismatch = None
         bad = finite.in_rollout(samples, rewards)
@@ -205,13 +206,15 @@ class Stepper:
             mismatch = assign_credit(samples, rewards, self._credit)
             bad = finite.in_credit(samples)
         told = self.backend.world.gather_objects((bad, step_digests(samples, rewards)))
-        found = next((each for each, _ in told if each is not None), None)
+        found = next(
+            ((rank, each) for rank, (each, _) in enumerate(told) if each is not None), None
+        )
         if found is None:
             check_alike([digests for _, digests in told], f"in step {step + 1}", DIFFERENT_SAMPLES)
         return mismatch, found
 
     def _update(
-        self, step: int, samples: Samples, bad: NonFinite | None
+        self, step: int, samples: Samples, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[Skip], float]:
         """No update at all of samples with something `bad`."""
         batch = self.plan.batch
@@ -225,12 +228,12 @@ class Stepper:
                 members = share.tolist()
                 lr = self._learning_rate(step * batch.updates_per_step + index)
                 if bad is not None:
-                    skipped.append(Skip(index, members, lr, bad))
+                    skipped.append(Skip(index, members, lr, bad[1], bad[0]))
                     continue
                 try:
                     reports.append(update(self.roles.policy, samples, members, lr))
                 except NotFinite as error:
-                    skipped.append(Skip(index, members, lr, error.found))
+                    skipped.append(Skip(index, members, lr, error.found, error.rank))
         return reports, skipped, lr
 
     def _sync_reference(self, step: int) -> None:

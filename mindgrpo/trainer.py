@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import zero_std_groups
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.samples import Samples
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
@@ -27,9 +26,7 @@ from mindgrpo.experience import check_rewards, generate, score
 from mindgrpo.export import export_adapters, export_policy
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import EVALUATION
-from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
-from mindgrpo.monitor.memory import process_rss
 from mindgrpo.preflight import Reward, prepare, runtime_settings
 from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
@@ -37,13 +34,11 @@ from mindgrpo.run_resume import on_first_rank, restored_roles
 from mindgrpo.run_session import Session
 from mindgrpo.run_start import find_start
 from mindgrpo.run_watch import Watch
+from mindgrpo.same_start import check_same_start
+from mindgrpo.skipped import SkippedUpdates
 from mindgrpo.step import StepOutcome, Stepper
+from mindgrpo.step_figures import figures_of, resources
 from mindgrpo.stopping import Stop, Stopping
-from mindgrpo.update.batches import UpdateReport
-
-
-class GapTooLarge(RuntimeError):
-    """The generator and the trainer disagree about the same tokens."""
 
 
 class GRPOTrainer:
@@ -73,6 +68,7 @@ class GRPOTrainer:
             dict(os.environ),
             runtime_settings(self.config),
         )
+        check_same_start(self.config, self.backend)
         self.inputs = prepare(
             self.config,
             self.backend.world_size,
@@ -106,6 +102,13 @@ class GRPOTrainer:
                 self.watch.phase,
             )
         check_rewards(self.inputs.check_rewards, self.backend)
+        self.skipped = SkippedUpdates(
+            self.config,
+            self.backend,
+            self.record.directory,
+            self.record.console.line,
+            self._write_weights,
+        )
         self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
 
     @contextmanager
@@ -173,17 +176,15 @@ class GRPOTrainer:
     def _write_model(self) -> None:
         self.roles.enter("old_logps")
         with self.watch.phase("export"), self.record.console.phase("writing the model"):
-            policy, source = self.roles.policy, self.config.actor_config.load
-            export_policy(
-                policy.weights,
-                self.backend,
-                source,
-                self.record.model_directory,
-                policy.adapters,
-            )
-            if policy.adapters is not None:
+            self._write_weights(self.record.model_directory)
+            adapters = self.roles.policy.adapters
+            if adapters is not None:
                 folder = self.record.directory / "adapter"
-                export_adapters(policy.adapters, self.backend, source, folder)
+                export_adapters(adapters, self.backend, self.config.actor_config.load, folder)
+
+    def _write_weights(self, target: Path) -> None:
+        policy, source = self.roles.policy, self.config.actor_config.load
+        export_policy(policy.weights, self.backend, source, target, policy.adapters)
 
     def _step(self, step: int) -> dict[str, Any]:
         prompts = self.cursor.take(self.plan.batch.prompts_per_step)
@@ -208,7 +209,7 @@ class GRPOTrainer:
         self.watch.dump(outcome)
         self.record.rewards(f"step {step + 1}", outcome.scored.scores)
         self.record.completions(step + 1, owners(outcome.samples), outcome.samples, outcome.scored)
-        return self._figures(outcome)
+        return self._figures(step, outcome)
 
     def _learning_rate(self, index: int) -> float:
         schedule = self.config.actor_config.lr_schedule
@@ -225,94 +226,15 @@ class GRPOTrainer:
             schedule.decay_steps or run,
         )
 
-    def _figures(self, outcome: StepOutcome) -> dict[str, Any]:
-        samples, scored, reports = outcome.samples, outcome.scored, outcome.reports
-        lengths = samples.completion_lengths
-        totals = scored.scores.total
-        gap_mean, gap_max = self._gap(samples, reports[0])
-        figures: dict[str, Any] = {
-            "reward/mean": float(totals.mean()),
-            "reward/std": float(totals.std()),
-        }
-        figures |= scored.scores.figures()
-        zero_std = zero_std_groups(totals, self.config.rl_config.num_generations)
-        figures |= {
-            "loss": float(np.mean([report.loss for report in reports])),
-            "kl": float(np.mean([report.kl for report in reports])),
-            "entropy": float(np.mean([report.entropy for report in reports])),
-            "grad_norm": float(np.mean([report.grad_norm for report in reports])),
-            "lr": outcome.lr,
-            "clip_fraction": float(np.mean([report.clip_fraction for report in reports])),
-            "clip_fraction/low": float(np.mean([report.clipped_low for report in reports])),
-            "clip_fraction/high": float(np.mean([report.clipped_high for report in reports])),
-            "zero_std_fraction": float(zero_std.mean()),
-            "completion_length/mean": float(lengths.mean()),
-            "completion_length/max": int(lengths.max()),
-            "truncated_fraction": samples.finish_reasons.count(LENGTH) / len(samples),
-            "logprob_gap/mean": gap_mean,
-            "logprob_gap/max": gap_max,
-            "updates_per_rollout": self.plan.batch.updates_per_step,
-            "padding_share": float(np.mean([report.padding_share for report in reports])),
-            "tokens": int(samples.total_lengths.sum()),
-            "weights_version": self.roles.policy.version,
-        }
-        return figures | self._chosen(outcome) | self._resources(outcome)
-
-    def _chosen(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Figures of what the configuration has turned on."""
-        samples, figures = outcome.samples, {}
-        if samples.counted is not None:
-            figures["masked_fraction"] = float(1.0 - samples.counted.mean())
-        if outcome.refills is not None:
-            figures |= {
-                "dynamic_sampling/rounds": outcome.refills.rounds,
-                "dynamic_sampling/replaced_groups": outcome.refills.groups,
-                "reward/mean_sampled": outcome.refills.sampled_mean,
-                "prompts_used": self.cursor.position,
-            }
-        if outcome.mismatch is not None:
-            figures |= {
-                "importance_weight/mean": outcome.mismatch.mean,
-                "importance_weight/max": outcome.mismatch.largest,
-                "importance_weight/capped_fraction": outcome.mismatch.capped,
-            }
-        return figures
-
-    def _resources(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Times of this rank; memory and traffic summed over ranks."""
-        traffic = self.roles.traffic
-        ranks = self.backend.world.gather_objects(
-            (process_rss(), traffic.bytes_received, outcome.usage)
+    def _figures(self, step: int, outcome: StepOutcome) -> dict[str, Any]:
+        rl, policy = self.config.rl_config, self.roles.policy
+        figures = figures_of(
+            outcome, rl.num_generations, rl.logprob_gap_limit, self.cursor.position
         )
-        rollout = Usage.total([rank[2] for rank in ranks])
-        peaks = self.roles.residency.ledger.peak_by_phase
-        return {
-            **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
-            **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
-            "memory/rss": sum(rank[0] for rank in ranks),
-            "reshard/bytes": sum(rank[1] for rank in ranks),
-            "reshard/seconds": traffic.seconds,
-            "rollout/wasted_fraction": rollout.wasted,
-            "rollout/slot_occupancy": rollout.occupancy,
-            "compiles": len(self.backend.compile_log.entries),
-        }
-
-    def _gap(self, samples: Samples, first: UpdateReport) -> tuple[float, float]:
-        """|generator - trainer| log-probs of the same tokens, before the step's first update. Raises GapTooLarge."""
-        trainer = first.logps
-        if samples.old_logps is not None:
-            trainer = dict(enumerate(samples.old_logps))
-        gaps = [np.abs(logps - samples.generator_logps[i]) for i, logps in trainer.items()]
-        gap = np.concatenate(gaps) if gaps else np.zeros(0)
-        mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
-        limit = self.config.rl_config.logprob_gap_limit
-        if limit is not None and not largest <= limit:
-            raise GapTooLarge(
-                f"the generator's and the trainer's log-probs of the same tokens differ by up to {largest:.3g} "
-                f"(rl_config.logprob_gap_limit is {limit}); the weights were resharded wrongly, are stale, or the "
-                "two compute another model"
-            )
-        return mean, largest
+        figures["weights_version"] = policy.version
+        figures |= resources(outcome, self.roles)
+        updates = self.plan.batch.updates_per_step
+        return figures | self.skipped.step_done(step, outcome, updates, policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         held_out: PromptSet | None = self.inputs.held_out

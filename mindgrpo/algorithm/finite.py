@@ -29,11 +29,11 @@ class NonFinite:
 
 
 class NotFinite(RuntimeError):
-    """Nothing was changed for `found`'s sake: the same on every rank."""
+    """Nothing was changed for the sake of what `rank` found: the same on every rank."""
 
-    def __init__(self, found: NonFinite, done: str) -> None:
+    def __init__(self, found: NonFinite, rank: int, done: str) -> None:
         super().__init__(f"{found}; {done}")
-        self.found = found
+        self.found, self.rank = found, rank
 
 
 def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | None:

@@ -83,10 +83,12 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
         norm = NonFinite("the gradient norm", report.grad_norm)
     told = policy.backend.world.gather_objects((bad, norm))
     # A rank that sees no more than a norm leaves the word to one that sees the gradient.
-    found = next((each for kind in (0, 1) for each in (pair[kind] for pair in told) if each), None)
-    if found is not None:
-        policy.clear_gradients()
-        raise NotFinite(found, "the update was not made")
+    for kind in (0, 1):
+        for rank, pair in enumerate(told):
+            found = pair[kind]
+            if found is not None:
+                policy.clear_gradients()
+                raise NotFinite(found, rank, "the update was not made")
 
 
 def _weights(samples: Samples, members: Sequence[int], objective: Objective) -> np.ndarray:
