@@ -22,10 +22,9 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
-from mindgrpo.experience import check_rewards, generate, score
+from mindgrpo.evaluation import Evaluator, modes_of
+from mindgrpo.experience import check_rewards, score
 from mindgrpo.export import export_adapters, export_policy
-from mindgrpo.generate.engine import Draw
-from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.monitor.memory import process_rss
@@ -87,6 +86,15 @@ class GRPOTrainer:
         self.record.banner(self.num_steps, self.inputs, notes)
         with self.record.console.phase("loading weights"):
             self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        self._modes = modes_of(self.config, self.inputs.sampling)
+        self._evaluator = Evaluator(
+            self.roles.generator,
+            self.plan.infer,
+            self.backend,
+            self.inputs.scorer,
+            self.inputs.tokenizer,
+            self.config.rl_config.seed,
+        )
         check_rewards(self.inputs.check_rewards, self.backend)
         self._stepper = Stepper(self.roles, self._learning_rate, self.watch.phase)
 
@@ -98,7 +106,10 @@ class GRPOTrainer:
     def train(self) -> Path:
         """Runs to the end and writes the model; the run's folder."""
         every = self.config.rl_config.eval_steps
-        self._evaluate(0)
+        if self.config.rl_config.eval_on_start:
+            self._evaluate(0)
+        else:
+            self.record.not_evaluated()
         for step in range(self.num_steps):
             with self.watch.step(step):
                 figures = self._step(step)
@@ -265,23 +276,10 @@ class GRPOTrainer:
         held_out: PromptSet | None = self.inputs.held_out
         if held_out is None:
             return {}
-        count = self.config.rl_config.eval_samples
-        prompts = held_out[:count]
+        prompts = held_out[: self.config.rl_config.eval_samples]
         told = self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts")
         with told, self.watch.phase("evaluate"):
             self.roles.refresh_generator()
             self.roles.enter("rollout")
-            samples = generate(
-                self.roles.generator,
-                self.plan.infer,
-                self.backend,
-                [prompt.ids for prompt in prompts],
-                1,
-                Draw(self.config.rl_config.seed, EVALUATION, step),
-                self.roles.policy.version,
-            )
-            scored = score(
-                self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
-            )
-        self.record.rewards(f"evaluation after step {step}", scored.scores)
-        return self.record.evaluated(scored.scores.means())
+            outcomes = self._evaluator.run(prompts, self._modes, step, self.roles.policy.version)
+        return self.record.evaluated(step, outcomes)

@@ -84,7 +84,9 @@ class Ranks:
         prompts: Sequence[np.ndarray],
         settings: SamplingSettings | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """By the settings that the kernels were made with, or by others in the same kernels. First tokens (int32) and log-probs of each row on the first rank, and the embeddings [rows, HIDDEN] that
+        """By the settings that the kernels were made with, or by others in the same kernels.
+
+        First tokens (int32) and log-probs of each row on the first rank, and the embeddings [rows, HIDDEN] that
         follow. The embedding of token t is t everywhere."""
         tables = np.zeros((self.ways * self.width, HIDDEN), np.float32)
         tables[: self.vocab, : len(logits)] = logits.T
