@@ -22,6 +22,7 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
+from mindgrpo.data.tokenizer_files import write_tokenizer
 from mindgrpo.evaluation import Evaluator, modes_of
 from mindgrpo.experience import check_rewards, score
 from mindgrpo.export import export_adapters, export_policy
@@ -139,6 +140,9 @@ class GRPOTrainer:
                 self.record.model_directory,
                 policy.adapters,
             )
+            if self.backend.rank == 0:
+                named = self.config.rl_config.chat_template is not None
+                write_tokenizer(self.inputs.tokenizer, self.record.model_directory, named)
             if policy.adapters is not None:
                 folder = self.record.directory / "adapter"
                 export_adapters(policy.adapters, self.backend, source, folder)

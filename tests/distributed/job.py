@@ -29,7 +29,7 @@ from mindgrpo.backend import Backend, connect
 from mindgrpo.delivery import Delivery
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
-from mindgrpo.generate.noise import ROLLOUT
+from mindgrpo.generate.noise import EVALUATION, ROLLOUT
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.layout.grid import Grid
@@ -189,6 +189,25 @@ class Run:
         self.replaced.append(told.groups)
         return found.scores.total
 
+    def likeliest(self) -> list[int]:
+        """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
+        self.delivery.run()
+        self.generator.version = self.policy.version
+        settings = replace(self.generator.settings, temperature=0.0)
+        draw, given = Draw(SEED, EVALUATION, c.NUM_STEPS), prompts()
+        samples = generate(
+            self.generator,
+            self.infer,
+            self.backend,
+            given,
+            1,
+            draw,
+            self.policy.version,
+            0,
+            settings,
+        )
+        return [zlib.crc32(tokens.tobytes()) for tokens in samples.completions]
+
     def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
         return sample_logps(pipeline, layout, self.backend, samples)
 
@@ -218,9 +237,12 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     run = Run(case, backend)
     steps = [run.step(number) for number in range(c.NUM_STEPS)]
     parameters = run.parameters()
+    # In plain operations other settings are another graph, which takes long to compile.
+    greedy = run.likeliest() if case.transport == "shared_memory" else []
     result: dict[str, Any] = {
         "steps": steps,
         "replaced": run.replaced,
+        "greedy": greedy,
         "sums": {name: float(p.sum(dtype=np.float64)) for name, p in parameters.items()},
         "norms": {name: float(np.linalg.norm(p.astype(float))) for name, p in parameters.items()},
         "seconds": time.perf_counter() - started,
@@ -378,6 +400,7 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
             outcome.pop("seconds")
+            outcome.pop("greedy")
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
