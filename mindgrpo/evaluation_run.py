@@ -20,7 +20,7 @@ from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.evaluation import Evaluator, Mode, Outcome, figure, modes_of
+from mindgrpo.evaluation import Evaluator, Mode, Outcome, modes_of
 from mindgrpo.experience import check_rewards
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.room import Room
@@ -29,7 +29,7 @@ from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import DecoderConfig, parameter_specs
 from mindgrpo.model.pretrained import check_tensors, load_weights
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.evaluations import write_completions
+from mindgrpo.monitor.evaluations import details, table, write_completions
 from mindgrpo.preflight import (
     dry_run_rewards,
     held_out_prompts,
@@ -157,7 +157,7 @@ def evaluate(argv: Sequence[str]) -> None:
     outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
         found = report(config, line.step, backend, inputs, outcomes)
-        print(table(outcomes, found), flush=True)
+        print(table(outcomes), flush=True)
         if line.output is not None:
             line.output.parent.mkdir(parents=True, exist_ok=True)
             line.output.write_text(json.dumps(found, indent=2) + "\n")
@@ -230,50 +230,5 @@ def report(
         "eval": outcomes[0].means,
         "figures": figures,
         "compiles": len(backend.compile_log.entries),
-        "modes": {outcome.mode.name: _of_mode(outcome) for outcome in outcomes},
+        "modes": {outcome.mode.name: details(outcome) for outcome in outcomes},
     }
-
-
-def _of_mode(outcome: Outcome) -> dict[str, Any]:
-    settings = outcome.mode.settings
-    return {
-        "num_generations": outcome.mode.num_samples,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "pass_threshold": outcome.mode.threshold,
-        "completion_tokens": outcome.num_tokens,
-        "seconds": outcome.seconds,
-        "tokens_per_s": outcome.tokens_per_second,
-        "scored": {name: found.num_scored for name, found in outcome.by_function.items()},
-    }
-
-
-def table(outcomes: Sequence[Outcome], found: dict[str, Any]) -> str:
-    """A row for each function of each mode, and a line on what they were drawn from."""
-    lines = []
-    for outcome in outcomes:
-        n = outcome.mode.num_samples
-        by_function = outcome.by_function
-        ks = sorted({k for scores in by_function.values() for k in scores.pass_at})
-        rows = [["reward", f"mean@{n}", "± se", *(f"pass@{k}" for k in ks), "prompts", "failed"]]
-        for name, scores in by_function.items():
-            passed = [figure(scores.pass_at.get(k)) for k in ks]
-            failed = str(outcome.scored.scores.errors.get(name, 0))
-            means = [figure(scores.mean_at_n), figure(scores.error)]
-            rows.append([name, *means, *passed, str(scores.num_prompts), failed])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [f"\n{outcome.mode.title} ({_settings(outcome.mode.settings)})"]
-        for first, *cells in rows:
-            right = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join(["", first.ljust(widths[0]), *right]))
-        lines.append(
-            f"  {found['prompts']} prompts, {len(outcome.samples)} completions of {outcome.num_tokens} tokens, "
-            f"{outcome.truncated_fraction:.1%} truncated, {outcome.tokens_per_second:.0f} tokens/s"
-        )
-    return "\n".join(lines)
-
-
-def _settings(settings: SamplingSettings) -> str:
-    if settings.temperature == 0:
-        return "the likeliest token each time"
-    return f"temperature {settings.temperature:g}, top_p {settings.top_p:g}"

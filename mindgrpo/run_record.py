@@ -245,7 +245,9 @@ class RunRecord:
                 ),
                 (
                     "held out",
-                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"] if evaluations else [],
+                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"]
+                    if any(evaluations)
+                    else [],
                 ),
                 ("model", [str(self.model_directory)]),
                 ("curve", [str(self.directory / "reward_curve.png")]),
