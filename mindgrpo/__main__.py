@@ -28,7 +28,8 @@ USAGE = """usage: python -m mindgrpo VERB ...
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
   doctor                                             what this machine lacks, with remedies
   score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model
-  export  --from RUN_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]"""
+  export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
+          [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)"""
 
 
 def train(argv: Sequence[str]) -> None:
@@ -88,14 +89,16 @@ def check(argv: Sequence[str]) -> None:
     from mindgrpo.backend import check_target
     from mindgrpo.monitor.run_directory import check_free
     from mindgrpo.preflight import prepare
+    from mindgrpo.run_start import find_start
 
     context = loaded.config.context
     check_target(context.device_target, context.transport)
-    if loaded.config.output_dir:
+    if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
         check_free(loaded.config.output_dir)
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
+        find_start(loaded.config, inputs, _run_name(path))
         inputs.check_rewards()
     finally:
         inputs.scorer.close()
@@ -136,15 +139,19 @@ def doctor(argv: Sequence[str]) -> None:
 
 
 def export(argv: Sequence[str]) -> None:
-    from mindgrpo.export import MAX_SHARD_BYTES, export_directory
+    from mindgrpo.conversion import FORMATS, convert
+    from mindgrpo.export import MAX_SHARD_BYTES
 
     parser = argparse.ArgumentParser(prog="python -m mindgrpo export")
     parser.add_argument("--from", dest="source", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
+    parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
+    parser.add_argument("--model", type=Path)
     given = parser.parse_args(list(argv))
-    for file in export_directory(given.source, given.output, given.dtype, given.max_shard_bytes):
+    shards = given.max_shard_bytes
+    for file in convert(given.source, given.output, given.dtype, shards, given.format, given.model):
         print(file)
 
 

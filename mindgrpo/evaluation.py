@@ -7,7 +7,7 @@ The trainer's evaluations and `python -m mindgrpo eval` are this same code. The 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -161,12 +161,27 @@ class Evaluator:
     seed: int
 
     def run(
-        self, prompts: Sequence[Prompt], modes: Sequence[Mode], step: int, version: int
+        self,
+        prompts: Sequence[Prompt],
+        modes: Sequence[Mode],
+        step: int,
+        version: int,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Outcome]:
-        """All ranks together; the generator has its weights, of `version`, and its cache on the device."""
-        return [self._run(list(prompts), mode, step, version) for mode in modes]
+        """All ranks together; the generator has its weights, of `version`, and its cache on the device.
 
-    def _run(self, prompts: list[Prompt], mode: Mode, step: int, version: int) -> Outcome:
+        `check` is called after generating, and raises where the evaluation is to end there.
+        """
+        return [self._run(list(prompts), mode, step, version, check) for mode in modes]
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        mode: Mode,
+        step: int,
+        version: int,
+        check: Callable[[], None],
+    ) -> Outcome:
         entries = self.backend.compile_log.entries
         compiled, started = len(entries), time.perf_counter()
         samples = generate(
@@ -180,6 +195,7 @@ class Evaluator:
             settings=mode.settings,
         )
         seconds = time.perf_counter() - started - sum(spent for _, spent in entries[compiled:])
+        check()
         owners = [prompts[group] for group in samples.groups]
         scored = score(self.scorer, self.tokenizer, self.backend, owners, samples)
         return Outcome(mode, owners, samples, scored, seconds)

@@ -14,12 +14,10 @@ from safetensors.numpy import save_file
 
 from mindgrpo.backend import Backend
 from mindgrpo.delivery import Delivery
-from mindgrpo.errors import UserError
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.decoder import Adapters
-from mindgrpo.model.families import read_config
 from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Resharder
 from mindgrpo.reshard.plan import plan_reshard
@@ -100,20 +98,3 @@ def write_companions(source: Path, target: Path, dtype: str) -> None:
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def export_directory(source: Path, target: Path, dtype: str, max_shard_bytes: int) -> list[Path]:
-    """A run's model, or any Hugging Face directory, in another dtype or other shards. Raises UserError."""
-    if (source / "hf").is_dir():
-        source = source / "hf"
-    read_config(source)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
-        )
-    files = SafetensorsDirectory(source)
-    with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:
-        for name in files.names:
-            writer.add(name, files.read(name))
-    write_companions(source, target, dtype)
-    return sorted(target.iterdir())

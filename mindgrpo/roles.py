@@ -6,6 +6,7 @@ know what a sample or a reward is.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from mindgrpo.algorithm.objective import Objective
@@ -43,15 +44,18 @@ class Roles:
         backend: Backend,
         sampling: SamplingSettings,
         random_weights: bool = False,
+        restored: Collection[str] = (),
     ) -> None:
+        """`restored`: "policy" and "reference" are not read where a checkpoint will fill them."""
         self.plan, self.backend = plan, backend
         budget = plan.config.context.max_device_memory
         self.residency = Residency(memory_bytes(budget) if budget else None)
-        self._random = random_weights
+        self._random, self._restored = random_weights, restored
         settings = update_settings(plan, sampling, backend)
         self.policy = Policy(plan.model, plan.train, backend, settings, plan.lora)
         self.generator = Generator(plan.model, plan.infer, backend, sampling, plan.room)
-        self._load(self.policy.weights, plan.config.actor_config.load)
+        if "policy" not in restored:
+            self._load(self.policy.weights, plan.config.actor_config.load)
         if self.policy.adapters is not None:
             fill_adapters(self.policy.adapters.weights, plan.config.rl_config.seed)
         self.reference = self._make_reference(sampling)
@@ -73,7 +77,8 @@ class Roles:
         weights = Weights(plan.reference, self.backend.rank, self.backend)
         pipeline = None
         if plan.reference.grid.holds(self.backend.rank):
-            self._load(weights, plan.config.reference_load)
+            if "reference" not in self._restored:
+                self._load(weights, plan.config.reference_load)
             pipeline = Pipeline(
                 Shard(plan.model, weights, self.backend, "reference"),
                 self.backend,

@@ -8,18 +8,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mindgrpo
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.backend import Backend
+from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.state import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.evaluation import Figure, Outcome, figure, number
 from mindgrpo.experience import Scored
-from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
@@ -27,6 +27,7 @@ from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.preflight import Inputs
 from mindgrpo.reward.scores import Scores
+from mindgrpo.run_places import Places, continue_files, label_of, make_places
 from mindgrpo.run_plan import RunPlan
 
 STEPS_BETWEEN_PICTURES = 10
@@ -36,66 +37,73 @@ class RunRecord:
     """`launched` is when the launcher started, in seconds since the epoch."""
 
     def __init__(
-        self, loaded: Loaded, name: str, plan: RunPlan, backend: Backend, launched: float
+        self,
+        loaded: Loaded,
+        name: str,
+        plan: RunPlan,
+        backend: Backend,
+        launched: float,
+        start: Start | None = None,
     ) -> None:
+        """`start`: where a run that was asked to go on begins. Nothing is written before `begin`."""
         self._loaded, self._plan, self._backend = loaded, plan, backend
-        self._launched = launched
+        self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
-        self._name = name
         self.console = Console(self._is_writer)
+        self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
-        self._elsewhere: list[str] = []
-        places = self._make_places() if self._is_writer else None
-        # Both are made now: a folder that cannot be written is better told before a run than after it.
-        self.directory: Path
-        self.model_directory: Path
-        self.directory, self.model_directory = backend.world.gather_objects(places)[0]
+        # All are made now: a folder that cannot be written is better told before a run than after it.
+        made = make_places(loaded.config, name, start) if self._is_writer else None
+        self._places: Places = backend.world.gather_objects(made)[0]
+        self.directory, self.model_directory = self._places.directory, self._places.model
         backend.compile_log.listener = self._compiling
-        if self._is_writer:
-            self._open()
-
-    def _make_places(self) -> tuple[Path, Path]:
-        config = self._loaded.config
-        directory = run_directory.create(config.output_dir, self._name)
-        save = config.actor_config.save
-        if not save:
-            return directory, directory / "hf"
-        label = _label(directory)
-        return directory, run_directory.own_place(save, label, "*", "actor_config.save")
 
     @property
     def label(self) -> str:
         """This run's name in folders that it shares with others."""
-        return _label(self.directory)
+        return label_of(self.directory)
 
-    def _open(self) -> None:
+    def begin(self, chosen: Candidate | None, is_complete: bool = False) -> None:
+        """Opens the files, as they were at the end of the step of the `chosen` checkpoint."""
+        if chosen is not None:
+            self._earlier = chosen.manifest.state
+            self._evaluations = list(self._earlier.evaluations)
+            self._first_step_seconds = self._earlier.first_step_seconds
+        if not self._is_writer:
+            return
+        for line in continue_files(self._places, self._start, chosen, is_complete):
+            self.console.line(f"  {line}")
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
-        board = None
-        if rl.tensorboard:
-            board = self.directory / "tensorboard"
-            if rl.tensorboard_dir:
-                board = self._own_place(rl.tensorboard_dir, "*tfevents*", "tensorboard_dir")
-        self._metrics = MetricsWriter(self.directory, board, rl.tensorboard_queue_size)
+        self._metrics = MetricsWriter(
+            self.directory,
+            self._places.tensorboard,
+            rl.tensorboard_queue_size,
+            self._earlier.step,
+        )
         self._completions = None
-        if rl.save_prompt_completions_data:
-            folder = self.directory
-            if rl.save_prompt_completions_dir:
-                folder = self._own_place(
-                    rl.save_prompt_completions_dir,
-                    "completions.jsonl",
-                    "save_prompt_completions_dir",
-                )
+        if self._places.completions is not None:
             self._completions = CompletionsWriter(
-                folder / "completions.jsonl", rl.save_prompt_completions_interval
+                self._places.completions / "completions.jsonl",
+                rl.save_prompt_completions_interval,
             )
 
-    def _own_place(self, given: str, taken: str, key: str) -> Path:
-        """A folder outside of the run's own, and the user told where in it."""
-        place = run_directory.own_place(given, self.label, taken, f"rl_config.{key}")
-        self._elsewhere.append(f"{key}: {place}")
-        return place
+    def history(self) -> dict[str, Any]:
+        """This record's part of a RunState, as it is now."""
+        return {
+            "evaluations": list(self._evaluations),
+            "seconds": self._seconds(),
+            "first_step_seconds": self._first_step_seconds,
+            "compiles": self._compiles(),
+            "places": self._places.outside,
+        }
+
+    def _seconds(self) -> float:
+        return self._earlier.seconds + time.time() - self._launched
+
+    def _compiles(self) -> int:
+        return self._earlier.compiles + len(self._backend.compile_log.entries)
 
     def _compiling(self, name: str, seconds: float | None) -> None:
         if seconds is not None:
@@ -136,8 +144,8 @@ class RunRecord:
         ]
         if backend.notices:
             sections.append(("kernels", backend.notices))
-        if self._elsewhere:
-            sections.append(("elsewhere", self._elsewhere))
+        if self._places.elsewhere:
+            sections.append(("elsewhere", self._places.elsewhere))
         if notes or self._loaded.notices:
             sections.append(("notes", [*notes, *self._loaded.notices]))
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
@@ -221,21 +229,30 @@ class RunRecord:
             self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
         )
 
-    def close(self, num_steps: int) -> None:
+    def close(self, num_steps: int, ended: str | None = None) -> None:
+        """`ended`: why the run ends after `num_steps` steps, before its last."""
         if not self._is_writer:
             return
         self._metrics.close()
         evaluations = self._evaluations
-        summary = {
+        summary: dict[str, Any] = {
             "steps": num_steps,
-            "seconds": time.time() - self._launched,
+            "seconds": self._seconds(),
             "first_step_seconds": self._first_step_seconds,
-            "compiles": len(self._backend.compile_log.entries),
+            "compiles": self._compiles(),
             "eval_before": evaluations[0] if evaluations else {},
             "eval_after": evaluations[-1] if evaluations else {},
         }
+        if ended is not None:
+            summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self._draw()
+        if num_steps:
+            self._draw()
+        if ended is None:
+            self._tell_the_end(summary)
+
+    def _tell_the_end(self, summary: Mapping[str, Any]) -> None:
+        evaluations = self._evaluations
         self.console.banner(
             "done",
             [
@@ -253,10 +270,6 @@ class RunRecord:
                 ("curve", [str(self.directory / "reward_curve.png")]),
             ],
         )
-
-
-def _label(directory: Path) -> str:
-    return "-".join(directory.absolute().parts[-2:]).strip("/")
 
 
 def _told(means: Mapping[str, float | None]) -> str:

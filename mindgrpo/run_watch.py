@@ -1,4 +1,4 @@
-"""How a run is watched while it works: trace and profile of its phases, the host's memory, msprobe's dumps.
+"""How a run is watched while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
 
 What was asked for and is not there is told in a note, and the run goes on. Refuses to change what is computed.
 """
@@ -22,6 +22,7 @@ from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.run_directory import own_place
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
+from mindgrpo.presence.watchman import Watchman
 from mindgrpo.run_record import RunRecord
 from mindgrpo.step import StepOutcome
 
@@ -36,6 +37,7 @@ class Watch:
         self.notes += self._profile.notes
         self._monitor = self._make_monitor()
         self._probe = self._make_probe()
+        self._watch_deadlines()
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
         """On the first rank of each host."""
@@ -52,6 +54,13 @@ class Watch:
         monitor = HostMemoryMonitor(settings, self._record.directory / name, processes, say)
         monitor.start()
         return monitor
+
+    def _watch_deadlines(self) -> None:
+        settings, presence = self._config.monitor_config, self._backend.presence
+        presence.tell_directory(self._record.directory)
+        if settings.phase_deadline_action != "off":
+            watchman = Watchman(presence, settings.deadlines, settings.phase_deadline_action)
+            presence.every_beat(watchman.look)
 
     def _make_probe(self) -> Probe | None:
         settings = self._config.msprobe_config
@@ -75,6 +84,7 @@ class Watch:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Step number `step`, counted from 0."""
+        self._backend.presence.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
         with self._profile.step(step):
@@ -82,7 +92,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self._profile.phase(name):
+        with self._backend.presence.phase(name), self._profile.phase(name):
             yield
 
     def dump(self, outcome: StepOutcome) -> None:

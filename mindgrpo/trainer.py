@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,12 @@ from mindgrpo.monitor.memory import process_rss
 from mindgrpo.preflight import Reward, prepare, runtime_settings
 from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
+from mindgrpo.run_resume import on_first_rank, restored_roles
+from mindgrpo.run_session import Session
+from mindgrpo.run_start import find_start
 from mindgrpo.run_watch import Watch
 from mindgrpo.step import StepOutcome, Stepper
+from mindgrpo.stopping import Stop, Stopping
 from mindgrpo.update.batches import UpdateReport
 
 
@@ -78,15 +83,28 @@ class GRPOTrainer:
         )
         self.plan = self.inputs.plan
         self.cursor = Cursor(self.inputs.prompts, self.config.rl_config.seed)
-        self.record = RunRecord(loaded, name, self.plan, self.backend, self._started)
+        start = on_first_rank(self.backend, lambda: find_start(self.config, self.inputs, name))
+        self.record = RunRecord(loaded, name, self.plan, self.backend, self._started, start)
         self.num_steps = self._num_steps()
         self.watch = Watch(self.config, self.backend, self.record)
         updates = self.num_steps * self.plan.batch.updates_per_step
         notes = [*self.inputs.notes, *schedule_notes(self.config, updates)]
-        notes += [*self.backend.unmet, *self.watch.notes]
+        notes += [*self.backend.unmet, *self.watch.notes, *(start.notes if start else [])]
         self.record.banner(self.num_steps, self.inputs, notes)
-        with self.record.console.phase("loading weights"):
-            self.roles = Roles(self.plan, self.backend, self.inputs.sampling)
+        with self.watch.phase("load"):
+            restored = restored_roles(self.config, start)
+            with self.record.console.phase("loading weights"):
+                self.roles = Roles(self.plan, self.backend, self.inputs.sampling, restored=restored)
+            self.session = Session(
+                self.inputs,
+                self.roles,
+                self.record,
+                self.cursor,
+                start,
+                Stopping(self.backend, self._started, self.config.rl_config.max_seconds),
+                self.num_steps,
+                self.watch.phase,
+            )
         self._modes = modes_of(self.config, self.inputs.sampling)
         self._evaluator = Evaluator(
             self.roles.generator,
@@ -97,7 +115,15 @@ class GRPOTrainer:
             self.config.rl_config.seed,
         )
         check_rewards(self.inputs.check_rewards, self.backend)
-        self._stepper = Stepper(self.roles, self._learning_rate, self.watch.phase)
+        self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        # Once the weights have begun to change, the step is finished.
+        if name != "sync_reference":
+            self.session.stopping.check()
+        with self.watch.phase(name):
+            yield
 
     def _num_steps(self) -> int:
         rl = self.config.rl_config
@@ -105,33 +131,59 @@ class GRPOTrainer:
         return min(rl.max_steps or per_epoch * rl.epochs, per_epoch * rl.epochs)
 
     def train(self) -> Path:
-        """Runs to the end and writes the model; the run's folder."""
-        every = self.config.rl_config.eval_steps
-        if self.config.rl_config.eval_on_start:
-            self._evaluate(0)
-        else:
-            self.record.not_evaluated()
-        for step in range(self.num_steps):
-            with self.watch.step(step):
-                figures = self._step(step)
-                if step + 1 == self.num_steps or (every and (step + 1) % every == 0):
-                    figures |= self._evaluate(step + 1)
-            self.record.step(step + 1, self.num_steps, figures)
-            exceeded = self.watch.memory_exceeded()
-            if exceeded:
-                self._write_model()
-                raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
-        self._write_model()
+        """Runs to the end and writes the model; the run's folder.
+
+        Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
+        """
+        session, ended = self.session, None
+        with session.stopping.listening():
+            try:
+                self._run_steps()
+                session.checkpoints.commit()
+                if not session.has_model:
+                    self._write_model()
+            except Stop as stop:
+                ended = stop
+                session.save()
+        self.backend.presence.now("close")
         self.watch.close()
         if self.inputs.scorer is not None:
             self.inputs.scorer.close()
-        self.record.close(self.num_steps)
+        self.record.close(session.done, ended.reason if ended else None)
+        if ended is not None:
+            session.tell_how_to_go_on(ended)
         self.backend.close()
+        if ended is not None and ended.status:
+            raise SystemExit(ended.status)
         return self.record.directory
+
+    def _run_steps(self) -> None:
+        session, every = self.session, self.config.rl_config.eval_steps
+        self.backend.presence.now("loop")
+        if session.open_row is not None:
+            session.write_row(self._evaluate(session.done))
+        elif session.done == 0 and self.config.rl_config.eval_on_start:
+            self._evaluate(0)
+        elif session.done == 0:
+            self.record.not_evaluated()
+        for step in range(session.done, self.num_steps):
+            with self.watch.step(step):
+                session.step_done(self._step(step))
+                evaluation = {}
+                if step + 1 == self.num_steps or (every and (step + 1) % every == 0):
+                    evaluation = self._evaluate(step + 1)
+            session.write_row(evaluation)
+            exceeded = self.watch.memory_exceeded()
+            if exceeded:
+                session.save()
+                self._write_model()
+                raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
+            if step + 1 < self.num_steps:
+                session.stopping.check_time()
 
     def _write_model(self) -> None:
         self.roles.enter("old_logps")
-        with self.record.console.phase("writing the model"):
+        with self.watch.phase("export"), self.record.console.phase("writing the model"):
             policy, source = self.roles.policy, self.config.actor_config.load
             export_policy(
                 policy.weights,
@@ -280,10 +332,15 @@ class GRPOTrainer:
         held_out: PromptSet | None = self.inputs.held_out
         if held_out is None:
             return {}
+        check = self.session.stopping.check
+        check()
         prompts = held_out[: self.config.rl_config.eval_samples]
         told = self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts")
         with told, self.watch.phase("evaluate"):
             self.roles.refresh_generator()
             self.roles.enter("rollout")
-            outcomes = self._evaluator.run(prompts, self._modes, step, self.roles.policy.version)
+            version = self.roles.policy.version
+            outcomes = self._evaluator.run(prompts, self._modes, step, version, check)
+        check()
+        self.session.checkpoints.evaluated(step, outcomes[0].means)
         return self.record.evaluated(step, outcomes)

@@ -16,12 +16,13 @@ import selectors
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import worker
 
-LAUNCHER_CHECK_SECONDS = 1.0
+LAUNCHER_CHECK_SECONDS = 0.5
 # What MindSpore imports when it compiles for the first time.
 FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
 
@@ -101,6 +102,7 @@ class Server:
         self._awaited = ranks
         self._launcher = os.getppid()
         self._lines: dict[int, socket.socket] = {}  # by the rank's process id
+        self._records: dict[int, Path] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._fork)
         self._wake, wakes = socket.socketpair()
@@ -115,7 +117,8 @@ class Server:
         while self._awaited or self._lines:
             for key, _ in self._selector.select(LAUNCHER_CHECK_SECONDS):
                 key.data()
-            if not self._lines and os.getppid() != self._launcher:
+            if os.getppid() != self._launcher:
+                self._end_all()
                 return
 
     def _fork(self) -> None:
@@ -124,17 +127,20 @@ class Server:
         with line.makefile("rb") as words:
             wish = json.loads(words.readline())
         self._awaited -= 1
+        server = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for held in (self._listener, self._wake, self._wakes, line, *self._lines.values()):
                 held.close()
             self._selector.close()
+            worker.end_with_parent(server)
             become(wish, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         line.sendall(b"\0")
         self._lines[pid] = line
+        self._records[pid] = worker.record_of_rank(wish["environment"])
         self._selector.register(line, selectors.EVENT_READ, lambda: self._obey(pid))
 
     def _obey(self, pid: int) -> None:
@@ -156,8 +162,16 @@ class Server:
             if pid in self._lines:
                 self._hand_on(pid, os.waitstatus_to_exitcode(status))
 
+    def _end_all(self) -> None:
+        """Nobody is left who would."""
+        for pid in self._lines:
+            os.kill(pid, signal.SIGKILL)
+        importlib.import_module("mindgrpo.backend.host").remove_board(os.environ)
+
     def _hand_on(self, pid: int, status: int) -> None:
         line = self._lines.pop(pid)
+        with suppress(OSError):
+            worker.append(self._records.pop(pid), f"ended {status}")
         if line in self._selector.get_map():
             self._selector.unregister(line)
             line.sendall(b"%d\n" % status)
@@ -177,7 +191,7 @@ def become(wish: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.update(wish["environment"])
     os.chdir(wish["folder"])
     program, *arguments = wish["command"]
-    record = worker.record_of_rank()
+    record = worker.record_of_rank(os.environ)
     Path("/proc/self/comm").write_text(record.name)  # what top shows
     gc.unfreeze()
     worker.run_rank(program, arguments, record)

@@ -1,16 +1,21 @@
 #!/usr/bin/env bash
-# The one caller of msrun: launch.sh --ranks N -- PROGRAM [ARGUMENTS].
+# The one caller of msrun: launch.sh --ranks N [--max_restarts M] -- PROGRAM [ARGUMENTS].
 #
 # Shows rank 0's output as it comes, keeps every rank's in a fresh log folder, returns the status of the
-# first rank that failed (2: the user's input cannot work) and leaves no process of its own behind.
+# first rank that failed (2: the user's input cannot work) and leaves no process of its own behind. The last
+# line says which rank failed first, in which phase, and what can be done. A job that failed is started again
+# up to M times where its run left off, unless the input cannot work or two starts came no further.
 # Refuses a busy port and, where ARGUMENTS name a --config, a configuration that cannot work, before
 # any rank starts. Reads MINDGRPO_PORT (default: a free one), MINDGRPO_LOG_DIR (default: output/logs),
-# MINDGRPO_STOP_SECONDS (how long ranks may take to end after Ctrl-C, default 10) and MINDGRPO_FORK
-# (0: every rank imports for itself; else ranks are forked from one process that has, where that is safe).
+# MINDGRPO_MAX_RESTARTS (default 0), MINDGRPO_STOP_SECONDS (how long ranks may take to end after Ctrl-C,
+# default 60; a second Ctrl-C ends them at once) and MINDGRPO_FORK (0: every rank imports for itself; else
+# ranks are forked from one process that has, where that is safe).
 set -uo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-usage="usage: bash scripts/launch.sh --ranks N -- PROGRAM [ARGUMENTS]"
+usage="usage: bash scripts/launch.sh --ranks N [--max_restarts M] -- PROGRAM [ARGUMENTS]"
+# How long what is left of a job may take to end by itself once a rank has failed, and reward processes after it.
+settle_tenths=20 sweep_tenths=15
 
 # Our words have a way out of their own: bash reports killed jobs on standard error, which is closed to it.
 exec 3>&2
@@ -21,11 +26,22 @@ refuse() {
     exit 2
 }
 
-read_arguments() {
-    [ "${1:-}" = --ranks ] && [ "${3:-}" = -- ] && [ $# -ge 4 ] || refuse "$usage"
-    ranks="$2" program="$4"
-    [[ "$ranks" =~ ^[1-9][0-9]{0,4}$ ]] || refuse "--ranks $ranks is not a positive whole number ($usage)."
-    [ -f "$program" ] || refuse "there is no program $program: give the path of a Python file ($usage)."
+is_whole() { [[ "$1" =~ ^(0|[1-9][0-9]{0,4})$ ]]; }
+
+read_arguments() { # sets `ranks`, `restarts_left` and the array `command`
+    restarts_left="${MINDGRPO_MAX_RESTARTS:-0}"
+    [ "${1:-}" = --ranks ] && [ $# -ge 4 ] || refuse "$usage"
+    ranks="$2"
+    shift 2
+    if [ "$1" = --max_restarts ]; then
+        restarts_left="$2"
+        shift 2
+    fi
+    [ "${1:-}" = -- ] && [ $# -ge 2 ] || refuse "$usage"
+    command=("${@:2}")
+    is_whole "$ranks" && [ "$ranks" != 0 ] || refuse "--ranks $ranks is not a positive whole number ($usage)."
+    is_whole "$restarts_left" || refuse "--max_restarts $restarts_left is not a whole number ($usage)."
+    [ -f "${command[0]}" ] || refuse "there is no program ${command[0]}: give the path of a Python file ($usage)."
 }
 
 find_programs() {
@@ -66,7 +82,8 @@ make_log_dir() {
         refuse "the log folder $base cannot be written: set MINDGRPO_LOG_DIR to a folder that can."
     logs="$(cd "$logs" && pwd)"
     mkdir "$logs/status"
-    touch "$logs/worker_0.log" "$logs/msrun.log"
+    touch "$logs/worker_0.log" "$logs/msrun.log" "$logs/status/told"
+    export MINDGRPO_JOB="$$-${logs##*-}"
 }
 
 set_environment() {
@@ -82,8 +99,9 @@ set_environment() {
     export PYTHONUNBUFFERED=1
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
-    MINDGRPO_LAUNCHED_AT="$(date +%s.%N)"
-    export MINDGRPO_LAUNCHED_AT
+    # Ends msrun with this script, however that ends; ranks then end with msrun.
+    ends_with_us=()
+    setpriv --pdeathsig KILL true 2>/dev/null && ends_with_us=(setpriv --pdeathsig KILL)
 }
 
 # Every process of this job, and no other, carries its status folder in its environment.
@@ -91,11 +109,16 @@ our_processes() {
     grep -lszxF "MINDGRPO_STATUS_DIR=$logs/status" /proc/[0-9]*/environ | cut -d / -f 3
 }
 
+scores() { # a process of rewards: it ends with its rank, and ends what rewards have started
+    grep -qszF 'import main; main()' "/proc/$1/cmdline" && grep -qszF reward.workers.keeper "/proc/$1/cmdline"
+}
+
 our_workers() { # without msrun and its scheduler: one rank is the job itself; forked ranks hear of signals from them
     local pid
     for pid in $(our_processes); do
         [ "$ranks" -gt 1 ] && [ "$pid" = "$job" ] && continue
         grep -qszxF "$root/scripts/fork_server.py" "/proc/$pid/cmdline" && continue
+        scores "$pid" && continue
         grep -qszx 'MS_ROLE=MS_SCHED' "/proc/$pid/environ" || echo "$pid"
     done
 }
@@ -104,33 +127,45 @@ signal() { # NAME PIDS...
     [ $# -gt 1 ] && kill -s "$@" 2>/dev/null
 }
 
-end_job() { # lets the ranks end by themselves first when $1 is TERM
-    local deadline=$((SECONDS + ${MINDGRPO_STOP_SECONDS:-10}))
-    if [ "$1" = TERM ]; then
-        signal TERM $(our_workers)
-        while [ -n "$(our_workers)" ] && [ $SECONDS -lt $deadline ]; do sleep 0.2; done
-    fi
+end_at_once() {
+    local pid waited=0
+    for pid in $(our_processes); do scores "$pid" || signal KILL "$pid"; done
+    while [ -n "$(our_processes)" ] && [ $((waited++)) -lt "$sweep_tenths" ]; do sleep 0.1; done
     signal KILL $(our_processes)
+    # What ranks that were killed while they met have left.
+    rm -f "/dev/shm/mindgrpo-$MINDGRPO_JOB-board"* "${TMPDIR:-/tmp}/mindgrpo-$MINDGRPO_JOB-board"*
+}
+
+ask_to_end() {
+    local deadline=$((SECONDS + ${MINDGRPO_STOP_SECONDS:-60}))
+    signal TERM $(our_workers)
+    while [ -n "$(our_workers)" ] && [ $SECONDS -lt $deadline ]; do sleep 0.2; done
+}
+
+stopped() {
+    end_at_once
+    [ -z "$tail_job" ] || wait "$tail_job" 2>/dev/null
+    say "stopped; full logs: $logs"
+    exit "$1"
 }
 
 interrupted() {
+    trap "trap '' INT TERM HUP; stopped $1" INT TERM HUP
+    say "stopping the $ranks ranks of this job (once more: at once)"
+    ask_to_end
     trap '' INT TERM HUP
-    say "stopping the $ranks ranks of this job"
-    end_job TERM
-    wait "$tail_job" 2>/dev/null
-    say "stopped; full logs: $logs"
-    exit "$1"
+    stopped "$1"
 }
 
 start_fork_server() { # ends this script when the check that it begins with says so
     local checked=1
     fork_server="mindgrpo-$$-${logs##*/}"
     exec 4< <(MINDGRPO_STATUS_DIR="$logs/status" exec python "$root/scripts/fork_server.py" \
-        "$fork_server" "$ranks" "$@")
+        "$fork_server" "$ranks" "${command[@]:1}")
     read -r checked <&4 || checked=1
     exec 4<&-
     [ "$checked" -eq 0 ] && return
-    end_job KILL
+    end_at_once
     rm -r "$logs" && rmdir --ignore-fail-on-non-empty "${logs%/*}"
     exit "$checked"
 }
@@ -140,90 +175,80 @@ start_job() {
     if [ "$ranks" -eq 1 ]; then
         # One rank needs no cluster, so no scheduler and no port.
         setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
-            python "$worker" "$@" >"$logs/worker_0.log" 2>&1 &
+            python "$worker" "${command[@]}" >"$logs/worker_0.log" 2>&1 &
     else
         setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
+            ${ends_with_us[@]+"${ends_with_us[@]}"} \
             msrun --worker_num="$ranks" --local_worker_num="$ranks" --master_port="$port" --join=True --log_dir="$logs" \
-            --tail_worker_log="$ranks" -- "$worker" "$@" >"$logs/msrun.log" 2>&1 &
+            --tail_worker_log="$ranks" -- "$worker" "${command[@]}" >"$logs/msrun.log" 2>&1 &
     fi
     job=$!
-    tail -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" 2>/dev/null &
+    tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" "$logs/status/told" 2>/dev/null &
     tail_job=$!
 }
 
+has_failed() { # a rank, while others may still wait for it
+    [ -e "$logs/status/stopped" ] || grep -q 'exit with exception' "$logs/msrun.log" ||
+        grep -qsE '^(status|ended) -?[1-9]' "$logs"/status/rank_*
+}
+
 wait_for_job() { # sets `ended`
+    local waited=0
     while kill -0 "$job" 2>/dev/null; do
-        if grep -q 'exit with exception' "$logs/msrun.log"; then
-            # msrun has killed the other ranks and now waits for its scheduler to time out.
-            sleep 2
-            end_job KILL
+        if has_failed && [ $((waited++)) -ge "$settle_tenths" ]; then
+            end_at_once
+        elif [ "$waited" -gt 0 ]; then
+            sleep 0.1
+        else
+            sleep 0.2
         fi
-        sleep 0.2
     done
     wait "$job"
     ended=$?
-    end_job KILL
+    end_at_once
     wait "$tail_job"
 }
 
-first_failed() { # prints "RANK STATUS" of the rank that failed first, of those that wrote a status
-    # The user's mistake is every rank's: rank 0 has told it already.
-    if grep -qs '^status 2 ' "$logs/status/rank_0"; then
-        echo 0 2
-        return
+run_once() { # sets `result`
+    MINDGRPO_LAUNCHED_AT="$(date +%s.%N)"
+    export MINDGRPO_LAUNCHED_AT
+    port=none
+    [ "$ranks" -eq 1 ] || port="$(choose_port)" || exit 2
+    make_log_dir
+    start_fork_server
+    [ "$ranks" -eq 1 ] && say "1 rank, full logs: $logs" || say "$ranks ranks on port $port, full logs: $logs"
+    start_job
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
+    trap 'interrupted 129' HUP
+    wait_for_job 2>/dev/null
+    python -m mindgrpo.presence.verdict "$logs" "$ended" 2>&3
+    result=$?
+    return 0
+}
+
+prepare_restart() { # false where the job is not to be started again
+    local step=0 directory
+    [ "$result" -ne 0 ] && [ "$result" -ne 2 ] && [ "$restarts_left" -gt 0 ] || return
+    read -r step 2>/dev/null <"$logs/status/step"
+    stalled=$((step > furthest ? 0 : stalled + 1))
+    furthest=$((step > furthest ? step : furthest))
+    if [ "$stalled" -ge 2 ]; then
+        say "not started again: the last two starts came no further than step $furthest"
+        return 1
     fi
-    grep -H '^status [1-9]' "$logs"/status/rank_* 2>/dev/null |
-        sed -E 's/.*rank_([0-9]+):status ([0-9]+) (.*)/\3 \1 \2/' | sort -n | head -n 1 | cut -d ' ' -f 2,3
-}
-
-killed_rank() { # prints "RANK CODE" of the rank that msrun saw end without a status of its own
-    local pid code record
-    read -r pid code < <(sed -nE \
-        's/.*Worker process ([0-9]+) exit with exception. Error code: (-?[0-9]+).*/\1 \2/p' "$logs/msrun.log")
-    record="$(grep -lx "pid ${pid:-none}" "$logs"/status/rank_* 2>/dev/null)"
-    [ -z "$record" ] || echo "${record##*rank_} $code"
-}
-
-in_words() { # an exit status; Python tells a signal as -9, the shell as 137
-    case "$1" in
-    -*) echo "killed by signal ${1#-}" ;;
-    12[89] | 1[3-9]?) echo "killed by signal $(($1 - 128))" ;;
-    *) echo "status $1" ;;
-    esac
-}
-
-report_failure() { # sets `result`
-    local rank="" code=""
-    read -r rank code < <(first_failed)
-    result="${code:-1}"
-    [ -n "$rank" ] || read -r rank code < <(killed_rank)
-    [ -n "$rank" ] || [ "$ranks" -gt 1 ] || rank=0 code="$ended"
-    if [ -z "$rank" ]; then
-        say "the job ended with status $ended before a rank did; the last lines of msrun:"
-        tail -n 20 "$logs/msrun.log" >&3
-    elif [ "$rank" != 0 ]; then
-        say "rank $rank failed first ($(in_words "$code")); its last lines:"
-        tail -n 30 "$logs/worker_$rank.log" >&3
-    elif [ "$result" -ne 2 ]; then
-        say "rank 0 failed first ($(in_words "$code")); its last lines are above"
+    restarts_left=$((restarts_left - 1)) starts=$((starts + 1))
+    if [ ${#resume[@]} -eq 0 ] && read -r directory 2>/dev/null <"$logs/status/directory"; then
+        resume=(--resume_training true --output_dir "$directory")
+        command+=("${resume[@]}")
     fi
-    say "full logs: $logs"
+    say "start $((starts + 1)), $restarts_left more after it${directory:+, goes on with the run in $directory}"
+    sleep "$((starts < 10 ? starts : 10))"
 }
 
 read_arguments "$@"
-shift 3
 find_programs
-port=none
-[ "$ranks" -eq 1 ] || port="$(choose_port)" || exit 2
-make_log_dir
 set_environment
-start_fork_server "${@:2}"
-[ "$ranks" -eq 1 ] && say "1 rank, full logs: $logs" || say "$ranks ranks on port $port, full logs: $logs"
-start_job "$@"
-trap 'interrupted 130' INT
-trap 'interrupted 143' TERM
-trap 'interrupted 129' HUP
-wait_for_job 2>/dev/null
-result=0
-if [ "$ended" -ne 0 ] || [ -n "$(first_failed)" ]; then report_failure; fi
+tail_job="" resume=() starts=0 stalled=0 furthest=-1
+while run_once && prepare_restart; do :; done
 exit "$result"

@@ -3,12 +3,13 @@
 Where launch.sh has started fork_server.py, the rank is forked there, which saves it the imports, and this process
 stands in for it: passes signals on and ends as it ends. Else the program runs here. Refuses to change what the
 program sees: its arguments, `__main__`, `__file__` and the folder first on the import path are those of
-`python PROGRAM ARGUMENTS`.
+`python PROGRAM ARGUMENTS`. A rank ends with the process that started it, however that ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import resource
@@ -20,10 +21,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-LAUNCHER_CHECK_SECONDS = 1.0
+LAUNCHER_CHECK_SECONDS = 0.5
+# What a rank that failed waits for its threads: they may wait for a rank that is gone.
+JOIN_SECONDS = 5.0
+USERS_ERROR = 2
+PR_SET_PDEATHSIG = 1
 
 
 def exit_status(ending: BaseException) -> int:
@@ -51,6 +58,18 @@ def tell(ending: BaseException) -> None:
         print(ending.code, file=sys.stderr)
 
 
+def write_down(ending: BaseException, record: Path) -> None:
+    """The failure, for the launcher and the other ranks; rank 0 also shows whose it follows from."""
+    # Only here: a rank that works has no use for it.
+    from mindgrpo.presence import failure, verdict
+
+    folder, rank = record.parent, int(record.name.rpartition("_")[2])
+    failed = failure.of_exception(rank, ending)
+    failure.write(folder, failed)
+    if failed.is_consequence and rank == 0:
+        print(verdict.traceback_of_cause(folder), end="", file=sys.stderr, flush=True)
+
+
 def run_rank(program: str, arguments: list[str], record: Path) -> NoReturn:
     """Runs the program to its end and the process with it; `record` gets the status."""
     status = 0
@@ -59,11 +78,14 @@ def run_rank(program: str, arguments: list[str], record: Path) -> NoReturn:
     except BaseException as ending:
         tell(ending)
         status = exit_status(ending)
-    with record.open("a") as lines:
-        lines.write(f"status {status} {time.time():.6f}\n")
+        if status not in (0, USERS_ERROR):
+            with suppress(Exception):
+                write_down(ending, record)
+    append(record, f"status {status}")
+    patience = time.monotonic() + JOIN_SECONDS
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+            thread.join(max(0.0, patience - time.monotonic()) if status else None)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,9 +93,22 @@ def run_rank(program: str, arguments: list[str], record: Path) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def record_of_rank() -> Path:
-    folder = Path(os.environ["MINDGRPO_STATUS_DIR"])
-    return folder / f"rank_{os.environ.get('RANK_ID', '0')}"
+def append(record: Path, words: str) -> None:
+    """One line with the time, seconds since the epoch."""
+    with record.open("a") as lines:
+        lines.write(f"{words} {time.time():.6f}\n")
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when `parent`, which started it, ends; at once if it has ended."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def record_of_rank(environment: Mapping[str, str]) -> Path:
+    folder = Path(environment["MINDGRPO_STATUS_DIR"])
+    return folder / f"rank_{environment.get('RANK_ID', '0')}"
 
 
 def ask_for_fork(name: str, command: list[str]) -> socket.socket | None:
@@ -92,7 +127,7 @@ def ask_for_fork(name: str, command: list[str]) -> socket.socket | None:
         return None
 
 
-def stand_in(line: socket.socket, launcher: int) -> NoReturn:
+def stand_in(line: socket.socket, launcher: int, record: Path) -> NoReturn:
     """Waits for the forked rank and ends as it did."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: line.sendall(b"%d\n" % number))
@@ -101,6 +136,7 @@ def stand_in(line: socket.socket, launcher: int) -> NoReturn:
             os._exit(1)  # the server then kills the rank
     told = line.recv(16)
     if not told:
+        append(record, "orphaned")
         sys.exit("mindgrpo: the process that forks the ranks has ended; fork_server.log says why.")
     status = int(told)
     if status < 0:
@@ -114,16 +150,18 @@ def stand_in(line: socket.socket, launcher: int) -> NoReturn:
 
 def main() -> None:
     _, program, *arguments = sys.argv
+    launcher = os.getppid()
     if os.environ.get("MS_ROLE") == "MS_SCHED":
+        end_with_parent(launcher)
         run(program, arguments)
         return
-    record = record_of_rank()
+    record = record_of_rank(os.environ)
     record.write_text(f"pid {os.getpid()}\n")
-    launcher = os.getppid()
     server = os.environ.get("MINDGRPO_FORK_SERVER")
     line = ask_for_fork(server, [program, *arguments]) if server else None
     if line is not None:
-        stand_in(line, launcher)
+        stand_in(line, launcher, record)
+    end_with_parent(launcher)
     run_rank(program, arguments, record)
 
 

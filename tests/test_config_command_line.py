@@ -118,7 +118,8 @@ def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
         (["--rl_config.beta"], "--rl_config.beta on the command line has no value"),
         (["--rl_config.epochs", "0"], "(command line --rl_config.epochs)"),
         (["beta", "1"], "'beta' on the command line belongs to no flag"),
-        (["--resume_training"], "continuing an earlier run, which is not available yet"),
+        (["--rl_config.save_ckpt_format", "ckpt"], "cannot be ckpt: such files hold no layout"),
+        (["--rl_config.save_ckpt_interval", "-5"], "(command line --rl_config.save_ckpt_interval)"),
     ],
 )
 def test_a_wrong_command_line_is_refused(load: Loader, words: list[str], sentence: str) -> None:
@@ -147,3 +148,24 @@ def test_the_command_line_is_parted_into_file_and_overrides(load: Loader) -> Non
 def test_a_command_line_without_configuration_says_so() -> None:
     with pytest.raises(UserError, match="add --config FILE.yaml"):
         parse_command_line(["--rl_config.beta", "0.5"])
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ([], False),
+        (["--resume_training"], True),
+        (["--resume_training", "true"], True),
+        (["--resume_training", "False"], False),
+        (["--resume_training="], False),
+        (["--resume_training", "output/run/1"], "output/run/1"),
+        (["--rl_config.resume_training", "2024"], "2024"),
+    ],
+)
+def test_going_on_is_a_switch_or_a_path(load: Loader, words: list[str], value: bool | str) -> None:
+    assert load("", *words).config.rl_config.resume_training == value
+
+
+def test_settings_that_may_change_are_a_list_of_words(load: Loader) -> None:
+    loaded = load("", "--rl_config.resume_changed", "rl_config.seed,data")
+    assert loaded.config.rl_config.resume_changed == ["rl_config.seed", "data"]

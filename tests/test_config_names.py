@@ -55,7 +55,7 @@ def test_what_has_no_effect_in_the_users_configuration_is_told_once(load: Loader
     loaded = load(USERS_CONFIGURATION)
     told = [notice.split(" ")[0] for notice in loaded.notices]
     assert len(told) == len(set(told))
-    gone_on_without = {"generate_config.use_vllm", "rl_config.save_ckpt_interval"}
+    gone_on_without = {"generate_config.use_vllm"}
     assert set(told) - set(RETIRED) == gone_on_without
     assert "rl_config.align_type" in told and "context.device_id" in told
     assert all("(grpo_config.yaml line" in notice for notice in loaded.notices)
@@ -77,7 +77,6 @@ def test_no_key_of_the_users_configuration_is_passed_over(load: Loader) -> None:
     [
         ("generate_config.use_vllm", "1", "the embedded generator is used"),
         ("generate_config.use_vllm", "2", "the embedded generator is used"),
-        ("rl_config.save_ckpt_interval", "5", "none is written, only the final model"),
     ],
 )
 def test_what_a_run_goes_on_without_is_told_in_one_line(

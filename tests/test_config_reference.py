@@ -58,7 +58,7 @@ def test_the_page_is_well_formed_markdown() -> None:
             "generate_config.use_vllm",
             ["which is not available yet; where it is asked for, the embedded generator is used"],
         ),
-        ("rl_config.resume_training", ["which is not available yet; leave it at False"]),
+        ("rl_config.enable_compile_cache", ["which is not available yet; leave it at False"]),
         ("model_config", ["actor_config.model_config: ", "ref_config.model_config: "]),
     ],
 )

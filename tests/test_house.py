@@ -19,6 +19,7 @@ PACKAGE = ROOT / "mindgrpo"
 # Rooms and modules of mindgrpo/, lowest first: each may import itself and what stands before it.
 LEVELS = (
     "errors",
+    "presence",
     "config",
     "layout",
     "algorithm",
@@ -30,6 +31,7 @@ LEVELS = (
     "reshard",
     "delivery",
     "residency",
+    "checkpoint",
     "run_plan",
     "planning",
     "preflight",
@@ -40,10 +42,17 @@ LEVELS = (
     "refill",
     "step",
     "export",
+    "conversion",
     "monitor",
     "doctor",
     "evaluation_run",
+    "run_places",
     "run_record",
+    "run_start",
+    "run_resume",
+    "run_checkpoints",
+    "stopping",
+    "run_session",
     "run_watch",
     "trainer",
     "__main__",
@@ -51,6 +60,7 @@ LEVELS = (
 FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
 WITHOUT_MINDSPORE = (
     "errors",
+    "presence",
     "config",
     "layout",
     "reward",

@@ -182,7 +182,6 @@ def test_what_the_run_goes_on_without_is_told_once(run: tuple[Path, str]) -> Non
     for words in (
         "generate_config.use_vllm 1 asks for vLLM as the generator, which is not available yet: "
         "the embedded generator is used",
-        "rl_config.save_ckpt_interval 5 asks for checkpoints during a run",
         "msprobe_config.msprobe asks for msprobe",
         "rl_config.align_type has no effect",
         "eos_token_id 151645, 151643 is outside of the model's 384 tokens",

@@ -20,6 +20,7 @@ from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.errors import UserError
+from mindgrpo.presence.rank import Presence
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -31,6 +32,9 @@ TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}
 
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
+
+    # Never why a job ended: see presence/failure.py.
+    is_consequence = True
 
 
 class Group(ABC):
@@ -122,6 +126,8 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # Where this rank is, and where the others are.
+    presence: Presence
     # What the user should hear of how this device computes.
     notices: tuple[str, ...] = ()
     # True where parameters that share one pool may also be updated through one flat view of it.

@@ -18,13 +18,14 @@ from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
 from mindgrpo.backend.graph import CompileLog, Graph
-from mindgrpo.backend.host import Host
+from mindgrpo.backend.host import Host, job_name
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_library import library_path
 from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
+from mindgrpo.presence.rank import Presence
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
 GROUP_BUFFER_BYTES = 512 << 10
@@ -137,6 +138,8 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
+        self.presence = Presence.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.presence.compiling
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
@@ -180,14 +183,14 @@ class CpuBackend(Backend):
 
             init("mccl")
             self.rank = get_rank()
-        # Every rank of one msrun has the same parent, and two runs never share parent and port.
-        self._job = f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+        self._job = job_name(environment)
 
     def _make_host(self) -> Host:
         if self.world_size == 1:
             return Host("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
-        return Host(self._job, self.rank, self.world_size, native_library.library(), spins)
+        library = native_library.library()
+        return Host(self._job, self.rank, self.world_size, library, spins, self.presence)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
 class CompileLog:
     """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends.
 
-    Where graphs are not compiled at all (`compiles` False), there is nothing to tell.
+    `span` surrounds each. Where graphs are not compiled at all (`compiles` False), there is nothing to tell.
     """
 
     compiles = True
@@ -18,6 +19,7 @@ class CompileLog:
     def __init__(self) -> None:
         self.entries: list[tuple[str, float]] = []
         self.listener: Callable[[str, float | None], None] | None = None
+        self.span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
         if not self.compiles:
@@ -25,7 +27,8 @@ class CompileLog:
         if self.listener:
             self.listener(name, None)
         started = time.perf_counter()
-        result = call()
+        with self.span(name):
+            result = call()
         seconds = time.perf_counter() - started
         self.entries.append((name, seconds))
         if self.listener:

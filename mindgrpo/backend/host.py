@@ -14,7 +14,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy as np
 from mindgrpo.backend import PeerLost
 from mindgrpo.backend.waiting import LINE, Counters, PolledCounters, SleepingCounters
 from mindgrpo.errors import UserError
+from mindgrpo.presence.rank import Presence
 
 PAGE_BYTES = 4096
 # Where a board may lie; the first that takes it.
@@ -31,6 +32,19 @@ MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
 STALE_SECONDS = 3600.0
 MAX_OFFERS = 1000
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """Every rank of one msrun has the same parent, and two runs never share parent and port."""
+    given = environment.get("MINDGRPO_JOB")
+    return given or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+
+
+def remove_board(environment: Mapping[str, str]) -> None:
+    """What ranks that were killed while they met have left behind."""
+    for folder in BOARD_FOLDERS:
+        for path in folder.glob(f"mindgrpo-{job_name(environment)}-board*"):
+            path.unlink(missing_ok=True)
 
 
 def is_alive(pid: int) -> bool:
@@ -45,7 +59,8 @@ def is_alive(pid: int) -> bool:
 class Host:
     """This rank among the `world_size` ranks of `job`.
 
-    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters.
+    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `presence` knows
+    how a rank ended.
     """
 
     def __init__(
@@ -55,7 +70,9 @@ class Host:
         world_size: int,
         library: ctypes.CDLL | None = None,
         spins: int = 0,
+        presence: Presence | None = None,
     ) -> None:
+        self._presence = presence
         self.job, self.rank, self.world_size = job, rank, world_size
         self.library, self.spins = library, spins
         self._pids: dict[int, int] = {}
@@ -80,8 +97,11 @@ class Host:
             raise self.lost(pid)
 
     def lost(self, pid: int) -> PeerLost:
-        rank = next((str(rank) for rank, known in self._pids.items() if known == pid), "?")
-        return PeerLost(f"rank {rank} (process {pid}) has ended; its log says why")
+        rank = next((rank for rank, known in self._pids.items() if known == pid), None)
+        if rank is None:
+            return PeerLost(f"process {pid} of this job has ended; its log says why")
+        known = self._presence.ending_of(rank) if self._presence else ""
+        return PeerLost(known or f"rank {rank} (process {pid}) has ended; its log says why")
 
     def counters(self, memory: mmap.mmap, start: int, count: int) -> Counters:
         if self.library is None:

@@ -5,9 +5,9 @@ Refuses values outside their range; nothing here changes what a run computes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mindgrpo.config.section import BEFORE_TEXT, Contradiction, Section
 
@@ -27,6 +27,35 @@ PROFILED_STAGES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _off_as_meant(value: object) -> object:
+    # YAML reads a bare off as false.
+    return "off" if value is False else value
+
+
+_Seconds = Annotated[float | None, Field(gt=0)]
+
+
+def _of_phase(what: str) -> Any:
+    return Field(None, description=f"seconds for {what}; null: phase_deadline_seconds")
+
+
+class PhaseDeadlines(Section):
+    """One key a phase, named as in launch.sh's last line."""
+
+    load: _Seconds = _of_phase("loading weights")
+    compile: _Seconds = _of_phase("compiling one graph, which counts for no other phase")
+    reshard: _Seconds = _of_phase("handing weights to the generator")
+    rollout: _Seconds = _of_phase("generating")
+    score: _Seconds = _of_phase("the rewards")
+    reference: _Seconds = _of_phase("the reference's log-probs")
+    old_logps: _Seconds = _of_phase("the policy's own log-probs")
+    update: _Seconds = _of_phase("the updates of a step")
+    sync_reference: _Seconds = _of_phase("renewing the reference")
+    evaluate: _Seconds = _of_phase("one evaluation")
+    checkpoint: _Seconds = _of_phase("one checkpoint")
+    export: _Seconds = _of_phase("writing the model")
+
+
 class MonitorConfig(Section):
     host_monitor_interval: float = Field(
         -1.0, description="seconds between looks at the host's memory; 0 or less is off"
@@ -44,6 +73,17 @@ class MonitorConfig(Section):
     host_max_memory_threshold: float = Field(
         0.95, gt=0, le=1, description="share of the host's memory, all programs counted"
     )
+    phase_deadline_seconds: _Seconds = Field(
+        600.0, description="seconds that a phase may take; null: only those of phase_deadlines"
+    )
+    phase_deadline_action: Annotated[
+        Literal["off", "warn", "stop"], BeforeValidator(_off_as_meant)
+    ] = Field(
+        "warn",
+        description="what a phase beyond its deadline leads to: nothing, a line that says which rank "
+        "the others wait for, or the end of the job with that line",
+    )
+    phase_deadlines: PhaseDeadlines = PhaseDeadlines()
 
     @field_validator("host_monitor_steps")
     @classmethod
@@ -55,6 +95,12 @@ class MonitorConfig(Section):
                     "must hold step numbers from 1 up and pairs [first, last] of such, as [1, [5, 8]]"
                 )
         return value
+
+    @property
+    def deadlines(self) -> dict[str, float]:
+        """Seconds by phase, and `default` for the phases that have none of their own."""
+        given = {**self.phase_deadlines.model_dump(), "default": self.phase_deadline_seconds}
+        return {phase: seconds for phase, seconds in given.items() if seconds is not None}
 
     @property
     def seconds(self) -> float | None:

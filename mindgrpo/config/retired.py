@@ -94,15 +94,6 @@ def _beside(switch: str) -> Pending:
 
 
 PENDING: dict[str, Pending] = {
-    "rl_config.resume_training": _only("continuing an earlier run", False),
-    "rl_config.save_ckpt_interval": _told(
-        "checkpoints during a run",
-        0,
-        "none is written, only the final model",
-        lambda steps: steps > 0,
-    ),
-    "rl_config.save_max_ckpt_num": _beside("save_ckpt_interval"),
-    "rl_config.save_ckpt_format": _beside("save_ckpt_interval"),
     "rl_config.enable_compile_cache": _only("keeping compiled graphs between runs", False),
     "generate_config.use_vllm": _told(
         "vLLM as the generator", 0, "the embedded generator is used", lambda kind: kind in (1, 2)

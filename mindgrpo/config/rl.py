@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.config.checkpoints import CheckpointKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
@@ -18,7 +19,7 @@ from mindgrpo.config.section import (
 )
 
 
-class RLConfig(AlgorithmKeys):
+class RLConfig(AlgorithmKeys, CheckpointKeys):
     model_name: OptionalText = Field(None, description="a name for the run's model, for reports")
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_ON_OFF] = Field(
         "OFF", description="ON asks the device for bit-reproducible kernels"

@@ -8,6 +8,7 @@ unless `overflow` says otherwise, and then it is counted.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from mindgrpo.data.sources import ALONE, Ranks, Records
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 
+# Reading every record again would take as long as reading them did.
+ANSWERS_IN_FINGERPRINT = 64
 OVERFLOWS = ("error", "drop", "left", "right")
 
 
@@ -237,6 +240,15 @@ class PromptSet(Sequence[Prompt]):
         place = range(len(self))[place]
         start = self._ends[place - 1] if place else 0
         return Prompt(self, int(self._places[place]), self._ids[start : self._ends[place]])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of every prompt's tokens in the data set's order, and of some answers."""
+        digest = hashlib.sha256(self._ids.tobytes())
+        digest.update(self._ends.tobytes())
+        for place in range(0, len(self), max(1, len(self) // ANSWERS_IN_FINGERPRINT)):
+            digest.update(self[place].answer.encode() + b"\0")
+        return digest.hexdigest()
 
     @property
     def num_cut(self) -> int:

@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
 from mindgrpo.layout.split import Box
-from mindgrpo.model.checkpoint_writing import INDEX_FILE, SINGLE_FILE, SafetensorsWriter
+from mindgrpo.model.checkpoint_writing import (
+    INDEX_FILE,
+    NAME_MAP_FILE,
+    SINGLE_FILE,
+    SafetensorsWriter,
+)
 
 __all__ = ["SafetensorsDirectory", "SafetensorsWriter"]
 
@@ -62,14 +67,14 @@ class SafetensorsDirectory:
                 f"{name} in {entry.file} has the dtype {entry.dtype}, but weights must be F32, "
                 f"F16 or BF16; convert the checkpoint to one of these."
             )
-        slices = _slices_within(box, entry.shape, name, entry.file)
+        slices = slices_within(box, entry.shape, name, entry.file)
         if 0 in entry.shape:
             return np.zeros(entry.shape, np.float32)[slices]
         # Opened for each read: pages of a closed map do not count as this program's memory.
         stored: NDArray[Any] = np.memmap(
             entry.file, _STORED_AS[entry.dtype], "r", entry.offset, entry.shape
         )
-        return _as_float32(np.asarray(stored[slices]), entry.dtype)
+        return as_float32(np.asarray(stored[slices]), entry.dtype)
 
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
@@ -80,7 +85,7 @@ class SafetensorsDirectory:
         return self._entries[name]
 
 
-def _slices_within(
+def slices_within(
     box: Box | None, shape: tuple[int, ...], name: str, file: Path
 ) -> tuple[slice, ...]:
     if box is None:
@@ -93,7 +98,7 @@ def _slices_within(
     return box.slices
 
 
-def _as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+def as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     if dtype != "BF16":
         return np.array(stored, dtype=np.float32, order="C")
     bits = np.array(stored, dtype=np.uint32, order="C")
@@ -104,13 +109,18 @@ def _as_float32(stored: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 def _entries_of_index(directory: Path) -> dict[str, _Entry]:
     index = directory / INDEX_FILE
     if not index.exists():
-        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".ckpt", ".pt"))
+        if (directory / NAME_MAP_FILE).is_file():
+            return _entries_of_map(directory / NAME_MAP_FILE, _name_map(directory / NAME_MAP_FILE))
+        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt"))
         found = f" (it has {', '.join(others)}: convert them)" if others else ""
         raise UserError(
             f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}{found}; "
             f"give a Hugging Face directory with safetensors weights."
         )
-    weight_map = _weight_map(index)
+    return _entries_of_map(index, _weight_map(index))
+
+
+def _entries_of_map(index: Path, weight_map: dict[str, str]) -> dict[str, _Entry]:
     shards = {
         shard: _read_header(_shard_path(index, shard))
         for shard in dict.fromkeys(weight_map.values())
@@ -122,6 +132,17 @@ def _entries_of_index(directory: Path) -> dict[str, _Entry]:
                 f"download the checkpoint again."
             )
     return {name: shards[shard][name] for name, shard in weight_map.items()}
+
+
+def _name_map(path: Path) -> dict[str, str]:
+    """MindFormers' index: names and files, and nothing around them."""
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): str(shard) for name, shard in names.items()}
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no map of tensors to files (a JSON object); copy the checkpoint again."
+        ) from error
 
 
 def _weight_map(index: Path) -> dict[str, str]:

@@ -19,6 +19,8 @@ from mindgrpo.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+# MindFormers' index.
+NAME_MAP_FILE = "param_name_map.json"
 
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -12,16 +12,16 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.layout.split import ParameterSpec
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
+from mindgrpo.model.weight_files import WeightFiles, open_weights
 from mindgrpo.model.weights import Weights
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
-def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> SafetensorsDirectory:
+def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> WeightFiles:
     """The directory's files, after comparing every name and shape with the model's. Raises UserError."""
-    files = SafetensorsDirectory(directory)
+    files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
     found = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
     if "lm_head.weight" not in wanted:

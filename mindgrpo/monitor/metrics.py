@@ -34,14 +34,25 @@ def finite_or_null(figures: Mapping[str, Any]) -> tuple[dict[str, Figure], list[
 class MetricsWriter:
     """One object a step in DIRECTORY/metrics.jsonl, on disk when `write` returns."""
 
-    def __init__(self, directory: Path, tensorboard_dir: Path | None, queue_size: int = 10) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tensorboard_dir: Path | None,
+        queue_size: int = 10,
+        done_steps: int = 0,
+    ) -> None:
+        """`done_steps` of the run have been written before; TensorBoard forgets what came after them."""
         self.path = directory / "metrics.jsonl"
         self._lines = self.path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard_dir is not None:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(logdir=str(tensorboard_dir), max_queue=queue_size)
+            self._board = SummaryWriter(
+                logdir=str(tensorboard_dir),
+                max_queue=queue_size,
+                purge_step=done_steps + 1 if done_steps else None,
+            )
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         values, nonfinite = finite_or_null({key: figures[key] for key in figures if key != "step"})

@@ -10,9 +10,16 @@ from pathlib import Path
 
 from mindgrpo.errors import UserError
 
+ROOT = Path("output")
 
-def create(output_dir: Path | str | None, config_name: str, root: Path | str = "output") -> Path:
-    """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it."""
+
+def create(
+    output_dir: Path | str | None,
+    config_name: str,
+    root: Path | str = ROOT,
+    goes_on: bool = False,
+) -> Path:
+    """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it; `goes_on` in a run that is there."""
     if output_dir is None:
         directory = _make_default(Path(root), config_name)
         try:
@@ -23,7 +30,7 @@ def create(output_dir: Path | str | None, config_name: str, root: Path | str = "
                 f"failed ({error.strerror}): move away what stands there."
             ) from error
         return directory
-    directory = _make_given(Path(output_dir))
+    directory = _make_given(Path(output_dir), goes_on)
     # The link is a convenience: who names a directory may well work where `output/` cannot be made.
     with contextlib.suppress(OSError):
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -72,8 +79,9 @@ def _make_fresh(parent: Path, name: str) -> Path:
     raise AssertionError("itertools.count ended")
 
 
-def _make_given(directory: Path) -> Path:
-    check_free(directory)
+def _make_given(directory: Path, goes_on: bool) -> Path:
+    if not goes_on:
+        check_free(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

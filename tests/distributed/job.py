@@ -26,6 +26,7 @@ from mindgrpo.algorithm.objective import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.host import job_name
 from mindgrpo.delivery import Delivery
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
@@ -293,7 +294,7 @@ def run_all(folder: Path, backend: Backend, transport: str) -> None:
     world = (backend.world_size, transport)
     result: dict[str, Any] = {
         "rank": backend.rank,
-        "segments": f"mindgrpo-{os.getppid()}-{os.environ.get('MS_SCHED_PORT', '0')}-",
+        "segments": f"mindgrpo-{job_name(os.environ)}-",
         "cases": {},
         "seconds": {},
     }

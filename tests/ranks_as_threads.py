@@ -1,0 +1,80 @@
+"""Ranks as threads over plain numpy memory, for tests of what ranks do together without a device or a graph.
+
+Refuses to compute: a pool is an array, and of a group there is only its gathering of objects.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+WAIT_SECONDS = 60.0
+
+
+class World:
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.values: list[Any] = [None] * size
+        self.meeting = threading.Barrier(size)
+
+
+class ThreadGroup:
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._world.values[self._rank] = value
+        self._world.meeting.wait(WAIT_SECONDS)
+        gathered = list(self._world.values)
+        self._world.meeting.wait(WAIT_SECONDS)
+        return gathered
+
+    def barrier(self) -> None:
+        self.gather_objects(None)
+
+
+class ArrayPool:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._array = np.zeros(num_bytes // 4, np.float32)
+
+    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
+        count = int(np.prod(shape, dtype=np.int64))
+        return self._array[offset : offset + count].reshape(shape)
+
+    def pull(self) -> None: ...
+
+    def push(self) -> None: ...
+
+
+class ThreadBackend:
+    def __init__(self, world: World, rank: int) -> None:
+        self.rank, self.world_size = rank, world.size
+        self.world = ThreadGroup(world, rank)
+
+    def pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
+        return ArrayPool(num_bytes)
+
+
+def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `work(backend, *arguments)` returns on each rank; the first exception is raised."""
+    world = World(size)
+
+    def rank(number: int) -> Any:
+        try:
+            return work(ThreadBackend(world, number), *arguments)
+        except BaseException:
+            world.meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as ranks:
+        futures = [ranks.submit(rank, number) for number in range(size)]
+    errors = [future.exception() for future in futures]
+    real = [e for e in errors if e is not None and not isinstance(e, threading.BrokenBarrierError)]
+    if real:
+        raise real[0]
+    return [future.result() for future in futures]

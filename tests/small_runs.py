@@ -1,0 +1,120 @@
+"""Whole runs of a very small model in this process, on one rank, for tests of what a run leaves and goes on from.
+
+Refuses to be told apart by speed: what rows hold of times and memory is left out where they are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.config import load_config
+from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.monitor.metrics import read_metrics
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+MODEL: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+NUM_ROWS, STEPS, EVAL_SAMPLES = 7, 5, 3
+# Everything that carries something from one step to the next: epochs that end inside a step, groups that are
+# replaced, several updates a step, a rate that changes, a reference that follows, evaluations.
+CONFIG = f"""
+rl_config:
+  max_steps: {STEPS}
+  epochs: 9
+  prompts_per_step: 3
+  num_generations: 4
+  updates_per_rollout: 2
+  num_iterations: 2
+  batch_size: 2
+  seq_length: 64
+  beta: 0.05
+  seed: 3
+  dynamic_sampling: true
+  eval_steps: 2
+  eval_samples: {EVAL_SAMPLES}
+actor_config:
+  lr_schedule: {{lr_decay_style: cosine, lr: 0.02, min_lr: 0.001, warmup_step: 3}}
+ref_config: {{sync_ref_model: true, ref_model_sync_steps: 1, ref_model_mixup_alpha: 0.5}}
+generate_config:
+  max_prompt_length: 40
+  sampling_config: {{max_tokens: 6, temperature: 1.0}}
+"""
+OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles")
+
+
+def make_inputs(folder: Path) -> None:
+    """A model, its tokenizer and a few rows below `folder`."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    draw = np.random.default_rng(0)
+    with SafetensorsWriter(model, 1 << 30) as writer:
+        for spec in parameter_specs(decoder_config(MODEL, "here")):
+            norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
+            noise = 0.1 * draw.standard_normal(spec.shape, dtype=np.float32)
+            writer.add(spec.name, np.ones(spec.shape, np.float32) if norm else noise)
+    for name in TOKENIZER_FILES:
+        shutil.copy(EXAMPLE / "model" / name, model / name)
+    rows = (EXAMPLE / "train.jsonl").read_text().splitlines()[:NUM_ROWS]
+    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "small.yaml").write_text(CONFIG)
+
+
+def spread(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Equal for about half of the groups at first, so that some are replaced."""
+    return [float(sum(map(ord, text)) % 7 < 2) for text in completions]
+
+
+Reward = Callable[[Sequence[str], Sequence[str]], list[float]]
+
+
+def run(folder: Path, output: Path | None, *words: str, reward: Reward = spread) -> Path:
+    """A run over the inputs below `folder`; its folder."""
+    from mindgrpo.trainer import GRPOTrainer
+
+    paths = ["--actor_checkpoint_path", str(folder / "model")]
+    paths += ["--dataset_file", str(folder / "train.jsonl")]
+    paths += ["--rl_config.eval_dataset_file", str(folder / "train.jsonl")]
+    if output is not None:
+        paths += ["--output_dir", str(output)]
+    loaded = load_config(folder / "small.yaml", [*paths, *words])
+    return GRPOTrainer(loaded, [reward], name="small").train()
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the machine."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(OWN_OF_A_SESSION) and not key.endswith("/seconds")
+        }
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def model_bits(run: Path) -> dict[str, bytes]:
+    files = SafetensorsDirectory(run / "hf")
+    return {name: files.read(name).tobytes() for name in files.names}
+
+
+def completions(run: Path) -> list[str]:
+    return (run / "completions.jsonl").read_text().splitlines()

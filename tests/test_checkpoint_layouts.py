@@ -1,0 +1,139 @@
+"""Checkpoints from any layout into any other, bit for bit, with ranks as threads and no device.
+
+Does not prove that a trainer's state is all there (test_resume.py does), nor what damaged files lead to
+(test_checkpoint_damage.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_model import MODEL, ROLES, filled, layout, save, value
+from ranks_as_threads import run
+from safetensors import safe_open
+
+from mindgrpo.checkpoint.load import check_tensors, load_role
+from mindgrpo.checkpoint.manifest import read_manifest
+from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
+from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.layout.split import Box
+
+GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
+
+
+def bits(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def load_and_compare(backend: Any, folder: Path, grid: tuple[int, int, int]) -> dict[str, str]:
+    roles = filled(backend, layout(grid), empty=True)
+    manifest = read_manifest(folder)
+    check_tensors(folder, manifest, roles)
+    for role, weights in roles.items():
+        load_role(folder, manifest, role, weights)
+        for spec in weights.specs():
+            if spec.name in weights.parts:
+                whole = value(role, spec.name, spec.shape)
+                expected = whole[weights.boxes[spec.name].slices]
+                assert bits(weights.parts[spec.name]) == bits(expected), (role, spec.name)
+    return {role: values_digest(weights, backend) for role, weights in roles.items()}
+
+
+@pytest.mark.parametrize("saved", GRIDS, ids=str)
+def test_a_checkpoint_of_any_layout_loads_into_every_other_bit_for_bit(
+    saved: tuple[int, int, int], tmp_path: Path
+) -> None:
+    folder = run(np.prod(saved), save, tmp_path, saved, saved[0] == 1)[0]
+    told = read_manifest(folder).sums
+    for grid in GRIDS:
+        digests = run(int(np.prod(grid)), load_and_compare, folder, grid)
+        assert all(digest == told for digest in digests), grid
+
+
+def test_its_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
+    folder = run(4, save, tmp_path, (1, 2, 2), False)[0]
+    found: Counter[str] = Counter()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "np") as file:
+            for key in file.keys():  # noqa: SIM118
+                role, _, rest = key.partition("/")
+                name = rest.partition("[")[0]
+                found[role] += file.get_tensor(key).size
+                assert name.startswith("model.")
+    sizes = sum(int(np.prod(spec.shape)) for spec in layout((1, 1, 1)).specs)
+    assert found == dict.fromkeys(ROLES, sizes)
+
+
+def test_every_element_is_written_once_and_by_a_rank_that_holds_it() -> None:
+    for grid, piece_bytes in product(GRIDS, (1, 400, 1 << 20)):
+        place = layout(grid)
+        plan = plan_pieces({"policy": place, "first": place}, place.grid.size, piece_bytes)
+        seen = {
+            (role, spec.name): np.zeros(spec.shape, int)
+            for role in ("policy", "first")
+            for spec in place.specs
+        }
+        for rank, pieces in enumerate(plan):
+            held = place.held_by(rank)
+            for piece in pieces:
+                assert piece.box.intersect(held[piece.name]) == piece.box
+                seen[piece.role, piece.name][piece.box.slices] += 1
+        assert all((count == 1).all() for count in seen.values())
+
+
+def test_replicas_share_the_writing_out_evenly() -> None:
+    place = layout((4, 1, 2))
+    loads = [
+        sum(p.num_bytes for p in pieces) for pieces in plan_pieces({"p": place}, 8, piece_bytes=512)
+    ]
+    # Of two stages that differ in size, each stage's four replicas write alike.
+    for stage in (loads[:4], loads[4:]):
+        assert max(stage) - min(stage) <= 512
+
+
+def test_a_rank_outside_the_layout_writes_nothing() -> None:
+    assert plan_pieces({"p": layout((1, 2, 1))}, 4)[2:] == [[], []]
+
+
+def test_pieces_are_cut_where_a_file_would_have_to_be_read_whole() -> None:
+    box = Box((2, 1), (9, 5))
+    parts = list(cut(box, 2 * 16))
+    assert [part.start[0] for part in parts] == [2, 4, 6, 8]
+    assert parts[-1].stop == (9, 5)
+    assert list(cut(Box((), ()), 1)) == [Box((), ())]
+    assert Piece("a", "b", box).key == "a/b[2:9,1:5]"
+
+
+def test_nothing_is_left_beside_the_checkpoint(tmp_path: Path) -> None:
+    folder = run(2, save, tmp_path, (1, 2, 1), True)[0]
+    assert folder == tmp_path / "checkpoints" / "step_000003"
+    assert [path.name for path in folder.parent.iterdir()] == ["step_000003"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"]
+    assert json.loads((folder / "manifest.json").read_text())["version"] == 1
+
+
+def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    folder = run(1, save, tmp_path, (1, 1, 1), False)[0]
+    manifest = read_manifest(folder)
+
+    def other(backend: Any, change: dict[str, Any]) -> None:
+        from mindgrpo.model.weights import Weights
+
+        place = layout((1, 1, 1), MODEL | change)
+        check_tensors(folder, manifest, {r: Weights(place, 0, backend) for r in ROLES})
+
+    with pytest.raises(
+        Exception, match=r"has the shape \[21, 16\] in .*manifest.json, but \[22, 16\]"
+    ):
+        run(1, other, {"intermediate_size": 22})
+    with pytest.raises(Exception, match="has a tensor model.layers.3"):
+        run(1, other, {"num_hidden_layers": 3})
+    with pytest.raises(Exception, match="has no tensor lm_head.weight of policy"):
+        run(1, other, {"tie_word_embeddings": False})

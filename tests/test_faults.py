@@ -1,0 +1,71 @@
+"""A real job on eight ranks is hurt from outside: it ends in time, says who and where, and leaves nothing.
+
+A few cells of scripts/faults/kill_matrix.py, which has every phase and resumes. Does not prove anything about several
+hosts, nor about ranks of another device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
+
+from job import Job  # noqa: E402
+from kill_matrix import ARGUMENTS, Case, run_case, words  # noqa: E402
+
+RANKS = 8
+SMALL = words(ARGUMENTS | {"rl_config.prompts_per_step": 4, "rl_config.eval_samples": 8})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("compile", 0, victim=5, occurrence=1, limit=30.0),
+        Case("rollout", 0, victim=3, occurrence=1, limit=10.0),
+        Case("update", 0, victim=0, occurrence=1, limit=10.0),
+    ],
+    ids=lambda case: case.phase,
+)
+def test_a_killed_rank_ends_the_job_in_time_with_its_name_and_phase_and_nothing_is_left(
+    tmp_path: Path, case: Case
+) -> None:
+    told = run_case(case, RANKS, tmp_path / "job", None, SMALL)
+    assert told["good"], json.dumps(told)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    deadlines = {
+        "monitor_config.phase_deadline_action": "stop",
+        "monitor_config.phase_deadlines.score": 7,
+    }
+    job = Job(tmp_path / "job", RANKS, [*SMALL, *words(deadlines)])
+    yield job
+    if job.process.poll() is None:
+        job.process.terminate()
+        job.process.wait(120)
+
+
+def test_a_rank_that_stands_still_is_named_and_the_job_ended_at_its_phases_deadline(
+    job: Job,
+) -> None:
+    stopped = job.stop_in(rank=6, kind="score", occurrence=1, seconds=120.0)
+    assert stopped is not None
+    ended = job.end(time.monotonic(), 60.0)
+    assert ended.status == 1 and ended.seconds < 30.0 and ended.left == []
+    assert "phase score of step 1 has taken 7 s" in ended.last_line
+    assert "waiting for rank 6 (phase score of step 1 since" in ended.last_line
+    assert "no heartbeat for" in ended.last_line and "phase_deadline_action" in ended.last_line
+    # Where the rank that ended the job itself waited.
+    (logs,) = (job.folder / "logs").iterdir()
+    assert "most recent call first" in (logs / "worker_0.log").read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped.pid, signal.SIGCONT)

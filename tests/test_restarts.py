@@ -1,0 +1,178 @@
+"""launch.sh starts a failed job again, and nothing outlives a launcher, however that ends.
+
+Ranks are small programs, forked or not, under the stand-in for msrun of test_launch_script.py. Does not prove that a
+real run goes on where it left off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_launch_script import BOTH_WAYS, ROOT, environment, is_over, launch, program
+
+# A run that tells where it writes, and comes one step further with each start unless told otherwise.
+RUN = """
+from pathlib import Path
+from mindgrpo.presence.rank import Presence
+presence = Presence.of_process(int(rank), 2, os.environ)
+here = Path(__file__).parent
+presence.tell_directory(here / "run")
+starts = len(list(here.glob("started_" + rank + "_*")))
+(here / f"started_{rank}_{starts}").write_text(" ".join(sys.argv[1:]))
+presence.at_step(STEP)
+if rank == "1" and starts < FAILURES:
+    HOW
+while rank == "0" and starts < FAILURES:
+    time.sleep(0.1)
+"""
+
+
+def run(tmp_path: Path, how: str, failures: int, step: str = "starts + 1") -> str:
+    words = {"HOW": how, "FAILURES": str(failures), "STEP": step}
+    source = RUN
+    for word, meaning in words.items():
+        source = source.replace(word, meaning)
+    return program(tmp_path, source)
+
+
+def started(tmp_path: Path) -> list[str]:
+    paths = sorted(tmp_path.glob("started_1_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return [path.read_text() for path in paths]
+
+
+def test_a_job_that_failed_goes_on_with_its_run_as_often_as_allowed(tmp_path: Path) -> None:
+    path = run(tmp_path, "os.kill(os.getpid(), 9)", 2)
+    ended = launch(tmp_path, "--ranks", "2", "--max_restarts", "2", "--", path, "--a.b", "c")
+    assert ended.returncode == 0, ended.stderr
+    goes_on = f"--a.b c --resume_training true --output_dir {tmp_path / 'run'}"
+    assert started(tmp_path) == ["--a.b c", goes_on, goes_on]
+    assert "rank 1 was killed by signal 9 in phase start of step 1" in ended.stderr
+    assert f"start 2, 1 more after it, goes on with the run in {tmp_path / 'run'}" in ended.stderr
+    assert len(list((tmp_path / "logs").iterdir())) == 3
+
+
+def test_a_job_that_comes_no_further_is_given_up(tmp_path: Path) -> None:
+    path = run(tmp_path, "sys.exit(7)", 99, step="5")
+    ended = launch(tmp_path, "--ranks", "2", "--", path, MINDGRPO_MAX_RESTARTS="50")
+    assert ended.returncode == 7 and len(started(tmp_path)) == 3
+    *_, failure, last = ended.stderr.splitlines()
+    assert failure.startswith("mindgrpo: rank 1 ended with status 7 in phase start of step 5")
+    assert "not started again: the last two starts came no further than step 5" in last
+
+
+def test_the_users_mistake_is_not_tried_twice(tmp_path: Path) -> None:
+    path = program(tmp_path, "print('mindgrpo: no.'); sys.exit(2)")
+    ended = launch(tmp_path, "--ranks", "2", "--max_restarts", "5", "--", path)
+    assert ended.returncode == 2 and len(list((tmp_path / "logs").iterdir())) == 1
+
+
+# -- the ends of those who hold it all -------------------------------------------------------------------------------
+
+SLEEPER = "print(os.getpid(), flush=True); time.sleep(50)"
+
+
+class Started:
+    """A job of two sleeping ranks; `mine` are the processes that carry its log folder in their environment."""
+
+    def __init__(self, tmp_path: Path, source: str, **more: str) -> None:
+        self._mark = f"MINDGRPO_STATUS_DIR={tmp_path / 'logs'}".encode()
+        command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "2", "--"]
+        self.launcher = subprocess.Popen(
+            [*command, program(tmp_path, source)],
+            env=environment(tmp_path, **more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert self.launcher.stdout is not None
+        self.rank_0 = int(self.launcher.stdout.readline())
+
+    def mine(self, name: str = "") -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                ours = entry.name.isdecimal() and self._mark in (entry / "environ").read_bytes()
+                if ours and name in (entry / "cmdline").read_bytes().decode():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_until_gone(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self.mine():
+            assert time.monotonic() < until, self.mine()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def sleeping(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Started]:
+    job = Started(tmp_path, SLEEPER, MINDGRPO_FORK=request.param)
+    yield job
+    job.launcher.kill()
+    for pid in job.mine():
+        os.kill(pid, signal.SIGKILL)
+
+
+both = pytest.mark.parametrize("sleeping", ["0", "1"], indirect=True)
+
+
+@both
+def test_nothing_outlives_a_launcher_that_was_killed(sleeping: Started) -> None:
+    assert len(sleeping.mine()) >= 3
+    sleeping.launcher.kill()
+    sleeping.wait_until_gone(5.0)
+    assert is_over(sleeping.rank_0)
+
+
+@both
+def test_a_job_ends_with_msrun(sleeping: Started) -> None:
+    (msrun,) = sleeping.mine("programs/msrun")
+    os.kill(msrun, signal.SIGKILL)
+    assert sleeping.launcher.wait(timeout=10) == 1
+    assert sleeping.mine() == []
+    last = sleeping.launcher.communicate()[1].splitlines()[-1]
+    assert last.startswith("mindgrpo: msrun was killed by signal 9 before a rank did")
+
+
+@pytest.mark.parametrize("sleeping", ["1"], indirect=True)
+def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> None:
+    (server,) = [p for p in sleeping.mine("fork_server.py") if os.getsid(p) == p and has_child(p)]
+    os.kill(server, signal.SIGKILL)
+    assert sleeping.launcher.wait(timeout=10) == 1
+    assert sleeping.mine() == [] and is_over(sleeping.rank_0)
+    last = sleeping.launcher.communicate()[1].splitlines()[-1]
+    assert last.startswith("mindgrpo: the process that forks the ranks has ended")
+
+
+def has_child(pid: int) -> bool:
+    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
+
+
+@BOTH_WAYS
+def test_ranks_have_time_to_end_and_a_second_ctrl_c_ends_them_at_once(
+    tmp_path: Path, fork: str
+) -> None:
+    source = (
+        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('told', flush=True))\n"
+        "print(os.getpid(), flush=True)\nuntil = time.monotonic() + 50\n"
+        "while time.monotonic() < until: time.sleep(0.1)"
+    )
+    job = Started(tmp_path, source, MINDGRPO_FORK=fork)
+    assert job.launcher.stdout is not None
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.launcher.stdout.readline() == "told\n"
+    time.sleep(1.0)
+    assert job.launcher.poll() is None and not is_over(job.rank_0)
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.launcher.wait(timeout=10) == 130
+    assert job.mine() == []
+    assert re.search("once more: at once", job.launcher.communicate()[1])

@@ -1,0 +1,114 @@
+"""Signals and time limits, agreed by all ranks (threads here), and the rows of a run that goes on.
+
+Does not prove what a run saves when it ends; test_resume.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks_as_threads import run
+
+from mindgrpo.checkpoint.keep import to_delete
+from mindgrpo.monitor import continuing
+from mindgrpo.stopping import Stop, Stopping
+
+
+def reason(stopping: Stopping) -> tuple[str, int] | None:
+    try:
+        stopping.check_time()
+    except Stop as stop:
+        return stop.reason, stop.status
+    return None
+
+
+def test_a_signal_to_one_rank_ends_all_of_them_alike() -> None:
+    def on_rank(backend: Any) -> tuple[str, int] | None:
+        stopping = Stopping(backend, time.time(), None)
+        if backend.rank == 2:
+            stopping._received = signal.SIGTERM
+        return reason(stopping)
+
+    assert run(4, on_rank) == [("SIGTERM was received", 143)] * 4
+
+
+def test_the_first_ranks_clock_decides_and_the_status_is_0() -> None:
+    def on_rank(backend: Any, started: float) -> tuple[str, int] | None:
+        return reason(Stopping(backend, started - 100 * backend.rank, 50.0))
+
+    assert run(2, on_rank, time.time() - 10) == [None, None]
+    told = run(2, on_rank, time.time() - 60)
+    assert told[0] == ("rl_config.max_seconds 50 have passed (60 s since the launch)", 0)
+    assert told[1] == told[0]
+
+
+def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from ranks_as_threads import World, ThreadBackend\n"
+        "from mindgrpo.stopping import Stop, Stopping\n"
+        "stopping = Stopping(ThreadBackend(World(1), 0), 0.0, None)\n"
+        "with stopping.listening():\n"
+        "    stopping.check()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    try:\n"
+        "        stopping.check()\n"
+        "    except Stop as stop:\n"
+        "        print(stop.status, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print('never')\n"
+    )
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.stdout.splitlines() == [
+        "  SIGTERM: the run ends after this phase; a second one ends it at once",
+        "143",
+    ]
+
+
+def test_rows_after_a_step_are_put_aside_with_the_half_line_of_a_killed_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = '{"step": 1, "a": 2}\n{"a": 3, "step": 2}\n'
+    path.write_text(kept + '{"step": 3}\n{"step": 3}\n{"st')
+    assert continuing.cut_after(path, 2) == 3
+    assert path.read_text() == kept
+    aside = tmp_path / "metrics.jsonl.after_step_2"
+    assert aside.read_text() == '{"step": 3}\n{"step": 3}\n{"st'
+    assert continuing.cut_after(path, 2) == 0
+    path.write_text(kept + '{"step": 4}\n')
+    continuing.cut_after(path, 2)
+    assert aside.read_text().endswith('{"st{"step": 4}\n')
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "deleted"),
+    [
+        (1, None, [1, 5, 7]),
+        (2, None, [1, 5]),
+        (2, 1, [5]),
+        (2, 12, [1, 5]),
+        (9, None, []),
+        (None, None, []),
+        (0, None, [1, 5, 7]),
+    ],
+)
+def test_the_newest_and_the_best_are_never_deleted(
+    keep: int | None, best: int | None, deleted: list[int]
+) -> None:
+    assert to_delete([7, 1, 12, 5], keep, best) == deleted

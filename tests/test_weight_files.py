@@ -1,0 +1,173 @@
+"""Model directories under MindFormers' names and in MindSpore's .ckpt files, written by MindSpore itself.
+
+Does not prove that MindFormers computes with them what we do: test_mindformers_oracle.py does.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from golden_models import FAMILIES, FOLDER
+from test_mindformers_oracle import mindformers_name
+
+from mindgrpo.__main__ import main
+from mindgrpo.errors import UserError
+from mindgrpo.layout.split import Box
+from mindgrpo.model.checkpoint_files import SafetensorsDirectory
+from mindgrpo.model.ckpt_files import read_ckpt
+from mindgrpo.model.families import parameter_specs, read_config
+from mindgrpo.model.mindformers_names import to_huggingface, to_mindformers
+from mindgrpo.model.pretrained import check_tensors
+from mindgrpo.model.weight_files import open_weights
+
+
+def assert_same_model(directory: Path, family: str) -> None:
+    specs = parameter_specs(read_config(directory))
+    files, whole = check_tensors(directory, specs), SafetensorsDirectory(FOLDER / family)
+    for spec in specs:
+        assert files.read(spec.name).tobytes() == whole.read(spec.name).tobytes(), spec.name
+        stop = tuple(max(1, length // 2) for length in spec.shape)
+        part = files.read(spec.name, Box((0,) * len(stop), stop))
+        assert part.tobytes() == whole.read(spec.name)[Box((0,) * len(stop), stop).slices].tobytes()
+
+
+def parameters(family: str) -> dict[str, np.ndarray]:
+    files = SafetensorsDirectory(FOLDER / family)
+    return {mindformers_name(name): files.read(name) for name in files.names}
+
+
+def save_ckpt(path: Path, tensors: dict[str, np.ndarray], **options: object) -> None:
+    described = [{"name": name, "data": ms.Tensor(array)} for name, array in tensors.items()]
+    ms.save_checkpoint(described, str(path), **options)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    shutil.copy(FOLDER / "qwen2" / "config.json", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_mindformers_and_lead_back(family: str) -> None:
+    for spec in parameter_specs(read_config(FOLDER / family)):
+        assert to_huggingface(to_mindformers(spec.name)) == spec.name
+        if family != "qwen3":
+            assert to_mindformers(spec.name) == mindformers_name(spec.name)
+
+
+@pytest.mark.parametrize("max_bytes", ["1000000000", "20000"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_export_under_mindformers_names_is_read_as_the_same_model(
+    tmp_path: Path, family: str, max_bytes: str
+) -> None:
+    words = ["--format", "mindformers", "--max_shard_bytes", max_bytes]
+    target = tmp_path / "mf"
+    assert main(["export", "--from", str(FOLDER / family), "--output", str(target), *words]) == 0
+    names = json.loads((target / "param_name_map.json").read_text())
+    assert "model.tok_embeddings.embedding_weight" in names
+    assert {target / file for file in names.values()} == set(target.glob("*.safetensors"))
+    assert_same_model(target, family)
+    back = tmp_path / "hf"
+    assert main(["export", "--from", str(target), "--output", str(back)]) == 0
+    assert_same_model(back, family)
+    # MindFormers' directories have no index of Hugging Face's.
+    for index in target.glob("*.index.json"):
+        index.unlink()
+        (target / "a.safetensors").unlink(missing_ok=True)
+    assert_same_model(target, family)
+
+
+def test_a_ckpt_file_of_mindspore_is_read_as_the_same_model(directory: Path) -> None:
+    beside = {
+        "adam_m.model.norm_out.weight": np.ones(3, np.float32),
+        "global_step": np.array(7, np.int32),
+    }
+    save_ckpt(directory / "model.ckpt", parameters("qwen2") | beside)
+    assert_same_model(directory, "qwen2")
+
+
+def test_ckpt_files_with_a_checksum_in_several_files_and_in_slices(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mindspore.train import serialization
+
+    monkeypatch.setattr(serialization, "SLICE_SIZE", 2)  # KiB
+    tensors = parameters("qwen2")
+    half = len(tensors) // 2
+    save_ckpt(directory / "a.ckpt", dict(list(tensors.items())[:half]), crc_check=True)
+    save_ckpt(directory / "b.ckpt", dict(list(tensors.items())[half:]))
+    segments = [len(t.segments) for f in "ab" for t in read_ckpt(directory / f"{f}.ckpt").values()]
+    assert max(segments) > 1
+    assert_same_model(directory, "qwen2")
+
+
+def test_half_precision_and_bfloat16_come_as_float32(directory: Path) -> None:
+    values = np.random.default_rng(1).standard_normal((3, 5)).astype(np.float32)
+    for kind in (ms.float16, ms.bfloat16):
+        tensor = ms.Tensor(values).astype(kind)
+        ms.save_checkpoint([{"name": "a.weight", "data": tensor}], str(directory / "x.ckpt"))
+        read = open_weights(directory).read("a.weight")
+        assert read.dtype == np.float32
+        assert np.array_equal(read, tensor.astype(ms.float32).asnumpy())
+
+
+def test_a_truncated_or_changed_ckpt_ends_in_one_sentence(directory: Path) -> None:
+    path = directory / "model.ckpt"
+    save_ckpt(path, parameters("qwen2"))
+    whole = path.read_bytes()
+    specs = parameter_specs(read_config(directory))
+    draw = random.Random(4)
+
+    def refused() -> str:
+        try:
+            files = check_tensors(directory, specs)
+            for name in files.names:
+                files.read(name)
+        except UserError as error:
+            assert "\n" not in str(error)
+            return str(error)
+        return ""
+
+    for length in [0, 1, 7, *(draw.randrange(len(whole)) for _ in range(20))]:
+        path.write_bytes(whole[:length])
+        assert "model.ckpt is damaged" in refused() or "lacks" in refused()
+    for _ in range(60):
+        start = draw.randrange(len(whole))
+        path.write_bytes(whole[:start] + draw.randbytes(9) + whole[start + 9 :])
+        refused()  # what lies in a tensor's values cannot be noticed: such a file has no digest
+    path.write_bytes(b"\x80\x04\x95 a pickle")
+    assert "it is no MindSpore checkpoint, or an encrypted one" in refused()
+
+
+def test_an_encrypted_ckpt_is_refused(directory: Path) -> None:
+    tensors = {"a.weight": np.zeros((4, 4), np.float32)}
+    try:
+        save_ckpt(directory / "model.ckpt", tensors, enc_key=b"0123456789abcdef")
+    except Exception as error:  # built without it, or the library is missing
+        pytest.skip(f"MindSpore does not encrypt here: {error}")
+    with pytest.raises(UserError, match=r"model\.ckpt is damaged or not a checkpoint of MindSpore"):
+        open_weights(directory)
+
+
+def test_matrices_side_by_side_are_refused(directory: Path) -> None:
+    tensors = parameters("qwen2")
+    save_ckpt(
+        directory / "model.ckpt",
+        tensors | {"model.layers.0.attention.w_qkv.weight": np.zeros((2, 2), np.float32)},
+    )
+    with pytest.raises(UserError, match="w_qkv.weight, which is several matrices in one"):
+        open_weights(directory)
+
+
+def test_a_tensor_in_two_ckpt_files_is_refused(directory: Path) -> None:
+    for name in "ab":
+        save_ckpt(directory / f"{name}.ckpt", {"x.weight": np.zeros((2, 2), np.float32)})
+    with pytest.raises(UserError, match=r"x.weight is in .*b.ckpt and in .*a.ckpt"):
+        open_weights(directory)
