@@ -105,8 +105,12 @@ class GRPOTrainer:
                 self.num_steps,
                 self.watch.phase,
             )
-        self._modes = modes_of(self.config, self.inputs.sampling)
-        self._evaluator = Evaluator(
+        self._evaluator = self._make_evaluator()
+        check_rewards(self.inputs.check_rewards, self.backend)
+        self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
+
+    def _make_evaluator(self) -> Evaluator:
+        return Evaluator(
             self.roles.generator,
             self.plan.infer,
             self.backend,
@@ -114,8 +118,6 @@ class GRPOTrainer:
             self.inputs.tokenizer,
             self.config.rl_config.seed,
         )
-        check_rewards(self.inputs.check_rewards, self.backend)
-        self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -340,7 +342,8 @@ class GRPOTrainer:
             self.roles.refresh_generator()
             self.roles.enter("rollout")
             version = self.roles.policy.version
-            outcomes = self._evaluator.run(prompts, self._modes, step, version, check)
+            modes = modes_of(self.config, self.inputs.sampling)
+            outcomes = self._evaluator.run(prompts, modes, step, version, check)
         check()
         self.session.checkpoints.evaluated(step, outcomes[0].means)
         return self.record.evaluated(step, outcomes)
