@@ -69,6 +69,14 @@ class Presence:
         yield
         self._record.compiling("")
 
+    def waits(self, since: float) -> None:
+        """For another rank, since then by the monotonic clock; 0: no more."""
+        self._record.waits(since)
+
+    @property
+    def waits_address(self) -> int:
+        return self._record.waits_address
+
     def at_step(self, step: int) -> None:
         """`step` counts from 1."""
         self._record.at_step(step)
