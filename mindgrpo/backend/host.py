@@ -84,6 +84,8 @@ class Host:
         if presence and library is not None:
             library.group_tell_waits_at.argtypes = [ctypes.c_void_p]
             library.group_tell_waits_at(presence.waits_address)
+            # Writes there as long as it is loaded.
+            library.__dict__["waits_told_by"] = presence
         self.job, self.rank, self.world_size = job, rank, world_size
         self.library, self.spins = library, spins
         self._pids: dict[int, int] = {}
