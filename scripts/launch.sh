@@ -234,7 +234,8 @@ run_once() { # sets `result`
 
 prepare_restart() { # false where the job is not to be started again
     local step=0 directory
-    [ "$result" -ne 0 ] && [ "$result" -ne 2 ] && [ "$restarts_left" -gt 0 ] || return
+    case "$result" in 0 | 2 | 130 | 143) return 1 ;; esac # well, not to be helped, or told to end
+    [ "$restarts_left" -gt 0 ] || return
     read -r step 2>/dev/null <"$logs/status/step"
     stalled=$((step > furthest ? 0 : stalled + 1))
     furthest=$((step > furthest ? step : furthest))

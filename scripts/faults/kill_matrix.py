@@ -51,7 +51,7 @@ ARGUMENTS = {
     "ref_config.sync_ref_model": "true",
     "ref_config.ref_model_sync_steps": 1,
 }
-CHECKPOINTS = {"rl_config.save_checkpoint_interval": 1}
+CHECKPOINTS = {"rl_config.save_ckpt_interval": 1}
 # Of time and memory, the same run twice does not say the same.
 NOT_COMPARED = ("time/", "memory/rss", "reshard/seconds", "compiles")
 
@@ -178,7 +178,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="*", default=[], choices=[phase for phase, *_ in PHASES])
     parser.add_argument("--no-resume", dest="resume", action="store_false")
-    parser.add_argument("--keep", type=Path, help="leaves the runs and logs in this folder")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="leaves runs and logs in this folder, and takes the unhurt run from it",
+    )
     return parser.parse_args()
 
 
@@ -189,10 +193,11 @@ def main() -> int:
     settings = words(ARGUMENTS | (CHECKPOINTS if given.resume else {}))
     reference = None
     if given.resume:
-        unhurt = Job(folder / "unhurt", given.ranks, settings)
-        if unhurt.process.wait(TO_GET_THERE):
-            sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
         reference = folder / "unhurt" / "run"
+        if not (reference / "summary.json").exists():
+            unhurt = Job(folder / "unhurt", given.ranks, settings)
+            if unhurt.process.wait(TO_GET_THERE):
+                sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
     rows = []
     for case in cases(given.phases, given.times, given.ranks, given.seed):
         if case.phase == "checkpoint" and not given.resume:
