@@ -116,8 +116,6 @@ def judge(case: Case, ended: Ended, where: str) -> list[str]:
 def strike(case: Case, job: Job) -> tuple[Ended | None, str]:
     stopped = job.stop_in(case.victim, case.phase, case.occurrence, TO_GET_THERE)
     if stopped is None:
-        job.process.terminate()
-        job.process.wait(120)
         return None, ""
     struck_at = time.monotonic()
     os.kill(stopped.pid, signal.SIGKILL)
@@ -132,7 +130,8 @@ def run_case(
     for _ in range(ATTEMPTS):
         if ended is None:
             shutil.rmtree(folder, ignore_errors=True)
-            ended, where = strike(case, Job(folder, ranks, given))
+            with Job(folder, ranks, given) as job:
+                ended, where = strike(case, job)
     if ended is None:
         return told | {
             "good": False,
@@ -148,8 +147,8 @@ def run_case(
 def resume(ranks: int, folder: Path, reference: Path, given: list[str]) -> list[str]:
     if not (folder / "run").exists():
         return []  # killed before there was a run to go on with
-    again = Job(folder, ranks, [*given, "--resume_training", "true"])
-    status = again.process.wait(TO_GET_THERE)
+    with Job(folder, ranks, [*given, "--resume_training", "true"]) as again:
+        status = again.process.wait(TO_GET_THERE)
     if status:
         return [f"resuming ended with status {status}: {again.screen.splitlines()[-1]}"]
     return [f"after resuming: {what}" for what in differences(folder / "run", reference)]
@@ -195,9 +194,9 @@ def main() -> int:
     if given.resume:
         reference = folder / "unhurt" / "run"
         if not (reference / "summary.json").exists():
-            unhurt = Job(folder / "unhurt", given.ranks, settings)
-            if unhurt.process.wait(TO_GET_THERE):
-                sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
+            with Job(folder / "unhurt", given.ranks, settings) as unhurt:
+                if unhurt.process.wait(TO_GET_THERE):
+                    sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
     rows = []
     for case in cases(given.phases, given.times, given.ranks, given.seed):
         if case.phase == "checkpoint" and not given.resume:
