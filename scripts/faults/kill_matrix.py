@@ -52,8 +52,8 @@ ARGUMENTS = {
     "ref_config.ref_model_sync_steps": 1,
 }
 CHECKPOINTS = {"rl_config.save_ckpt_interval": 1}
-# Of time and memory, the same run twice does not say the same.
-NOT_COMPARED = ("time/", "memory/rss", "reshard/seconds", "compiles")
+# Of time (every key that ends with seconds, too) and memory, the same run twice does not say the same.
+NOT_COMPARED = ("time/", "memory/rss", "compiles", "checkpoint/")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 def comparable(metrics: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not (k.startswith(NOT_COMPARED) or k.endswith("/seconds"))}
+        for row in rows
+    ]
 
 
 def differences(run: Path, reference: Path) -> list[str]:
