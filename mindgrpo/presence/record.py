@@ -67,6 +67,11 @@ def path_of(folder: Path, rank: int) -> Path:
     return folder / f"phase_{rank}"
 
 
+def ranks_in(folder: Path) -> list[int]:
+    """Those of this host, of which there may be many more elsewhere."""
+    return [int(path.name.rpartition("_")[2]) for path in folder.glob("phase_*")]
+
+
 def _memory(path: Path | None) -> mmap.mmap:
     if path is None:
         return mmap.mmap(-1, RECORD_BYTES)
