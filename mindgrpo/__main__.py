@@ -1,4 +1,4 @@
-"""`python -m mindgrpo <verb>`: train, check, plan, config, doctor, score, export, replay.
+"""`python -m mindgrpo <verb>`: train, eval, check, plan, config, doctor, score, export, replay.
 
 Prints a user's error as one sentence and ends with status 2. Refuses to do a verb's work itself.
 """
@@ -17,6 +17,10 @@ from mindgrpo.errors import UserError
 
 USAGE = """usage: python -m mindgrpo VERB ...
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone
+  eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts
+          [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
+          [--greedy] [--samples N] [--step N]        ... the likeliest completions, fewer prompts, a run's noise
+          [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL
   check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device
   plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
           [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
@@ -54,6 +58,12 @@ def _run_name(path: Path) -> str:
     )
 
 
+def evaluate(argv: Sequence[str]) -> None:
+    from mindgrpo.evaluation_run import evaluate
+
+    evaluate(argv)
+
+
 def _number_of_ranks(words: Sequence[str]) -> int:
     text = words[0] if words else ""
     if not text.isdecimal() or int(text) < 1:
@@ -69,6 +79,11 @@ def check(argv: Sequence[str]) -> None:
     if words and words[0] == "--ranks":
         world_size = _number_of_ranks(words[1:2])
         words = words[2:]
+    if words and words[0] == "eval":
+        from mindgrpo import evaluation_run
+
+        evaluation_run.check(words[1:], world_size or 1)
+        return
     path, overrides = parse_command_line(words)
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
@@ -155,6 +170,7 @@ def replay(argv: Sequence[str]) -> None:
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "train": train,
+    "eval": evaluate,
     "check": check,
     "plan": plan,
     "config": config,

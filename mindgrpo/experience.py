@@ -19,6 +19,7 @@ from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Draw, Generator, Request
+from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.layout.split import Layout
 from mindgrpo.reward.call import own_columns
 from mindgrpo.reward.score import Scorer
@@ -39,10 +40,11 @@ def generate(
     draw: Draw,
     version: int,
     first: int = 0,
+    settings: SamplingSettings | None = None,
 ) -> Samples:
     """Completions of `prompts` int32 [n] each, shared out over the generating replicas in order.
 
-    Samples are numbered from `first`, which chooses their noise.
+    Samples are numbered from `first`, which chooses their noise; `settings` stand in for the generator's own.
     """
     place = layout.grid.coordinates(backend.rank)
     mine = np.array_split(np.arange(len(prompts)), layout.grid.data_parallel)[place.data]
@@ -53,7 +55,7 @@ def generate(
         )
         for i in mine
     ]
-    own = generator.generate(requests, draw, version)
+    own = generator.generate(requests, draw, version, settings)
     tokens = digest([completion.tokens for completion in own])
     shared = backend.world.gather_objects((own if place.model == 0 else None, tokens))
     _check_replicas(layout, [drawn for _, drawn in shared], draw)

@@ -32,6 +32,7 @@ COMPANIONS = (
     "merges.txt",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 MAX_SHARD_BYTES = 2 << 30
 

@@ -19,7 +19,7 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import parameter_specs, read_config
+from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.model.pretrained import check_tensors
 from mindgrpo.model.shapes import check_agreement
 from mindgrpo.reward.call import own_columns
@@ -47,13 +47,17 @@ class Inputs:
 
     def check_rewards(self) -> None:
         """Two samples through every reward; waits until all have been imported. Raises UserError."""
-        if self.scorer is None:
-            return
-        two = (self.prompts[:2] * 2)[:2]
-        answers = [prompt.answer for prompt in two]
-        ids = [self.tokenizer.encode(answer) for answer in answers]
-        made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
-        self.scorer.dry_run(answers, answers, made | columns_of(two))
+        if self.scorer is not None:
+            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+
+
+def dry_run_rewards(scorer: Scorer, tokenizer: Tokenizer, prompts: PromptSet) -> None:
+    """The answers of two of the prompts through every reward. Raises UserError."""
+    two = (prompts[:2] * 2)[:2]
+    answers = [prompt.answer for prompt in two]
+    ids = [tokenizer.encode(answer) for answer in answers]
+    made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
+    scorer.dry_run(answers, answers, made | columns_of(two))
 
 
 def prepare(
@@ -71,7 +75,7 @@ def prepare(
     """
     if not scores:
         return _read(config, world_size, ranks, None)
-    scorer = _scorer(config, reward_functions, reward_weights)
+    scorer = scorer_of(config, reward_functions, reward_weights)
     try:
         return _read(config, world_size, ranks, scorer)
     except BaseException:
@@ -79,12 +83,38 @@ def prepare(
         raise
 
 
-def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+def read_model(config: Config) -> DecoderConfig:
+    """Shapes of the actor's model."""
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
         )
-    model = read_config(config.actor_config.load)
+    return read_config(config.actor_config.load)
+
+
+def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
+    """With the configuration's chat template."""
+    tokenizer = load_tokenizer(config.tokenizer_dir)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
+            f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
+        )
+    return tokenizer.with_template(config.rl_config.chat_template)
+
+
+def held_out_prompts(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> PromptSet | None:
+    rl = config.rl_config
+    if not rl.eval_dataset_file:
+        return None
+    choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
+    return _prompts(
+        config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
+    )
+
+
+def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+    model = read_model(config)
     for role in (config.actor_config, config.ref_config, config.generate_config):
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
@@ -92,24 +122,13 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))
-    tokenizer = load_tokenizer(config.tokenizer_dir)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
-        )
+    tokenizer = read_tokenizer(config, model)
     _check_save(config)
     rl = config.rl_config
-    tokenizer = tokenizer.with_template(rl.chat_template)
     prompts = _prompts(
         config, tokenizer, ranks, rl.dataset_file, replace(FOR_TRAINING, name=rl.dataset_split)
     )
-    held_out = None
-    if rl.eval_dataset_file:
-        choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
-        held_out = _prompts(
-            config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
-        )
+    held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
     notes = (*_stop_notes(sampling, model.vocab_size),)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
@@ -161,10 +180,10 @@ def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
     )
 
 
-def _scorer(
+def scorer_of(
     config: Config,
-    reward_functions: Sequence[Reward] | None,
-    reward_weights: Sequence[float] | None,
+    reward_functions: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
 ) -> Scorer:
     functions: Sequence[Reward] = config.reward_config.verifier_function
     weights: Sequence[float] | None = config.verifier_weights

@@ -12,6 +12,7 @@ from functools import cached_property
 from mindgrpo.backend import keeps_slots
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
+from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.layout.grid import Grid
@@ -188,11 +189,7 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
             f"max_prompt_length {generate.max_prompt_length} and a completion of max_tokens "
             f"{generate.sampling_config.max_tokens}; set seq_length to {longest} or more."
         )
-    if longest > model.max_position_embeddings:
-        raise UserError(
-            f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
-            f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
-        )
+    check_positions(config, model)
     group = config.rl_config.num_generations
     if generate.max_num_seqs is not None and generate.max_num_seqs < group:
         raise UserError(
@@ -200,6 +197,21 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
             "but a prompt's group runs together; raise it or leave it out."
         )
     return RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+
+
+def check_positions(config: Config, model: DecoderConfig) -> None:
+    generate = config.generate_config
+    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
+    if longest > model.max_position_embeddings:
+        raise UserError(
+            f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
+            f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
+        )
+
+
+def layout_of(degrees: ParallelConfig, model: DecoderConfig) -> Layout:
+    """Of the whole model. Raises UserError."""
+    return _layout(degrees, parameter_specs(model), model, 0)
 
 
 def _layout(

@@ -6,7 +6,6 @@ Only rank 0 writes and speaks; the other ranks call the same lines in vain. Refu
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,10 +18,12 @@ from mindgrpo.checkpoint.find import Candidate, Start
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.evaluation import Figure, Outcome, figure, number
 from mindgrpo.experience import Scored
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.preflight import Inputs
 from mindgrpo.reward.scores import Scores
@@ -166,12 +167,22 @@ class RunRecord:
         if step % STEPS_BETWEEN_PICTURES == 0:
             self._draw()
 
-    def evaluated(self, means: dict[str, float | None]) -> dict[str, float | None]:
-        """Keeps an evaluation for the summary; its figures as metrics name them."""
-        self._evaluations.append(means)
-        told = "  ".join(f"{name} {_figure(value)}" for name, value in means.items())
-        self.console.line(f"  held out:  {told}")
-        return {f"eval/{name}/mean": value for name, value in means.items()}
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+        """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
+        self._evaluations.append(outcomes[0].means)
+        figures: dict[str, Figure] = {}
+        for outcome in outcomes:
+            self.rewards(f"evaluation after step {step}", outcome.scored.scores)
+            self.console.line(f"  {outcome.line()}")
+            figures |= outcome.figures()
+        if self._is_writer:
+            keeps = self._loaded.config.rl_config.save_eval_completions
+            write_evaluation(self.directory, step, outcomes, keeps)
+        return figures
+
+    def not_evaluated(self) -> None:
+        """There is nothing to compare later evaluations with."""
+        self._evaluations.append({})
 
     def rewards(self, when: str, scores: Scores) -> None:
         """One line for each reward that failed on a sample; what rewards printed goes to a file."""
@@ -204,7 +215,7 @@ class RunRecord:
                     answer=owners[i].answer,
                     finish_reason=samples.finish_reasons[i],
                     length=len(samples.completions[i]),
-                    rewards={name: _number(values[i]) for name, values in per_function.items()},
+                    rewards={name: number(values[i]) for name, values in per_function.items()},
                     advantage=float(samples.advantages[i]),
                     token_ids=samples.completions[i].tolist(),
                 )
@@ -251,7 +262,9 @@ class RunRecord:
                 ),
                 (
                     "held out",
-                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"] if evaluations else [],
+                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"]
+                    if any(evaluations)
+                    else [],
                 ),
                 ("model", [str(self.model_directory)]),
                 ("curve", [str(self.directory / "reward_curve.png")]),
@@ -259,13 +272,5 @@ class RunRecord:
         )
 
 
-def _number(value: float) -> float | None:
-    return None if math.isnan(value) else float(value)
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 def _told(means: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {_figure(value)}" for name, value in means.items())
+    return ", ".join(f"{name} {figure(value)}" for name, value in means.items()) or "-"

@@ -22,10 +22,10 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
-from mindgrpo.experience import check_rewards, generate, score
+from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.evaluation import Evaluator, modes_of
+from mindgrpo.experience import check_rewards, score
 from mindgrpo.export import export_adapters, export_policy
-from mindgrpo.generate.engine import Draw
-from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.preflight import Reward, prepare, runtime_settings
 from mindgrpo.roles import Roles
@@ -101,6 +101,7 @@ class GRPOTrainer:
                 self.num_steps,
                 self.watch.phase,
             )
+        self._evaluator = self._make_evaluator()
         check_rewards(self.inputs.check_rewards, self.backend)
         self.skipped = SkippedUpdates(
             self.config,
@@ -110,6 +111,16 @@ class GRPOTrainer:
             self._write_weights,
         )
         self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
+
+    def _make_evaluator(self) -> Evaluator:
+        return Evaluator(
+            self.roles.generator,
+            self.plan.infer,
+            self.backend,
+            self.inputs.scorer,
+            self.inputs.tokenizer,
+            self.config.rl_config.seed,
+        )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -156,8 +167,10 @@ class GRPOTrainer:
         self.backend.presence.now("loop")
         if session.open_row is not None:
             session.write_row(self._evaluate(session.done))
-        elif session.done == 0:
+        elif session.done == 0 and self.config.rl_config.eval_on_start:
             self._evaluate(0)
+        elif session.done == 0:
+            self.record.not_evaluated()
         for step in range(session.done, self.num_steps):
             with self.watch.step(step):
                 session.step_done(self._step(step))
@@ -185,6 +198,9 @@ class GRPOTrainer:
     def _write_weights(self, target: Path) -> None:
         policy, source = self.roles.policy, self.config.actor_config.load
         export_policy(policy.weights, self.backend, source, target, policy.adapters)
+        if self.backend.rank == 0:
+            named = self.config.rl_config.chat_template is not None
+            write_tokenizer(self.inputs.tokenizer, target, named)
 
     def _step(self, step: int) -> dict[str, Any]:
         prompts = self.cursor.take(self.plan.batch.prompts_per_step)
@@ -242,26 +258,15 @@ class GRPOTrainer:
             return {}
         check = self.session.stopping.check
         check()
-        count = self.config.rl_config.eval_samples
-        prompts = held_out[:count]
+        prompts = held_out[: self.config.rl_config.eval_samples]
         told = self.record.console.phase(f"evaluating on {len(prompts)} held-out prompts")
         with told, self.watch.phase("evaluate"):
             self.roles.refresh_generator()
             self.roles.enter("rollout")
-            samples = generate(
-                self.roles.generator,
-                self.plan.infer,
-                self.backend,
-                [prompt.ids for prompt in prompts],
-                1,
-                Draw(self.config.rl_config.seed, EVALUATION, step),
-                self.roles.policy.version,
-            )
-            check()
-            scored = score(
-                self.inputs.scorer, self.inputs.tokenizer, self.backend, prompts, samples
-            )
+            self.roles.check_generator()
+            version = self.roles.policy.version
+            modes = modes_of(self.config, self.inputs.sampling)
+            outcomes = self._evaluator.run(prompts, modes, step, version, check)
         check()
-        self.session.checkpoints.evaluated(step, scored.scores.means())
-        self.record.rewards(f"evaluation after step {step}", scored.scores)
-        return self.record.evaluated(scored.scores.means())
+        self.session.checkpoints.evaluated(step, outcomes[0].means)
+        return self.record.evaluated(step, outcomes)

@@ -81,7 +81,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
     target = None
     try:
         if has_config(arguments):
-            given = config.load_config(*config.parse_command_line(arguments))
+            given = config.load_config(*config.configuration_words(arguments))
             target = given.config.context.device_target
         if os.environ.get("MINDGRPO_FORK") == "0" or not backend.may_fork(target):
             return False

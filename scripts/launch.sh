@@ -172,18 +172,23 @@ start_fork_server() { # ends this script when the check that it begins with says
 
 start_job() {
     local worker="$root/scripts/worker.py"
-    if [ "$ranks" -eq 1 ]; then
-        # One rank needs no cluster, so no scheduler and no port.
-        setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
-            python "$worker" "${command[@]}" >"$logs/worker_0.log" 2>&1 &
-    else
-        setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
-            ${ends_with_us[@]+"${ends_with_us[@]}"} \
-            msrun --worker_num="$ranks" --local_worker_num="$ranks" --master_port="$port" --join=True --log_dir="$logs" \
-            --tail_worker_log="$ranks" -- "$worker" "${command[@]}" >"$logs/msrun.log" 2>&1 &
+    local job_words=(python "$worker") log="$logs/worker_0.log" # one rank needs no cluster, so no scheduler and no port
+    if [ "$ranks" -gt 1 ]; then
+        log="$logs/msrun.log"
+        job_words=(${ends_with_us[@]+"${ends_with_us[@]}"} msrun --worker_num="$ranks" --local_worker_num="$ranks"
+            --master_port="$port" --join=True --log_dir="$logs" --tail_worker_log="$ranks" -- "$worker")
     fi
+    # Where a cluster's scheduler tells every process to end, only this script and the ranks take it as meant for them.
+    (
+        trap '' TERM HUP
+        exec setsid env MINDGRPO_STATUS_DIR="$logs/status" MINDGRPO_FORK_SERVER="$fork_server" \
+            "${job_words[@]}" "${command[@]}" >"$log" 2>&1
+    ) &
     job=$!
-    tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" "$logs/status/told" 2>/dev/null &
+    (
+        trap '' TERM HUP
+        exec tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" "$logs/status/told" 2>/dev/null
+    ) &
     tail_job=$!
 }
 
@@ -229,7 +234,8 @@ run_once() { # sets `result`
 
 prepare_restart() { # false where the job is not to be started again
     local step=0 directory
-    [ "$result" -ne 0 ] && [ "$result" -ne 2 ] && [ "$restarts_left" -gt 0 ] || return
+    case "$result" in 0 | 2 | 130 | 143) return 1 ;; esac # well, not to be helped, or told to end
+    [ "$restarts_left" -gt 0 ] || return
     read -r step 2>/dev/null <"$logs/status/step"
     stalled=$((step > furthest ? 0 : stalled + 1))
     furthest=$((step > furthest ? step : furthest))

@@ -155,6 +155,8 @@ def main() -> None:
         end_with_parent(launcher)
         run(program, arguments)
         return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # msrun was told to ignore them
     record = record_of_rank(os.environ)
     record.write_text(f"pid {os.getpid()}\n")
     server = os.environ.get("MINDGRPO_FORK_SERVER")

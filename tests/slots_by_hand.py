@@ -78,9 +78,15 @@ class Ranks:
         return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
 
     def draw(
-        self, logits: np.ndarray, uniforms: np.ndarray, prompts: Sequence[np.ndarray]
+        self,
+        logits: np.ndarray,
+        uniforms: np.ndarray,
+        prompts: Sequence[np.ndarray],
+        settings: SamplingSettings | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First tokens (int32) and log-probs of each row on the first rank, and the embeddings [rows, HIDDEN] that
+        """By the settings that the kernels were made with, or by others in the same kernels.
+
+        First tokens (int32) and log-probs of each row on the first rank, and the embeddings [rows, HIDDEN] that
         follow. The embedding of token t is t everywhere."""
         tables = np.zeros((self.ways * self.width, HIDDEN), np.float32)
         tables[: self.vocab, : len(logits)] = logits.T
@@ -96,17 +102,21 @@ class Ranks:
             call(slots.begin(), np.zeros(1, np.int32))
         parts = [slice(r * self.width, (r + 1) * self.width) for r in range(self.ways)]
         given = [(slots, tables[part]) for slots, part in zip(self.slots, parts, strict=True)]
+        cells = [(s.head(), [s.narrow(i) for i in range(s.num_narrowings)]) for s in self.slots]
+        for slots in self.slots:
+            if settings is not None:
+                slots.use(settings.rules())
         units, nothing = np.eye(self.rows, HIDDEN, dtype=np.float32), np.zeros((self.rows, HIDDEN))
         norm = np.full(HIDDEN, HIDDEN**-0.5, np.float32)
         heads = [
-            call(slots.head(), units, nothing.astype(np.float32), norm, table)
-            for slots, table in given
+            call(head, units, nothing.astype(np.float32), norm, table)
+            for (head, _), (_, table) in zip(cells, given, strict=True)
         ]
         pieces = answer = np.stack([pieces for _, pieces in heads])
-        for number in range(self.slots[0].num_narrowings):
+        for number in range(len(cells[0][1])):
             found = [
-                call(slots.narrow(number), logits, pieces, answer)[0]
-                for slots, (logits, _) in zip(self.slots, heads, strict=True)
+                call(narrow[number], logits, pieces, answer)[0]
+                for (_, narrow), (logits, _) in zip(cells, heads, strict=True)
             ]
             answer = np.stack(found)
         drawn = [

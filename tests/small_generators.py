@@ -108,3 +108,10 @@ def assert_same(
         np.testing.assert_array_equal(completion.tokens, other[sample].tokens)
         np.testing.assert_allclose(completion.logps, other[sample].logps, rtol=0, atol=atol)
         assert completion.finish_reason == other[sample].finish_reason
+
+
+def run_by(
+    generator: Generator, settings: SamplingSettings, requests: Sequence[Request], step: int = 0
+) -> list[Completion]:
+    """The same with other settings than the generator was made with."""
+    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION, settings)

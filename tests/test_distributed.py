@@ -144,6 +144,17 @@ def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figur
     np.testing.assert_allclose(_numbers(_steps(launch, case), figure), expected, **CLOSE)
 
 
+@spread_case
+def test_the_likeliest_completions_are_those_of_one_process(launch: Launch, case: c.Case) -> None:
+    if case.transport != "shared_memory":
+        pytest.skip("plain operations compile another graph for it")
+    _, ranks = launch(case.world)
+    _, alone = launch((1, "shared_memory"))
+    expected = alone[0]["cases"][_alone(case).name]["greedy"]
+    assert len(expected) == c.NUM_PROMPTS
+    assert all(rank["cases"][case.name]["greedy"] == expected for rank in ranks)
+
+
 @every_case
 def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
     _, ranks = launch(case.world)

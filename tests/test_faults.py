@@ -47,11 +47,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
         "monitor_config.phase_deadline_action": "stop",
         "monitor_config.phase_deadlines.score": 7,
     }
-    job = Job(tmp_path / "job", RANKS, [*SMALL, *words(deadlines)])
-    yield job
-    if job.process.poll() is None:
-        job.process.terminate()
-        job.process.wait(120)
+    with Job(tmp_path / "job", RANKS, [*SMALL, *words(deadlines)]) as job:
+        yield job
 
 
 def test_a_rank_that_stands_still_is_named_and_the_job_ended_at_its_phases_deadline(

@@ -157,7 +157,18 @@ def test_a_rank_without_a_heartbeat_is_the_one_waited_for_and_another_speaks_for
 def test_ranks_that_are_all_alive_and_equally_far_are_said_to_be() -> None:
     where = {rank: at("rollout", 3, 0, 1000.0) for rank in range(2)}
     (told,) = Clock({"default": 9.0}, 2).run(12, where)
-    assert told.missing == () and told.sentence.endswith("every rank is in it with a heartbeat")
+    assert told.missing == () and told.sentence.endswith(
+        "every rank is in it with a heartbeat, and none stands out"
+    )
+
+
+def test_of_ranks_that_are_equally_far_the_one_that_waits_for_nobody_is_waited_for() -> None:
+    """Nor is one that waits blamed for being behind."""
+    where = {rank: at("update", 7, 0, 1000.0, waits_since=1001.0) for rank in range(4)}
+    where[2] = at("update", 7, 0, 1000.0)
+    where[3] = at("update", 6, 0, 1000.0, waits_since=1001.0)
+    (told,) = Clock({"default": 9.0}, 4).run(12, where)
+    assert told.missing == (2,)
 
 
 def test_many_missing_ranks_are_counted() -> None:

@@ -153,6 +153,25 @@ def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> 
     assert last.startswith("mindgrpo: the process that forks the ranks has ended")
 
 
+@BOTH_WAYS
+def test_a_signal_to_every_process_of_the_job_leaves_the_ranks_time_to_end(
+    tmp_path: Path, fork: str
+) -> None:
+    """What schedulers of clusters do: one rank takes a second to end well."""
+    source = (
+        "import signal\ndef end(*_):\n    time.sleep(1.0 + int(rank)); print('saved', flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint(os.getpid(), flush=True)\ntime.sleep(50)"
+    )
+    job = Started(tmp_path, source, MINDGRPO_FORK=fork)
+    time.sleep(0.5)  # the other rank listens as well
+    for pid in {job.launcher.pid, *job.mine()}:
+        os.kill(pid, signal.SIGTERM)
+    assert job.launcher.wait(timeout=20) == 143
+    assert job.launcher.communicate()[0] == "saved\n" and job.mine() == []
+    (log,) = (tmp_path / "logs").glob("*/worker_1.log")
+    assert log.read_text().endswith("saved\n")
+
+
 def has_child(pid: int) -> bool:
     return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
 

@@ -24,6 +24,7 @@ from mindgrpo.backend.host import Host
 from mindgrpo.backend.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
+from mindgrpo.presence.rank import Presence
 
 SMALL_BUFFER = 1000
 LARGE_BUFFER = 150_000  # above what one member adds alone
@@ -241,6 +242,28 @@ def test_who_waits_for_a_dead_rank_is_told_which_one_within_seconds(
     for outcome in outcomes.values():
         assert isinstance(outcome, PeerLost)
         assert f"rank {dead} " in str(outcome)
+
+
+def _be_late(host: Host, size: int, folder: Path) -> tuple[list[float], list[float]]:
+    presence = Presence(host.rank, size, folder)
+    host = Host(host.job, host.rank, size, host.library, presence=presence)
+    group = _group(host, size, SMALL_BUFFER)
+    group.barrier()
+    if host.rank == 1:
+        time.sleep(1.2)
+    before = [presence.known()[rank].waits_since for rank in range(size)]
+    group.barrier()
+    group.barrier()
+    return before, [presence.known()[rank].waits_since for rank in range(size)]
+
+
+def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
+    library: ctypes.CDLL | None, tmp_path: Path
+) -> None:
+    begun = time.monotonic()
+    before, after = run(library, 3, _be_late, tmp_path)[1]
+    assert before[1] == 0.0 and after == [0.0] * 3
+    assert all(begun < before[rank] < time.monotonic() for rank in (0, 2))
 
 
 def _mixed(host: Host, size: int) -> None:

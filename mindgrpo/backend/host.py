@@ -20,7 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend import PeerLost
-from mindgrpo.backend.waiting import LINE, Counters, PolledCounters, SleepingCounters
+from mindgrpo.backend.waiting import (
+    LINE,
+    Counters,
+    PolledCounters,
+    SleepingCounters,
+    Waits,
+    unheard,
+)
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 
@@ -73,6 +80,12 @@ class Host:
         presence: Presence | None = None,
     ) -> None:
         self._presence = presence
+        self._waits: Waits = presence.waits if presence else unheard
+        if presence and library is not None:
+            library.group_tell_waits_at.argtypes = [ctypes.c_void_p]
+            library.group_tell_waits_at(presence.waits_address)
+            # Writes there as long as it is loaded.
+            library.__dict__["waits_told_by"] = presence
         self.job, self.rank, self.world_size = job, rank, world_size
         self.library, self.spins = library, spins
         self._pids: dict[int, int] = {}
@@ -105,8 +118,8 @@ class Host:
 
     def counters(self, memory: mmap.mmap, start: int, count: int) -> Counters:
         if self.library is None:
-            return PolledCounters(memoryview(memory)[start : start + count * LINE])
-        return SleepingCounters(self.library, address_of(memory) + start, self.spins)
+            return PolledCounters(memoryview(memory)[start : start + count * LINE], self._waits)
+        return SleepingCounters(self.library, address_of(memory) + start, self.spins, self._waits)
 
 
 def address_of(memory: mmap.mmap) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -56,6 +57,22 @@ _ARRAYS = {
 }
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
 FIRST, BINS, ROUNDS = 5, 256, 4
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What of a graph depends on how tokens are drawn."""
+
+    columns: int
+    has_nucleus: bool
+    needs_shares: bool
+
+    def serves(self, other: _Form, ways: int) -> bool:
+        enough = self.columns >= other.columns
+        if ways == 1:
+            return enough
+        nucleus = self.has_nucleus or not other.has_nucleus
+        return enough and nucleus and (self.needs_shares or not other.needs_shares)
 
 
 class _Entry(ctypes.Structure):
@@ -110,10 +127,11 @@ class NativeSlots(Slots):
         memory: Memory,
     ) -> None:
         self._share, self._rules, self._capacity = share, rules, slots
+        self._has_seen = rules.penalty != 1.0
         self._entry = _Entry()
         self._arrays: dict[str, np.ndarray] = {}
         self._number = self._register()
-        self._set_numbers()
+        self.use(rules)
         arrays = {
             "cache": memory.cache,
             "scratch": memory.scratch,
@@ -122,7 +140,6 @@ class NativeSlots(Slots):
             "seen": memory.seen,
             "rotary": rotary,
             "above": np.zeros(slots * (share.ways + 1)),
-            "stops": np.array(rules.stop_ids, np.int32),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // share.hidden, np.int32),
             "start_entry": np.zeros(prompt_rows, np.int32),
@@ -147,8 +164,12 @@ class NativeSlots(Slots):
         weakref.finalize(self, native.rollout_forget, number)
         return number
 
-    def _set_numbers(self) -> None:
-        share, rules = self._share, self._rules
+    def use(self, rules: Rules) -> None:
+        if rules.penalty != 1.0 and not self._has_seen:
+            raise ValueError("these slots have no room for the tokens that a penalty has to know")
+        self._rules = rules
+        self._point("stops", np.array(rules.stop_ids, np.int32))
+        share = self._share
         vocab = share.vocabulary
         numbers: dict[str, float] = {
             "hidden": share.hidden,
@@ -161,8 +182,8 @@ class NativeSlots(Slots):
             "ways": share.ways,
             "index": share.index,
             "greedy": int(rules.greedy),
-            "top_k": self._top_k,
-            "candidates": self._candidates,
+            "top_k": self._top_k_of(rules),
+            "candidates": self._candidates_of(rules),
             "min_tokens": rules.min_tokens,
             "num_stops": len(rules.stop_ids),
             "eps": share.norm_eps,
@@ -174,15 +195,23 @@ class NativeSlots(Slots):
         for name, value in numbers.items():
             setattr(self._entry, name, value)
 
-    @property
-    def _top_k(self) -> int:
-        rules, vocab = self._rules, self._share.vocabulary
+    def _top_k_of(self, rules: Rules) -> int:
+        vocab = self._share.vocabulary
         return 0 if rules.greedy or rules.top_k >= vocab.width * self._share.ways else rules.top_k
 
-    @property
-    def _candidates(self) -> int:
+    def _candidates_of(self, rules: Rules) -> int:
         """Any of the k largest of all is among the k largest of its own rank."""
-        return min(self._top_k, self._share.vocabulary.width)
+        return min(self._top_k_of(rules), self._share.vocabulary.width)
+
+    def _form_of(self, rules: Rules) -> _Form:
+        free = not rules.greedy and not self._top_k_of(rules)
+        nucleus = free and rules.top_p < 1.0
+        columns = FIRST + (self._candidates_of(rules) or (BINS if nucleus else 0))
+        return _Form(columns, nucleus, free and rules.min_p > 0.0)
+
+    def serves(self, made_with: Rules) -> bool:
+        made, wanted = self._form_of(made_with), self._form_of(self._rules)
+        return made.serves(wanted, self._share.ways)
 
     def _point(self, name: str, array: np.ndarray) -> None:
         if array.dtype != _ARRAYS[name] or not array.flags.c_contiguous:
@@ -262,7 +291,7 @@ class NativeSlots(Slots):
         return _Kernel("rollout_mlp", _pair, _two_floats, [self._number, 0, int(is_prompt)])
 
     def head(self) -> nn.Cell:
-        columns = FIRST + (self._candidates or (BINS if self._has_nucleus else 0))
+        columns = self._form_of(self._rules).columns
 
         def shapes(x: Any, added: Any, norm: Any, table: Any, meta: Any) -> Any:
             return [x[0], table[0]], [x[0], columns]
@@ -270,22 +299,14 @@ class NativeSlots(Slots):
         return _Kernel("rollout_head", shapes, _two_floats, [self._number])
 
     @property
-    def _has_nucleus(self) -> bool:
-        rules = self._rules
-        return not rules.greedy and not self._top_k and rules.top_p < 1.0
-
-    @property
-    def _needs_shares(self) -> bool:
-        return not self._rules.greedy and not self._top_k and self._rules.min_p > 0.0
-
-    @property
     def num_narrowings(self) -> int:
         if self._share.ways == 1:
             return 0
-        return (ROUNDS - 1) * self._has_nucleus + self._needs_shares
+        form = self._form_of(self._rules)
+        return (ROUNDS - 1) * form.has_nucleus + form.needs_shares
 
     def narrow(self, number: int) -> nn.Cell:
-        if self._needs_shares and number == self.num_narrowings - 1:
+        if self._form_of(self._rules).needs_shares and number == self.num_narrowings - 1:
             return _Kernel("rollout_shares", _one_a_row, _float, [self._number])
         return _Kernel("rollout_narrow", _bins_a_row, _float, [self._number, number + 1])
 

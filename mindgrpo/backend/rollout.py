@@ -119,6 +119,17 @@ class Slots(ABC):
     users: np.ndarray
 
     @abstractmethod
+    def use(self, rules: Rules) -> None:
+        """Draws by `rules` from the next job on; cells made from now on are such as they need.
+
+        Raises ValueError where the rules have a penalty and those that the slots were made with have none.
+        """
+
+    @abstractmethod
+    def serves(self, made_with: Rules) -> bool:
+        """Whether cells that were made while `made_with` was in use can draw by the rules in use now."""
+
+    @abstractmethod
     def start(self, job: Job, partition: Partition) -> None: ...
 
     @abstractmethod
@@ -162,7 +173,7 @@ class Slots(ABC):
     @property
     @abstractmethod
     def num_narrowings(self) -> int:
-        """How often `narrow` and a gathering must follow `head` before `draw`."""
+        """How often `narrow` and a gathering must follow `head` before `draw`, by the rules in use."""
 
     @abstractmethod
     def narrow(self, number: int) -> nn.Cell:

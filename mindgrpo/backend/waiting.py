@@ -24,6 +24,12 @@ NAP_SECONDS = 50e-6
 LIFE_CHECK_SECONDS = 0.5
 
 Check = Callable[[], None]
+# Hears since when (by the monotonic clock) this process waits, once that is worth telling; 0: no more.
+Waits = Callable[[float], None]
+
+
+def unheard(since: float) -> None:
+    """Nobody wants to know."""
 
 
 class Counters(ABC):
@@ -52,7 +58,8 @@ def _check(check: Check, reached: Callable[[], bool]) -> None:
 class PolledCounters(Counters):
     kind = 1
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, waits: Waits = unheard) -> None:
+        self._waits = waits
         self._values = memory.cast("q")
 
     def post(self, index: int, value: int) -> None:
@@ -62,7 +69,7 @@ class PolledCounters(Counters):
         return self._values[index * LINE // 8] >= value
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        turns = 0
+        turns, told = 0, False
         next_check = 0.0
         for index in indices:
             while not self._reached(index, value):
@@ -75,8 +82,12 @@ class PolledCounters(Counters):
                 if not next_check:
                     next_check = now + LIFE_CHECK_SECONDS
                 elif now > next_check:
+                    self._waits(now)
+                    told = True
                     _check(check, partial(self._reached, index, value))
                     next_check = now + LIFE_CHECK_SECONDS
+        if told:
+            self._waits(0.0)
 
 
 class SleepingCounters(Counters):
@@ -84,8 +95,11 @@ class SleepingCounters(Counters):
 
     kind = 2
 
-    def __init__(self, library: ctypes.CDLL, address: int, spins: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, address: int, spins: int, waits: Waits = unheard
+    ) -> None:
         self._library, self._address, self._spins = library, address, spins
+        self._waits = waits
         library.cell_post.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
         library.cell_post.restype = None
         library.cell_wait.argtypes = [
@@ -99,11 +113,15 @@ class SleepingCounters(Counters):
         self._library.cell_post(self._address + index * LINE, value)
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        milliseconds = int(LIFE_CHECK_SECONDS * 1000)
+        milliseconds, told = int(LIFE_CHECK_SECONDS * 1000), False
         for index in indices:
             cell = self._address + index * LINE
             while self._library.cell_wait(cell, value, self._spins, milliseconds):
+                self._waits(time.monotonic())
+                told = True
                 _check(check, partial(self._reached, index, value))
+        if told:
+            self._waits(0.0)
 
     def _reached(self, index: int, value: int) -> bool:
         return not self._library.cell_wait(self._address + index * LINE, value, 0, 0)

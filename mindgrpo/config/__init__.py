@@ -2,6 +2,7 @@
 
 from mindgrpo.config.arithmetic import BatchPlan, schedule_notes, validate_world
 from mindgrpo.config.command_line import split_overrides
+from mindgrpo.config.evaluation_line import configuration_words
 from mindgrpo.config.load import (
     FLAGS,
     Loaded,
@@ -18,6 +19,7 @@ __all__ = [
     "BatchPlan",
     "Config",
     "Loaded",
+    "configuration_words",
     "load_config",
     "memory_bytes",
     "parse_command_line",

@@ -155,6 +155,14 @@ def _evaluation(config: Config) -> None:
             "rl_config.eval_dataset_file, or rl_config.eval_steps to 0",
             "rl_config.eval_steps",
         )
+    if rl.eval_temperature == 0 and rl.eval_num_generations > 1:
+        raise Contradiction(
+            f"rl_config.eval_temperature 0 draws the same completion each time, but "
+            f"rl_config.eval_num_generations is {rl.eval_num_generations}; set it to 1, or eval_temperature "
+            "above 0 and add greedy to rl_config.eval_modes",
+            "rl_config.eval_num_generations",
+            "rl_config.eval_temperature",
+        )
 
 
 def _rows_of_a_mindrecord(config: Config) -> None:

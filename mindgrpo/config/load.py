@@ -66,13 +66,23 @@ def load_config(
     return Loaded(_build(live), origins, notices)
 
 
-def require_run_keys(loaded: Loaded, *, rewards_in_code: bool = False) -> None:
-    """Name all the settings at once that a run needs and the user has still to make."""
+def require_run_keys(
+    loaded: Loaded,
+    *,
+    rewards_in_code: bool = False,
+    needed: Mapping[str, str] = RUN_KEYS,
+) -> None:
+    """Name all the settings at once that a run needs and the user has still to make.
+
+    `needed` has a few words for each key; of a program with other needs than a run, no other key matters.
+    """
     missing = []
     for key, value in values_by_key(loaded.config).items():
-        needed = key in RUN_KEYS and not (rewards_in_code and key.startswith("reward_config."))
-        if needed and not value:
-            missing.append(f"{key} ({RUN_KEYS[key]}) is not set")
+        if key not in needed and needed is not RUN_KEYS:
+            continue
+        in_code = rewards_in_code and key.startswith("reward_config.")
+        if key in needed and not value and not in_code:
+            missing.append(f"{key} ({needed[key]}) is not set")
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
             missing.append(f"{key} is still '{value}' ({loaded.origins[key]})")
     if missing:

@@ -91,7 +91,27 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     eval_steps: int = Field(
         0, ge=0, description="evaluate every so many steps; 0: only before and after the run"
     )
+    eval_on_start: bool = Field(True, description="also evaluate before the first step")
     eval_samples: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
+    eval_modes: Annotated[list[Literal["sampled", "greedy"]], BEFORE_LIST] = Field(
+        default=["sampled"],
+        min_length=1,
+        description="sampled: as eval_temperature and eval_top_p say, metrics eval/...; greedy: each prompt's "
+        "likeliest completion, metrics eval_greedy/...; both: sampled,greedy",
+    )
+    eval_num_generations: int = Field(
+        1, ge=1, description="sampled completions a held-out prompt, for mean@n and pass@k"
+    )
+    eval_temperature: float | None = Field(
+        None, ge=0, description="of sampled completions; 0 takes the likeliest; null: the run's"
+    )
+    eval_top_p: float | None = Field(
+        None, gt=0, le=1, description="of sampled completions; null: the run's"
+    )
+    eval_pass_threshold: float = Field(
+        1.0, description="pass@k counts a completion as passed from this reward on"
+    )
+    save_eval_completions: bool = Field(True, description="write eval_completions.jsonl")
     logprob_gap_limit: float | None = Field(
         0.01, gt=0, description="largest generator/trainer log-prob difference; null: no limit"
     )
@@ -122,6 +142,13 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     )
     tensorboard_queue_size: int = Field(10, ge=1, description="events held before a write")
     performance_stats: bool = Field(False, description="print the seconds of every phase")
+
+    @field_validator("eval_modes")
+    @classmethod
+    def _are_different(cls, modes: list[str]) -> list[str]:
+        if len(set(modes)) < len(modes):
+            raise ValueError("must name each mode once, as in sampled,greedy")
+        return modes
 
     @field_validator("dataset_map_keys")
     @classmethod

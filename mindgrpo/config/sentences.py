@@ -94,6 +94,8 @@ def _describe(kind: Any) -> str:
 
 
 def _plural(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return _describe(kind)
     return f"lists of {_PLURALS[get_args(kind)[0]]}" if get_origin(kind) is list else _PLURALS[kind]
 
 

@@ -85,17 +85,26 @@ class Generator:
     def cache(self) -> Pool:
         return self._decoder.cache
 
-    def generate(self, requests: Sequence[Request], draw: Draw, version: int) -> list[Completion]:
-        """One Completion a sample, in the order of the requests. Raises StaleWeights, and ValueError for requests
-        that the generator was not made for."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        draw: Draw,
+        version: int,
+        settings: SamplingSettings | None = None,
+    ) -> list[Completion]:
+        """One Completion a sample, in the order of the requests, drawn by `settings` (None: the generator's own).
+
+        Raises StaleWeights, and ValueError for requests and settings that the generator was not made for.
+        """
+        settings = settings or self.settings
         if self.version != version:
             raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
         if not wanted:
             self.usage = Usage(0, 0, 0, 0)
             return []
-        job = self._job(wanted, draw)
-        self.usage = self._decoder.run(job)
+        job = self._job(wanted, draw, settings)
+        self.usage = self._decoder.run(job, settings)
         samples = [sample for request in wanted for sample in request.samples]
         return [
             Completion(
@@ -107,18 +116,22 @@ class Generator:
             for i, (sample, length) in enumerate(zip(samples, job.lengths.tolist(), strict=True))
         ]
 
-    def _job(self, requests: Sequence[Request], draw: Draw) -> Job:
+    def _job(self, requests: Sequence[Request], draw: Draw, settings: SamplingSettings) -> Job:
+        if settings.max_tokens > self.settings.max_tokens:
+            raise ValueError(
+                f"completions of {settings.max_tokens} tokens from a generator for {self.settings.max_tokens}"
+            )
         limits: list[int] = []
         for request in requests:
-            self._check(request)
-            limits += request.max_tokens or (self.settings.max_tokens,) * len(request.samples)
+            self._check(request, settings)
+            limits += request.max_tokens or (settings.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
         noise = uniforms(draw.seed, draw.purpose, draw.step, samples, max(limits))
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
         return Job.of(prompts, prompt_of, limits, noise)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, settings: SamplingSettings) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens in a cache for {self._max_prompt}"
@@ -128,7 +141,7 @@ class Generator:
             return
         if len(limits) != len(request.samples):
             raise ValueError(f"{len(limits)} limits for {len(request.samples)} samples")
-        if min(limits) < 1 or max(limits) > self.settings.max_tokens:
+        if min(limits) < 1 or max(limits) > settings.max_tokens:
             raise ValueError(
-                f"limits of {min(limits)} to {max(limits)} tokens, but a sample has 1 to {self.settings.max_tokens}"
+                f"limits of {min(limits)} to {max(limits)} tokens, but a sample has 1 to {settings.max_tokens}"
             )

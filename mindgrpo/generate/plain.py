@@ -7,6 +7,7 @@ samples enter together, so that it is computed once. Refuses to be clever.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -52,11 +53,21 @@ class PlainDecoder:
             self._seen_pool = backend.pool(room.slots * shard.local_vocab * FLOAT_BYTES)
             self._seen = self._seen_pool.view(0, (room.slots, shard.local_vocab))
             seen = backend.parameter(self._seen, "seen", False)
-        decode = Decode(shard, caches, room.slots, self._length, settings, seen)
-        self._decode = backend.graph(decode, "decode")
+
+        def decoder(settings: SamplingSettings) -> Any:
+            cell = Decode(shard, caches, room.slots, self._length, settings, seen)
+            return backend.graph(cell, "decode")
+
+        self._decoder, self._decoders = decoder, {settings: decoder(settings)}
         self._prefill = backend.graph(Prefill(shard, caches, room.max_prompt), "prompts")
 
-    def run(self, job: Job) -> Usage:
+    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+        """Numbers of the settings are part of a graph here: other settings are another graph."""
+        if settings.repetition_penalty != 1.0 and self._seen is None:
+            raise ValueError("this generator has no room for the tokens that a penalty has to know")
+        if settings not in self._decoders:
+            self._decoders[settings] = self._decoder(settings)
+        self._settings, self._decode = settings, self._decoders[settings]
         slots = self._room.slots
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)

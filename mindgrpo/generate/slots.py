@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.backend import Backend, Pool
-from mindgrpo.backend.rollout import Job, Memory, Partition, Share, Slots
+from mindgrpo.backend.rollout import Job, Memory, Partition, Rules, Share, Slots
 from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.usage import Usage
@@ -155,10 +155,23 @@ class SlotDecoder:
         )
         self._slots = slots
         self._prompts = backend.graph(_Prompts(shard, slots), "prompts")
-        self._decode = backend.graph(_Decode(shard, slots, DECODE_STEPS), "decode")
+        self._shard, self._backend = shard, backend
+        self._decoders: list[tuple[Rules, Any]] = []
+        self._decode = self._decoder_for(settings.rules())
         self._ticket = Tensor([0], ms.int32)
 
-    def run(self, job: Job) -> Usage:
+    def _decoder_for(self, rules: Rules) -> Any:
+        """A graph that is there already, wherever one can draw by `rules`: the numbers in them are no part of it."""
+        self._slots.use(rules)
+        for made_with, graph in self._decoders:
+            if self._slots.serves(made_with):
+                return graph
+        graph = self._backend.graph(_Decode(self._shard, self._slots, DECODE_STEPS), "decode")
+        self._decoders.append((rules, graph))
+        return graph
+
+    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+        self._decode = self._decoder_for(settings.rules())
         lengths = [len(prompt) for prompt in job.prompts]
         groups = np.bincount(job.prompt_of, minlength=len(job.prompts))
         partition = self._room.partition(lengths, groups.tolist(), int(job.limits.max()))

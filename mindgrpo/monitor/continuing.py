@@ -17,6 +17,8 @@ from mindgrpo.checkpoint.folders import move_aside
 RUN_FILES = (
     "metrics.jsonl",
     "completions.jsonl",
+    "evaluations.jsonl",
+    "eval_completions.jsonl",
     "config_resolved.yaml",
     "reward_output.txt",
     "reward_curve.png",

@@ -68,10 +68,13 @@ def silent(found: Snapshot, now: float) -> bool:
 
 
 def waited_for(now: float, ranks: Mapping[int, Snapshot]) -> tuple[int, ...]:
-    """Ranks without a heartbeat; else those that are furthest behind; none where all are equally far."""
+    """Ranks without a heartbeat; else those that wait for nobody; else those furthest behind. None: all are alike."""
     without = tuple(sorted(rank for rank, found in ranks.items() if silent(found, now)))
     if without:
         return without
+    busy = tuple(sorted(rank for rank, found in ranks.items() if not found.waits_since))
+    if 0 < len(busy) < len(ranks):
+        return busy
     last = min(found.serial for found in ranks.values())
     behind = tuple(sorted(rank for rank, found in ranks.items() if found.serial == last))
     return behind if len(behind) < len(ranks) else ()
@@ -82,7 +85,7 @@ def _sentence(
 ) -> str:
     taken = f"{own.place} has taken {spent:.0f} s ({KEY} is {limit:g})"
     if not missing:
-        return f"{taken}: every rank is in it with a heartbeat"
+        return f"{taken}: every rank is in it with a heartbeat, and none stands out"
     words = []
     for rank, found in list(missing.items())[:NUM_NAMED]:
         since = found.graph_since if found.graph else found.since

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mindgrpo.presence import verdict
-from mindgrpo.presence.record import Reader, Record, Snapshot, path_of
+from mindgrpo.presence.record import Reader, Record, Snapshot, path_of, ranks_in
 
 BEAT_SECONDS = 0.5
 # How long the launcher's processes may take to write down how a rank ended.
@@ -29,8 +29,6 @@ class Presence:
         self.rank, self.world_size, self.folder = rank, world_size, folder
         self._record = Record(path_of(folder, rank) if folder else None)
         self._others: dict[int, Reader] = {}
-        if folder:
-            self._others = {i: Reader(path_of(folder, i)) for i in range(world_size) if i != rank}
         self._looks: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -69,6 +67,14 @@ class Presence:
         yield
         self._record.compiling("")
 
+    def waits(self, since: float) -> None:
+        """For another rank, since then by the monotonic clock; 0: no more."""
+        self._record.waits(since)
+
+    @property
+    def waits_address(self) -> int:
+        return self._record.waits_address
+
     def at_step(self, step: int) -> None:
         """`step` counts from 1."""
         self._record.at_step(step)
@@ -82,11 +88,16 @@ class Presence:
         """Where another rank is, or was when it ended; None where that cannot be known."""
         if rank == self.rank:
             return self._record.read()
-        reader = self._others.get(rank)
-        return reader.read() if reader else None
+        if self.folder is None:
+            return None
+        if rank not in self._others:
+            self._others[rank] = Reader(path_of(self.folder, rank))
+        return self._others[rank].read()
 
     def known(self) -> dict[int, Snapshot]:
-        found = ((rank, self.of(rank)) for rank in range(self.world_size))
+        """All ranks that can be seen, this one among them."""
+        here = ranks_in(self.folder) if self.folder else []
+        found = ((rank, self.of(rank)) for rank in {self.rank, *here})
         return {rank: snapshot for rank, snapshot in found if snapshot}
 
     def ending_of(self, rank: int) -> str:

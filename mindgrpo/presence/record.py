@@ -5,6 +5,7 @@ One thread writes the phase and another the beat. Never waits for a disk. Refuse
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -17,11 +18,13 @@ MAGIC = b"MGR1"
 _HEAD = struct.Struct("<4s4xq")
 _BEAT = struct.Struct("<Qd")
 _TURN = struct.Struct("<I")
+_WAITS = struct.Struct("<d")
 _PHASE = struct.Struct("<iId32sd96s")
 _BEAT_AT = _HEAD.size
 _TURN_AT = _BEAT_AT + _BEAT.size
+_WAITS_AT = _TURN_AT + 8
 # Two places by turns: one is whole at every instant, also when its writer is killed.
-_PHASE_AT = tuple(_TURN_AT + 8 + i * -(-_PHASE.size // 8) * 8 for i in range(2))
+_PHASE_AT = tuple(_WAITS_AT + _WAITS.size + i * -(-_PHASE.size // 8) * 8 for i in range(2))
 READ_ATTEMPTS = 1000
 COMPILE = "compile"
 
@@ -31,7 +34,8 @@ class Snapshot:
     """Times are CLOCK_MONOTONIC seconds, the same clock for all processes of a host.
 
     `serial` counts phases entered, so that of ranks that do the same the one behind can be told. `graph` is what is
-    being compiled inside of the phase, since `graph_since`; empty for nothing. `step` counts from 1, 0 is before it.
+    being compiled inside of the phase, since `graph_since`; empty for nothing. `waits_since` is 0 for a rank that, as
+    far as that is told, waits for no other. `step` counts from 1, 0 is before it.
     """
 
     pid: int
@@ -43,6 +47,7 @@ class Snapshot:
     phase: str
     graph_since: float = 0.0
     graph: str = ""
+    waits_since: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -60,6 +65,11 @@ class Snapshot:
 
 def path_of(folder: Path, rank: int) -> Path:
     return folder / f"phase_{rank}"
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Those of this host, of which there may be many more elsewhere."""
+    return [int(path.name.rpartition("_")[2]) for path in folder.glob("phase_*")]
 
 
 def _memory(path: Path | None) -> mmap.mmap:
@@ -93,6 +103,14 @@ class Record:
     def beat(self) -> None:
         self._beats += 1
         _BEAT.pack_into(self._memory, _BEAT_AT, self._beats, time.monotonic())
+
+    def waits(self, since: float) -> None:
+        _WAITS.pack_into(self._memory, _WAITS_AT, since)
+
+    @property
+    def waits_address(self) -> int:
+        """Of the same figure, a double, for code that is not Python."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + _WAITS_AT
 
     def enter(self, phase: str) -> tuple[str, float]:
         """Returns what `resume` takes."""
@@ -167,8 +185,9 @@ def snapshot_of(memory: mmap.mmap) -> Snapshot | None:
         if _TURN.unpack_from(memory, _TURN_AT)[0] == turn:
             break
     beats, beat_at = _BEAT.unpack_from(memory, _BEAT_AT)
+    (waits,) = _WAITS.unpack_from(memory, _WAITS_AT)
     return Snapshot(
-        pid, beats, beat_at, step, serial, since, _text(phase), graph_since, _text(graph)
+        pid, beats, beat_at, step, serial, since, _text(phase), graph_since, _text(graph), waits
     )
 
 

@@ -86,6 +86,15 @@ class Job:
         )
         self._readers: dict[int, Reader] = {}
 
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(120)
+        self._screen.close()
+
     @property
     def screen(self) -> str:
         return (self.folder / "screen").read_text(errors="replace")

@@ -51,9 +51,9 @@ ARGUMENTS = {
     "ref_config.sync_ref_model": "true",
     "ref_config.ref_model_sync_steps": 1,
 }
-CHECKPOINTS = {"rl_config.save_checkpoint_interval": 1}
-# Of time and memory, the same run twice does not say the same.
-NOT_COMPARED = ("time/", "memory/rss", "reshard/seconds", "compiles")
+CHECKPOINTS = {"rl_config.save_ckpt_interval": 1}
+# Of time (every key that ends with seconds, too) and memory, the same run twice does not say the same.
+NOT_COMPARED = ("time/", "memory/rss", "compiles")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def words(settings: dict[str, Any]) -> list[str]:
 
 def comparable(metrics: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not (k.startswith(NOT_COMPARED) or k.endswith("/seconds"))}
+        for row in rows
+    ]
 
 
 def differences(run: Path, reference: Path) -> list[str]:
@@ -116,8 +119,6 @@ def judge(case: Case, ended: Ended, where: str) -> list[str]:
 def strike(case: Case, job: Job) -> tuple[Ended | None, str]:
     stopped = job.stop_in(case.victim, case.phase, case.occurrence, TO_GET_THERE)
     if stopped is None:
-        job.process.terminate()
-        job.process.wait(120)
         return None, ""
     struck_at = time.monotonic()
     os.kill(stopped.pid, signal.SIGKILL)
@@ -132,7 +133,8 @@ def run_case(
     for _ in range(ATTEMPTS):
         if ended is None:
             shutil.rmtree(folder, ignore_errors=True)
-            ended, where = strike(case, Job(folder, ranks, given))
+            with Job(folder, ranks, given) as job:
+                ended, where = strike(case, job)
     if ended is None:
         return told | {
             "good": False,
@@ -148,8 +150,8 @@ def run_case(
 def resume(ranks: int, folder: Path, reference: Path, given: list[str]) -> list[str]:
     if not (folder / "run").exists():
         return []  # killed before there was a run to go on with
-    again = Job(folder, ranks, [*given, "--resume_training", "true"])
-    status = again.process.wait(TO_GET_THERE)
+    with Job(folder, ranks, [*given, "--resume_training", "true"]) as again:
+        status = again.process.wait(TO_GET_THERE)
     if status:
         return [f"resuming ended with status {status}: {again.screen.splitlines()[-1]}"]
     return [f"after resuming: {what}" for what in differences(folder / "run", reference)]
@@ -178,7 +180,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="*", default=[], choices=[phase for phase, *_ in PHASES])
     parser.add_argument("--no-resume", dest="resume", action="store_false")
-    parser.add_argument("--keep", type=Path, help="leaves the runs and logs in this folder")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        help="leaves runs and logs in this folder, and takes the unhurt run from it",
+    )
     return parser.parse_args()
 
 
@@ -189,10 +195,11 @@ def main() -> int:
     settings = words(ARGUMENTS | (CHECKPOINTS if given.resume else {}))
     reference = None
     if given.resume:
-        unhurt = Job(folder / "unhurt", given.ranks, settings)
-        if unhurt.process.wait(TO_GET_THERE):
-            sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
         reference = folder / "unhurt" / "run"
+        if not (reference / "summary.json").exists():
+            with Job(folder / "unhurt", given.ranks, settings) as unhurt:
+                if unhurt.process.wait(TO_GET_THERE):
+                    sys.exit(f"the run that nobody hurt failed: {unhurt.screen}")
     rows = []
     for case in cases(given.phases, given.times, given.ranks, given.seed):
         if case.phase == "checkpoint" and not given.resume:

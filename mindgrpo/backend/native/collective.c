@@ -8,6 +8,7 @@
 #include "collective.h"
 
 #include <stdio.h>
+#include <time.h>
 
 #include "core.h"
 #include "waiting.h"
@@ -43,6 +44,7 @@ typedef struct {
 
 static Group groups[MAX_GROUPS];
 static int64_t lost_pid;
+static volatile double *waits_since;
 
 /* -- registration, from Python ------------------------------------------------------------------------------- */
 
@@ -100,8 +102,18 @@ static int64_t find_lost(const Group *g) {
     return atomic_load(first);
 }
 
+void group_tell_waits_at(double *place) { waits_since = place; }
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
 static int wait_for(const Group *g, Cell *cell) {
+    int told = 0;
     while (cell_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
+        if (waits_since && !told++) *waits_since = now();
         int64_t lost = find_lost(g);
         /* It may have posted as its last deed. */
         if (lost && cell_wait(cell, g->number, 0, 0) != WAIT_OVER) {
@@ -109,6 +121,7 @@ static int wait_for(const Group *g, Cell *cell) {
             return GROUP_PEER_LOST;
         }
     }
+    if (told && waits_since) *waits_since = 0;
     return 0;
 }
 

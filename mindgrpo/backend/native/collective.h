@@ -10,6 +10,9 @@
 
 enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4, GROUP_BAD_TYPE = 5 };
 
+/* Where this process tells since when (seconds of CLOCK_MONOTONIC) it waits for another; 0 while it does not. */
+void group_tell_waits_at(double *place);
+
 /* out = the members' sum, added in member order: the same bits on every member. `out` may be `mine`. */
 int group_sum(int32_t group, const float *mine, int64_t count, float *out);
 

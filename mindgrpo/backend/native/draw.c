@@ -95,7 +95,8 @@ int rollout_narrow(KERNEL_ARGS) {
     if (!g) return 1;
     memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
     Task t = {g, params, shapes, meta[1], params[4]};
-    if (g->num_rows) team_run(narrow, &t);
+    /* A graph that narrows also serves rules that have nothing to narrow. */
+    if (g->num_rows && has_nucleus(g)) team_run(narrow, &t);
     return 0;
 }
 

@@ -60,9 +60,11 @@ static void give_pieces(const Task *t, int64_t number) {
     pieces[TOP] = pieces[RAW_TOP];
     pieces[SUM] = pieces[RAW_SUM];
     if (row.seen || row.is_banned) top_and_sum(&row, pieces + TOP, pieces + SUM);
+    /* There may be more columns than these rules fill; what is gathered must be numbers. */
+    memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
         find_candidates(&row, pieces);
-    else if (g->top_p < 1.0)
+    else if (has_nucleus(g))
         histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
 }
 

@@ -23,6 +23,9 @@ typedef struct {
     int is_banned;
 } Row;
 
+/* Whether a row's pieces are masses by range of logits. */
+static inline int has_nucleus(const Rollout *g) { return !g->top_k && g->top_p < 1.0; }
+
 static inline Row row_of(const Rollout *g, int64_t number, const float *logits, int64_t width) {
     Row row = {.g = g, .number = number, .logits = logits + number * width, .at = g->row_own[number]};
     row.seen = g->penalty == 1.0 ? NULL : g->seen + g->row_slot[number] * g->vocab;

@@ -1,0 +1,309 @@
+"""Evaluations: which samples are drawn, what is made of them, and that a run's own and the verb's are one.
+
+The example's model in one process. Does not prove several ranks (test_distributed.py has greedy tokens under layouts)
+nor the estimators (test_pass_at_k.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_generators import (
+    LAYOUT,
+    SETTINGS,
+    VERSION,
+    generator_with,
+    kernels_named,
+    random_weights,
+    requests_of,
+)
+
+from mindgrpo.__main__ import main
+from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.native_library import library_path
+from mindgrpo.config import Config, load_config
+from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
+from mindgrpo.config.roles import GenerateParallelConfig
+from mindgrpo.errors import UserError
+from mindgrpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome, modes_of
+from mindgrpo.evaluation_run import grid_for
+from mindgrpo.generate.engine import Draw, Request
+from mindgrpo.generate.noise import EVALUATION
+from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.monitor.evaluations import write_evaluation
+from mindgrpo.reward.scores import Report, Scores
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
+SEED, STEP = 3, 7
+LIKELIEST = replace(SETTINGS, temperature=0.0)
+
+
+class Words:
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Parity:
+    """1 where the first token is even, nothing where it is divisible by seven, and one failure."""
+
+    def score(self, texts: list[str], answers: list[str], columns: Any) -> Scores:
+        first = [int(text.split()[0]) for text in texts]
+        values = np.array([np.nan if n % 7 == 0 else float(n % 2 == 0) for n in first])
+        report = Report({"errors": 1}, "once")
+        nothing = np.zeros(len(texts))
+        return Scores({"even": values}, nothing, nothing > 0, {"even": report})
+
+
+class Asked:
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids, self.text, self.answer = ids, f"prompt {ids.tolist()}", "gold"
+        self.question, self.columns = "", {}
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Evaluator:
+    backend = CpuBackend({}, "shared_memory")
+    kind = "plain" if library_path() is None else "native"
+    generator = generator_with(random_weights(backend), backend, kernels_named(kind))
+    return Evaluator(generator, LAYOUT, backend, Parity(), Words(), SEED)  # type: ignore[arg-type]
+
+
+def asked() -> list[Asked]:
+    return [Asked(request.prompt) for request in requests_of()]
+
+
+def evaluated(evaluator: Evaluator, *modes: Mode) -> list[Outcome]:
+    return evaluator.run(asked(), modes, STEP, VERSION)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_the_samples_of_a_prompt_have_the_evaluations_noise_in_order(
+    evaluator: Evaluator, num_samples: int
+) -> None:
+    """One sample a prompt is what evaluations have always drawn."""
+    (found,) = evaluated(evaluator, Mode(SAMPLED, num_samples, SETTINGS, 1.0))
+    requests = [
+        Request(prompt.ids, tuple(range(i * num_samples, (i + 1) * num_samples)))
+        for i, prompt in enumerate(asked())
+    ]
+    expected = evaluator.generator.generate(requests, Draw(SEED, EVALUATION, STEP), VERSION)
+    assert [tokens.tolist() for tokens in found.samples.completions] == [
+        completion.tokens.tolist() for completion in expected
+    ]
+    assert [prompt.text for prompt in found.prompts] == [
+        prompt.text for prompt in asked() for _ in range(num_samples)
+    ]
+
+
+def test_both_ways_of_answering_are_told_apart_by_name(
+    evaluator: Evaluator, tmp_path: Path
+) -> None:
+    modes = [Mode(SAMPLED, 3, SETTINGS, 1.0), Mode(GREEDY, 1, LIKELIEST, 1.0)]
+    outcomes = evaluated(evaluator, *modes)
+    assert list(outcomes[0].figures()) == [
+        "eval/even/mean",
+        "eval/even/mean@3",
+        "eval/even/stderr",
+        "eval/even/pass@1",
+        "eval/even/pass@2",
+        "eval/even/pass@3",
+        "eval/even/errors",
+        "eval/truncated_fraction",
+        "eval/completion_length",
+    ]
+    assert "eval_greedy/even/pass@1" in outcomes[1].figures()
+    assert "eval_greedy/even/mean@1" not in outcomes[1].figures()
+    write_evaluation(tmp_path, 4, outcomes, True)
+    write_evaluation(tmp_path, 8, outcomes[:1], False)
+    figures = read_lines(tmp_path / "evaluations.jsonl")
+    assert [row["step"] for row in figures] == [4, 8]
+    assert figures[0] == {"step": 4, **outcomes[0].figures(), **outcomes[1].figures()}
+    rows = read_lines(tmp_path / "eval_completions.jsonl")
+    assert [row["mode"] for row in rows] == ["sampled"] * 21 + ["greedy"] * 7
+    assert {row["step"] for row in rows} == {4} and {row["answer"] for row in rows} == {"gold"}
+    earned = [row["rewards"]["even"] for row in rows[:21]]
+    assert None in earned, "no sample is without a score"
+    scored = [value for value in earned if value is not None]
+    assert outcomes[0].means == {"even": pytest.approx(np.mean(scored), abs=1e-15)}
+    assert "eval/even/mean" in figures[1] and "eval_greedy/even/mean" not in figures[1]
+
+
+def test_what_is_asked_for_is_how_it_is_drawn() -> None:
+    def modes(*words: str) -> list[Mode]:
+        config = load_config(EXAMPLE, [f"--rl_config.{word}" for word in words]).config
+        return modes_of(config, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5))
+
+    (usual,) = modes()
+    assert usual == Mode(
+        SAMPLED, 1, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5), 1.0
+    )
+    greedy, own = modes(
+        "eval_modes=greedy,sampled",
+        "eval_num_generations=4",
+        "eval_temperature=0.6",
+        "eval_top_p=1.0",
+        "eval_pass_threshold=0.5",
+    )
+    assert (own.num_samples, own.settings.temperature, own.settings.top_p) == (4, 0.6, 1.0)
+    assert (greedy.name, greedy.num_samples, greedy.settings.temperature) == (GREEDY, 1, 0.0)
+    assert greedy.threshold == own.threshold == 0.5
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rl_config.eval_modes", "greedy,greedy"], "each mode once"),
+        (["--rl_config.eval_modes", "best"], "a list of 'sampled' or 'greedy'"),
+        (["--rl_config.eval_temperature", "0", "--rl_config.eval_num_generations", "2"], "same"),
+    ],
+)
+def test_what_no_evaluation_can_be_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(EXAMPLE, words)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def alone(program: list[str], *words: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mindgrpo", *program, "--config", str(EXAMPLE), *words]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one step, with a chat template and samplings of its own."""
+    folder = tmp_path_factory.mktemp("a_run")
+    template = folder / "mine.jinja"
+    template.write_text("<|im_start|>user\nWhat is {{ messages[-1].content }}<|im_end|>\nA: ")
+    words = ["--rl_config.max_steps", "1", "--rl_config.prompts_per_step", "4"]
+    words += ["--rl_config.chat_template", str(template), "--actor_config.lr_schedule.lr", "1e-3"]
+    words += ["--generate_config.max_prompt_length", "50"]
+    for role in ("actor", "generate"):
+        for axis in ("data_parallel", "model_parallel", "pipeline_stage"):
+            words += [f"--{role}_config.parallel_config.{axis}", "1"]
+    alone(["train"], *words, *SAMPLING, "--output_dir", str(folder / "run"))
+    return folder / "run"
+
+
+SAMPLING = [
+    *("--rl_config.eval_modes", "sampled,greedy", "--rl_config.eval_num_generations", "2"),
+    *("--rl_config.eval_samples", "30", "--rl_config.eval_temperature", "0.8"),
+]
+
+
+def test_the_verb_finds_in_a_runs_model_what_the_run_found(a_run: Path, tmp_path: Path) -> None:
+    """To the last bit, and without being told of the chat template, which the model carries."""
+    output, kept = tmp_path / "figures.json", tmp_path / "answers.jsonl"
+    words = ["--model", str(a_run), "--step", "1", *SAMPLING]
+    words += ["--generate_config.max_prompt_length", "50"]
+    alone(["eval"], *words, "--output", str(output), "--completions", str(kept))
+    found = json.loads(output.read_text())
+    summary = json.loads((a_run / "summary.json").read_text())
+    assert found["eval"] == summary["eval_after"] != summary["eval_before"]
+    (step,) = read_lines(a_run / "metrics.jsonl")
+    figures = {key: value for key, value in step.items() if key.startswith("eval")}
+    assert figures == found["figures"] and len(figures) == 24
+    before, after = read_lines(a_run / "evaluations.jsonl")
+    assert (before.pop("step"), after.pop("step")) == (0, 1)
+    assert after == figures and before.keys() == after.keys() and before != after
+    rows = read_lines(a_run / "eval_completions.jsonl")
+    assert len(rows) == 2 * 3 * 30
+    assert [row for row in rows if row["step"] == 1] == read_lines(kept)
+    assert rows[0]["prompt"].startswith("<|im_start|>user\nWhat is")
+    # The graphs of prompts and of decoding serve both ways of answering.
+    if library_path() is not None:
+        assert found["compiles"] == 2
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's paths count from the repository's folder."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.usefixtures("here")
+def test_an_evaluation_is_checked_without_a_device_and_without_training_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", str(EXAMPLE), "--rl_config.dataset_file", "/path/to/nothing.jsonl"]
+    assert main(["check", "--ranks", "8", "eval", *words]) == 0
+    assert main(["check", "--ranks", "6", "eval", *words]) == 2
+    assert "model_parallel 4 does not divide the 6 ranks" in capsys.readouterr().err
+    assert main(["check", "--ranks", "1", "eval", *words, "--data", "/path/to/data"]) == 2
+    assert "eval_dataset_file is still '/path/to/data'" in capsys.readouterr().err
+    assert main(["eval", *words, "--rl_config.eval_dataset_file="]) == 2
+    assert "the held-out data, also --data" in capsys.readouterr().err
+    (tmp_path / "there.json").write_text("{}")
+    assert main(["eval", *words, "--output", str(tmp_path / "there.json")]) == 2
+    assert "nothing is written over" in capsys.readouterr().err
+
+
+def config_of(*words: str) -> Config:
+    line = parse_evaluation(["--config", str(EXAMPLE), *words])
+    return load_config(line.config, line.overrides).config
+
+
+def test_short_flags_are_keys_of_the_configuration(tmp_path: Path) -> None:
+    config = config_of(
+        *("--model", str(tmp_path), "--data", "d.jsonl", "--num_generations", "8"),
+        *("--samples=5", "--greedy", "--rl_config.seed", "4"),
+    )
+    assert config.actor_config.load == str(tmp_path)
+    rl = config.rl_config
+    assert (rl.eval_dataset_file, rl.eval_num_generations, rl.eval_samples, rl.seed) == (
+        *("d.jsonl", 8, 5),
+        4,
+    )
+    assert rl.eval_modes == ["greedy"] and config_of("--greedy=false").rl_config.eval_modes == [
+        "sampled"
+    ]
+    (tmp_path / "hf").mkdir()
+    assert config_of("--model", str(tmp_path)).actor_config.load == str(tmp_path / "hf")
+    line = parse_evaluation(["--config", "a.yaml", "--step=3", "--output", "o", "--greedy"])
+    assert (line.step, line.output, line.completions) == (3, Path("o"), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--step", "-1"], "--step is '-1'"),
+        (["--greedy", "maybe"], "must be true or false"),
+        (["--checkpoint", "x"], "--checkpoint is no flag"),
+    ],
+)
+def test_flags_that_mean_nothing_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        parse_evaluation(["--config", "a.yaml", *words])
+
+
+def test_a_launcher_finds_the_configuration_behind_the_verb() -> None:
+    words = ["--config", "a.yaml", "--model", "m"]
+    assert configuration_words(["eval", *words])[0] == Path("a.yaml")
+    assert configuration_words(["--config", "a.yaml"]) == (Path("a.yaml"), [])
+    with pytest.raises(UserError, match="--model"):
+        configuration_words(words)
+
+
+@pytest.mark.parametrize(
+    ("ways", "ranks", "expected"), [(4, 8, (2, 4)), (4, 4, (1, 4)), (4, 1, (1, 1)), (1, 8, (8, 1))]
+)
+def test_an_evaluation_uses_all_ranks_whatever_the_run_used(
+    ways: int, ranks: int, expected: tuple[int, int]
+) -> None:
+    found = grid_for(GenerateParallelConfig(data_parallel=2, model_parallel=ways), ranks)
+    assert (found.data_parallel, found.model_parallel) == expected
