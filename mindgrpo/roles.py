@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from mindgrpo.algorithm.finite import in_arrays
 from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.config import memory_bytes
 from mindgrpo.delivery import Delivery
+from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import Recompute, Shard
@@ -79,6 +81,12 @@ class Roles:
             fill_random(weights, self.plan.config.rl_config.seed)
         else:
             load_weights(weights, directory)
+            bad = in_arrays(weights.parts.items())
+            if bad is not None:
+                raise UserError(
+                    f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "
+                    "with it would be; restore its safetensors files from their source."
+                )
 
     def _make_reference(self, sampling: SamplingSettings) -> Reference | None:
         plan = self.plan

@@ -103,14 +103,14 @@ class GRPOTrainer:
             )
         self._evaluator = self._make_evaluator()
         check_rewards(self.inputs.check_rewards, self.backend)
-        self.skipped = SkippedUpdates(
-            self.config,
-            self.backend,
-            self.record.directory,
-            self.record.console.line,
-            self._write_weights,
-        )
+        self.skipped = self._make_skipped()
         self._stepper = Stepper(self.roles, self._learning_rate, self._phase)
+
+    def _make_skipped(self) -> SkippedUpdates:
+        record = self.record
+        return SkippedUpdates(
+            self.config, self.backend, record.directory, record.console.line, self._write_weights
+        )
 
     def _make_evaluator(self) -> Evaluator:
         return Evaluator(
