@@ -5,13 +5,13 @@ Prints a user's error as one sentence and ends with status 2. Refuses to do a ve
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mindgrpo.arguments import Arguments
 from mindgrpo.config import load_config, parse_command_line, require_run_keys, split_overrides
 from mindgrpo.errors import UserError
 
@@ -143,7 +143,7 @@ def export(argv: Sequence[str]) -> None:
     from mindgrpo.conversion import FORMATS, convert
     from mindgrpo.export import MAX_SHARD_BYTES
 
-    parser = argparse.ArgumentParser(prog="python -m mindgrpo export")
+    parser = Arguments(prog="python -m mindgrpo export")
     parser.add_argument("--from", dest="source", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))

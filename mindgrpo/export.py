@@ -91,7 +91,7 @@ def _whole(layout: Layout) -> Layout:
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:
-    config = json.loads((source / "config.json").read_text())
+    config = dict(read_config(source).raw)
     config.pop("dtype", None)
     config["torch_dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -206,7 +206,7 @@ def test_index_that_promises_what_a_shard_lacks_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(UserError, match="no index"):
+    with pytest.raises(UserError, match="index of safetensors"):
         SafetensorsDirectory(tmp_path)
 
 

@@ -172,7 +172,7 @@ def test_directories_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lacks gone.arrow, which its state.json names"):
         open_records(saved)
     (saved / "state.json").write_text("[]")
-    with pytest.raises(UserError, match="state.json holds a list"):
+    with pytest.raises(UserError, match="state.json' holds a list"):
         open_records(saved)
 
 
@@ -182,7 +182,7 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
         ("x.mindrecord", "cannot be read as a MindRecord"),
         ("x.parquet", "cannot be read as Parquet"),
         ("x.arrow", "cannot be read as Arrow"),
-        ("x.json", r"x.json:1 is not JSON"),
+        ("x.json", r"x.json' is not JSON: .*line 1"),
     ):
         (tmp_path / name).write_text("some text here", "utf-8")
         with pytest.raises(UserError, match=said):

@@ -196,7 +196,7 @@ def test_unusable_directories_are_one_sentence(directory: Path, tmp_path: Path) 
     with pytest.raises(UserError, match="eos_token '<eos>' is not in the vocabulary"):
         load_tokenizer(directory)
     (directory / "tokenizer.json").write_text("{", "utf-8")
-    with pytest.raises(UserError, match="tokenizer.json cannot be read"):
+    with pytest.raises(UserError, match="tokenizer.json' is not JSON"):
         load_tokenizer(directory)
 
 
@@ -251,14 +251,12 @@ def test_r1_templates_ask_for_their_format_once(tokenizer: Tokenizer) -> None:
 
 
 def test_every_shipped_template_compiles_and_keeps_the_order_of_turns() -> None:
-    from mindgrpo.data.templates import chat_environment
+    from mindgrpo.data.template_sandbox import Sandbox
 
     for name in shipped_names():
         template = choose_template(name, {})
         text = (
-            chat_environment()
-            .from_string(template.text)
-            .render(messages=TALK, add_generation_prompt=True)
+            Sandbox().from_string(template.text).render(messages=TALK, add_generation_prompt=True)
         )
         assert text.count("x") >= 1 and text.rindex("z") > text.rindex("y")
         assert template.stop is None or template.stop in template.markers
@@ -343,7 +341,7 @@ def test_unknown_templates_are_refused_with_the_names_there_are(
 ) -> None:
     with pytest.raises(UserError, match="no chat template 'qwen_r2'; .* one of base_r1, .*qwen_r1"):
         tokenizer.with_template("qwen_r2")
-    with pytest.raises(UserError, match="none.jinja of rl_config.chat_template .* cannot be read"):
+    with pytest.raises(UserError, match="rl_config.chat_template .* cannot be read"):
         tokenizer.with_template(str(tmp_path / "none.jinja"))
     (tmp_path / "mine.jinja").write_text("<|new|>{{ messages[0].content }}")
     assert tokenizer.with_template(str(tmp_path / "mine.jinja")).render(ASKED) == "<|new|>x"

@@ -19,6 +19,9 @@ PACKAGE = ROOT / "mindgrpo"
 # Rooms and modules of mindgrpo/, lowest first: each may import itself and what stands before it.
 LEVELS = (
     "errors",
+    "documents",
+    "arguments",
+    "environment",
     "presence",
     "config",
     "layout",
@@ -67,6 +70,9 @@ LEVELS = (
 FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
 WITHOUT_MINDSPORE = (
     "errors",
+    "documents",
+    "arguments",
+    "environment",
     "presence",
     "config",
     "layout",

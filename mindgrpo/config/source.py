@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
+
+MAX_YAML_BYTES = 1 << 18
+# What aliases grow into counts; the longest configuration of users has some 200.
+MAX_NODES = 20_000
+MAX_DEPTH = 50
+MAX_INTEGER = 2**63 - 1
+_PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
 
 
 class Entry(NamedTuple):
@@ -43,9 +51,74 @@ _Loader.add_implicit_resolver(
 )
 
 
+def plain_yaml(text: str) -> Any:
+    """The one document of `text`; raises yaml.YAMLError."""
+    loader = _Loader(text)
+    try:
+        root = _composed(loader)
+        return None if root is None else _constructed(loader, root)
+    finally:
+        loader.dispose()
+
+
 def parse_value(text: str) -> Any:
     """One command-line value as YAML; raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    if len(text) > MAX_YAML_BYTES:
+        raise yaml.YAMLError(f"{len(text)} characters are no value")
+    return plain_yaml(text)
+
+
+class _Refused(yaml.MarkedYAMLError):
+    def __init__(self, node: yaml.Node | None, problem: str) -> None:
+        super().__init__(problem=problem, problem_mark=node.start_mark if node else None)
+
+
+def _composed(loader: _Loader) -> yaml.Node | None:
+    """The document's nodes, after counting them as aliases repeat them. Raises yaml.YAMLError."""
+    try:
+        root = loader.get_single_node()
+    except RecursionError:
+        raise _Refused(None, "it is nested too deeply") from None
+    except ValueError as error:  # an escape such as \UFFFFFFFF
+        raise _Refused(None, str(error)) from None
+    if root is not None:
+        _count(root, 1)
+    return root
+
+
+def _count(node: yaml.Node, depth: int, seen: int = 0) -> int:
+    seen += 1
+    if depth > MAX_DEPTH:
+        raise _Refused(node, f"it is nested more than {MAX_DEPTH} deep, or within itself")
+    if seen > MAX_NODES:
+        raise _Refused(node, f"its anchors and aliases make more than {MAX_NODES} values of it")
+    if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN:
+        raise _Refused(node, f"the tag {node.tag!r} is no plain data")
+    if isinstance(node, yaml.ScalarNode):
+        return seen
+    for held in node.value:
+        for part in held if isinstance(held, tuple) else (held,):
+            seen = _count(part, depth + 1, seen)
+    return seen
+
+
+def _constructed(loader: _Loader, node: yaml.Node) -> Any:
+    """Raises yaml.YAMLError."""
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        raise _Refused(node, "its value does not fit its tag") from None
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise _Refused(node, "a whole number beyond 64 bits")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Refused(node, "half a character (a lone surrogate)") from None
+    for held in node.value if isinstance(node, yaml.CollectionNode) else ():
+        for part in held if isinstance(held, tuple) else (held,):
+            _constructed(loader, part)
+    return value
 
 
 def flatten(value: object, key: str, origin: str) -> dict[str, Entry]:
@@ -60,14 +133,8 @@ def flatten(value: object, key: str, origin: str) -> dict[str, Entry]:
 
 def read_yaml(path: Path) -> dict[str, Entry]:
     """Every value by dotted key, in file order; a section is an entry of its own, with value {}."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(
-            f"The configuration '{path}' cannot be read: {reason}; give the path of a YAML file "
-            "with --config."
-        ) from None
+    remedy = "give the path of a YAML file with --config."
+    text = read_text(path, "The configuration", remedy, MAX_YAML_BYTES)
     try:
         return _Reader(path, text).entries
     except yaml.YAMLError as error:
@@ -86,7 +153,7 @@ class _Reader:
         self._loader = _Loader(text)
         self.entries: dict[str, Entry] = {}
         try:
-            root = self._loader.get_single_node()
+            root = _composed(self._loader)
             if isinstance(root, yaml.MappingNode):
                 self._read_mapping(root, "")
             elif root is not None:
@@ -110,7 +177,7 @@ class _Reader:
                 self.entries[key] = Entry({}, self._origin(key_node))
                 self._read_mapping(value_node, key + ".")
             else:
-                value = self._loader.construct_object(value_node, deep=True)
+                value = _constructed(self._loader, value_node)
                 self.entries[key] = Entry(value, self._origin(key_node))
 
     def _refuse_duplicates(self, node: yaml.MappingNode, prefix: str) -> None:

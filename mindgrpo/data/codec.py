@@ -7,9 +7,9 @@ Refuses vocabularies whose added tokens do not get the ids that they are listed 
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Codec
 
+from mindgrpo.documents import read_json, read_object
 from mindgrpo.errors import UserError
 
 TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -59,16 +60,32 @@ def read_codec(
 
 
 def load_json(path: Path) -> Codec:
-    try:
+    # Strictly first: what the library makes of doubles and of depth is not said anywhere.
+    read_json(path, "the tokenizer", "copy it from the model's Hugging Face repository")
+    with reading(str(path)):
         return Codec.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
+def reading(what: str, form: str = "") -> Iterator[None]:
+    """The library's complaints as one sentence. It raises bare Exception, and its panics are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"{what} cannot be read{form and ' '}{form}: {first_line(error)}; copy the tokenizer's files from the "
+            "model's Hugging Face repository"
+        ) from error
 
 
 def named_class(folder: Path, settings: Mapping[str, Any]) -> str:
     """The tokenizer's class, else the model's kind; empty where no file says."""
     return str(
-        settings.get("tokenizer_class") or read_json(folder / "config.json").get("model_type") or ""
+        settings.get("tokenizer_class")
+        or settings_in(folder / "config.json").get("model_type")
+        or ""
     )
 
 
@@ -86,13 +103,9 @@ class Added:
 def byte_level_codec(
     folder: Path, settings: Mapping[str, Any], pair: tuple[Path, Path], family: str | None
 ) -> tuple[Codec, SpecialTokens]:
-    try:
-        model = models.BPE.from_file(str(pair[0]), str(pair[1]))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(
-            f"{pair[0]} and {pair[1]} cannot be read as a vocabulary: {error}"
-        ) from error
-    codec = Codec(model)
+    settings_in(pair[0])
+    with reading(f"{pair[0]} and {pair[1]}", "as a vocabulary"):
+        codec = Codec(models.BPE.from_file(str(pair[0]), str(pair[1])))
     tokens = named_tokens(folder, settings)
     added = added_tokens(folder, settings, tokens)
     if family is None and codec.get_vocab_size() == QWEN_VOCABULARY:
@@ -127,23 +140,56 @@ def added_tokens(
     """In the order of their ids: tokenizer_config.json lists them, or the older added_tokens.json."""
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
-        numbers = sorted((int(number), entry) for number, entry in listed.items())
-        return [Added(AddedToken(**entry), number) for number, entry in numbers]
-    older = read_json(folder / "added_tokens.json")
-    mapped = read_json(folder / "special_tokens_map.json")
+        return [
+            added_of(number, listed[number], folder) for number in sorted(listed, key=number_of)
+        ]
+    older = settings_in(folder / "added_tokens.json")
+    mapped = settings_in(folder / "special_tokens_map.json")
     extra = [
-        *settings.get("additional_special_tokens", []),
-        *mapped.get("additional_special_tokens", []),
+        entry
+        for held in (settings, mapped)
+        for entry in listed_in(held, "additional_special_tokens", folder)
     ]
-    special = {*tokens.values(), *(content_of(entry) for entry in extra)}
-    ordered = sorted(older.items(), key=lambda item: int(item[1]))
+    special = {*tokens.values(), *(content_of(entry) for entry in extra)} - {""}
+    if not all(type(number) is int for number in older.values()):
+        raise UserError(
+            f"{folder / 'added_tokens.json'} must map tokens to their ids; correct or remove it"
+        )
+    ordered = sorted(older.items(), key=lambda item: item[1])
     return [
-        Added(AddedToken(text, special=text in special, normalized=False), int(number))
+        Added(AddedToken(text, special=text in special, normalized=False), number)
         for text, number in ordered
     ] + [
         Added(AddedToken(text, special=True, normalized=False), None)
         for text in sorted(special - older.keys())
     ]
+
+
+def number_of(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else -1
+
+
+def added_of(number: str, entry: object, folder: Path) -> Added:
+    switches = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    held = entry if isinstance(entry, dict) else {}
+    content, given = held.get("content"), {key: held[key] for key in switches if key in held}
+    if (
+        number_of(number) >= 0
+        and isinstance(content, str)
+        and all(isinstance(value, bool) for value in given.values())
+    ):
+        return Added(AddedToken(content, **given), int(number))
+    raise UserError(
+        f"added_tokens_decoder in {folder / 'tokenizer_config.json'} holds {number!r}: {entry!r}, which is no id "
+        "with a token's content and switches; correct it"
+    )
+
+
+def listed_in(settings: Mapping[str, Any], key: str, folder: Path) -> list[Any]:
+    value = settings.get(key)
+    if not isinstance(value, list | None):
+        raise UserError(f"{key} of the tokenizer in {folder} is {value!r}; it must be a list")
+    return value or []
 
 
 def add(codec: Codec, entry: Added, folder: Path) -> None:
@@ -182,26 +228,20 @@ def codec_of_transformers(folder: Path) -> tuple[Codec, SpecialTokens]:
 
 
 def named_tokens(folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
-    listed = {**read_json(folder / "special_tokens_map.json"), **settings}
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
     return {key: content_of(listed[key]) for key in TOKEN_KEYS if content_of(listed.get(key))}
 
 
 def content_of(entry: object) -> str:
     """A special token as the files write it: its text, or an object with it; empty for none."""
     content = entry.get("content") if isinstance(entry, dict) else entry
-    return str(content) if content else ""
+    return content if isinstance(content, str) else ""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def settings_in(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}; correct or remove it") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
-    return content
+    return read_object(path, "the tokenizer's", "correct or remove it")
 
 
 def first_line(error: BaseException) -> str:

@@ -6,15 +6,15 @@ that the evaluation read the training set.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from mindgrpo.documents import is_inside, read_object
 from mindgrpo.errors import UserError
 
+OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl")
 SHARD_FOLDERS = (".", "data")
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$|-?\d+$")
@@ -53,7 +53,13 @@ FOR_EVALUATION = SplitChoice(preferred=("validation", "test"), key="rl_config.ev
 def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
     """The files of the chosen split, in their order and all of one kind."""
     if (directory / "dataset_dict.json").is_file():
-        splits = read_object(directory / "dataset_dict.json").get("splits", [])
+        splits = read_object(directory / "dataset_dict.json", *OF_A_DATA_SET).get("splits", [])
+        if not isinstance(splits, list) or not all(
+            isinstance(name, str) and name and is_inside(name) for name in splits
+        ):
+            raise UserError(
+                f"{directory / 'dataset_dict.json'} lists splits that are no names; copy the whole directory again"
+            )
         directory, choice = directory / choice.choose(splits, directory), FOR_TRAINING
     if (directory / "state.json").is_file():
         return saved_files(directory, choice)
@@ -67,7 +73,7 @@ def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
 
 
 def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:
-    state = read_object(directory / "state.json")
+    state = read_object(directory / "state.json", *OF_A_DATA_SET)
     if any(value for key, value in state.items() if key.startswith("_indices")):
         raise UserError(
             f"{directory} holds a selection of rows as a list of indices; write it out with "
@@ -75,7 +81,17 @@ def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:
         )
     if choice.name is not None and state.get("_split") not in (None, choice.name):
         choice.choose([str(state["_split"])], directory)
-    files = [directory / entry["filename"] for entry in state.get("_data_files", [])]
+    listed = state.get("_data_files")
+    names = [
+        entry.get("filename") if isinstance(entry, dict) else None
+        for entry in (listed if isinstance(listed, list) else [])
+    ]
+    if not all(isinstance(name, str) and is_inside(name) for name in names):
+        raise UserError(
+            f"{directory / 'state.json'} lists data files that are no names of files in its folder; copy the whole "
+            "directory again"
+        )
+    files = [directory / str(name) for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing or not files:
         raise UserError(
@@ -109,15 +125,3 @@ def split_of(path: Path) -> str:
     stem = SHARD_NUMBER.sub("", path.stem)
     words = [word for word in re.split(r"[-_.]", stem.lower()) if word in SPLIT_WORDS]
     return words[-1] if words else stem or path.parent.name
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read: {error}; copy the whole directory again"
-        ) from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}; copy the whole directory again")
-    return content

@@ -12,9 +12,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from mindgrpo.data.records import Record, asked, gold_answer
+import numpy as np
+
+from mindgrpo.data.mindrecord_pages import read_rows
+from mindgrpo.data.records import Record, asked, gold_answer, messages_of
 from mindgrpo.data.rows import Row
+from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
 
 # "messages" is empty where the prompt is one question.
@@ -27,6 +32,8 @@ SCHEMA = {
 }
 TOKEN_COLUMNS = ("prompt_ids", "pretrain_ids")
 ROWS_PER_WRITE = 1000
+
+AGAIN = "convert the data again with rlhf_data.py"
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -83,44 +90,49 @@ def packed(index: int, record: Record) -> Row:
     }
 
 
-def unpacked(row: Row) -> Record:
-    columns = json.loads(row["columns"])
-    if not row["messages"]:
-        return asked(row["question"], row["answer"], columns)
-    return Record(tuple(json.loads(row["messages"])), row["answer"], columns)
+def unpacked(row: Row, where: str) -> Record:
+    if not all(isinstance(row[name], str) for name in SCHEMA if name != "index"):
+        raise UserError(f"{where} has columns that are no texts; {AGAIN}")
+    columns = loaded(row["columns"], where)
+    if not isinstance(columns, dict):
+        raise UserError(f"{where}: its columns are no JSON object; {AGAIN}")
+    given = loaded(row["messages"], where) if row["messages"] else row["question"]
+    return Record(messages_of(given, where), row["answer"], columns)
+
+
+def loaded(text: str, where: str) -> Any:
+    try:
+        return parse_json(text.encode())
+    except NotJson as error:
+        raise UserError(f"{where} holds no JSON: {error}; {AGAIN}") from None
 
 
 def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
     """All records in their order. `decode` is for those whose prompts are token ids."""
-    rows = stored_rows(path)
+    rows = read_rows(path)
     names = set(rows[0]) if rows else set(SCHEMA)
+    if not all(row.keys() == names for row in rows):
+        raise UserError(f"not every row of {path} has the columns of its first one; {AGAIN}")
     if names == set(SCHEMA):
-        return [unpacked(row) for row in sorted(rows, key=lambda row: int(row["index"]))]
+        if not all(type(row["index"]) is int for row in rows):
+            raise UserError(f"{path} has rows whose index is no number; {AGAIN}")
+        ordered = sorted(rows, key=lambda row: int(row["index"]))
+        return [unpacked(row, f"{path} row {place + 1}") for place, row in enumerate(ordered)]
     if set(TOKEN_COLUMNS) <= names and decode is not None:
         return [decoded(row, place, path, decode) for place, row in enumerate(rows)]
     raise UserError(
-        f"{path} has the columns {', '.join(sorted(names))}; {', '.join(sorted(SCHEMA))} are wanted; convert "
+        f"{path} has the columns {', '.join(sorted(map(str, names)))}; {', '.join(sorted(SCHEMA))} are wanted; convert "
         "the data again with this version's rlhf_data.py"
     )
 
 
-def stored_rows(path: Path) -> list[Row]:
-    from mindspore.mindrecord import FileReader
-
-    try:
-        reader = FileReader(str(path), num_consumer=1)
-        rows = list(reader.get_next())
-        reader.close()
-    except RuntimeError as error:
-        raise UserError(
-            f"{path} cannot be read as a MindRecord (it needs {path.name}.db beside it and the name it was "
-            "written under); convert the data again with rlhf_data.py"
-        ) from error
-    return rows
-
-
 def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
-    question, answer = (decode(row[name].tolist()).strip() for name in TOKEN_COLUMNS)
+    given = [row[name] for name in TOKEN_COLUMNS]
+    if not all(
+        isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and (ids >= 0).all() for ids in given
+    ):
+        raise UserError(f"{path} row {place + 1}: its tokens are no ids; {AGAIN}")
+    question, answer = (decode(ids.reshape(-1).tolist()).strip() for ids in given)
     if not question:
         raise UserError(
             f"{path} row {place + 1}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "

@@ -6,18 +6,20 @@ changed meanwhile is refused. Refuses to know what a question is: a row is a dic
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from mindgrpo.documents import NotJson, parse_json, read_json
 from mindgrpo.errors import UserError
 
 Row = dict[str, Any]
+# A document is read at once; larger data sets come one object a line.
+MAX_DOCUMENT_BYTES = 1 << 32
 
 
 class Rows(ABC):
@@ -63,7 +65,7 @@ class JsonLines(Rows):
         self._unchanged = Unchanged([path])
         self._offsets, self._numbers = array("q"), array("q")
         offset = 0
-        with path.open("rb") as lines:
+        with opened(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     self._offsets.append(offset)
@@ -78,10 +80,24 @@ class JsonLines(Rows):
 
     def read(self, start: int, stop: int) -> Iterator[Row]:
         self._unchanged.check(self._path)
-        with self._path.open("rb") as lines:
+        with opened(self._path) as lines:
             for place in range(start, stop):
                 lines.seek(self._offsets[place])
                 yield parse_line(lines.readline(), self.where(place))
+
+
+def opened(path: Path) -> BinaryIO:
+    """Raises UserError. A pipe or a device would never end, or give its rows only once."""
+    try:
+        if not path.is_file():
+            raise UserError(
+                f"the data file {path} is no regular file; give one that can be read again"
+            )
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"the data file {path} cannot be read: {error.strerror}; make it readable"
+        ) from error
 
 
 class JoinedRows(Rows):
@@ -113,8 +129,8 @@ class JoinedRows(Rows):
 
 def parse_line(line: bytes, where: str) -> Row:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:
+        row = parse_json(line)
+    except NotJson as error:
         raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
     if not isinstance(row, dict):
         raise UserError(
@@ -148,12 +164,7 @@ class JsonArray(Rows):
 
 
 def read_array(path: Path) -> list[Any]:
-    try:
-        content = json.loads(path.read_bytes().decode("utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno} is not JSON: {error}; correct the file") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
+    content = read_json(path, "the data file", "correct the file", MAX_DOCUMENT_BYTES)
     if isinstance(content, dict):
         lists = [value for value in content.values() if is_table(value)]
         content = lists[0] if len(lists) == 1 else content
@@ -171,12 +182,12 @@ def is_table(value: object) -> bool:
 
 def open_json(path: Path) -> Rows:
     """Files named .json hold one document or, written by many programs, one object a line."""
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         filled = (line for line in lines if line.strip())
         first, second = next(filled, b""), next(filled, None)
     try:
-        head = json.loads(first.decode("utf-8-sig"))
-    except ValueError:
+        head = parse_json(first)
+    except NotJson:
         return JsonArray(path)
     single = second is None and isinstance(head, dict)
     is_document = isinstance(head, list) or (single and any(map(is_table, head.values())))

@@ -1,7 +1,7 @@
 """Chat templates by name: those shipped in templates/, a tokenizer's own named ones, and those of a user's file.
 
 A templates file is JSON: {"name": "jinja text"}, [{"name", "template"}], or the list of `format_user` entries that
-other trainers keep. Rendering happens in a sandbox. Refuses to guess a template.
+other trainers keep. Refuses to guess a template.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from mindgrpo import documents
+from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
 
+MAX_TEMPLATE_BYTES = 1 << 20
 SHIPPED = Path(__file__).parent / "templates"
 SETTING = "rl_config.chat_template (--chat_template)"
 JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
@@ -41,24 +40,6 @@ class ChatTemplate:
     @property
     def markers(self) -> list[str]:
         return sorted(set(MARKER.findall(self.text))) if self.chosen else []
-
-
-def chat_environment() -> ImmutableSandboxedEnvironment:
-    """What templates written for transformers count on, in a sandbox."""
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def to_json(value: object, indent: int | None = None, ensure_ascii: bool = False) -> str:
-        return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
 
 
 def shipped_names() -> list[str]:
@@ -93,8 +74,8 @@ def named(text: str, origin: str) -> ChatTemplate:
 
 def from_file(path: Path, name: str | None) -> ChatTemplate:
     try:
-        content = json.loads(read_text(path))
-    except ValueError as error:
+        content = parse_json(read_text(path).encode())
+    except NotJson as error:
         raise UserError(f"the templates file {path} is not JSON: {error}; correct it") from error
     entries = entries_of(content, path)
     if name is None and len(entries) == 1:
@@ -134,16 +115,16 @@ def is_entry(entry: object) -> bool:
 
 def turn_end(entry: Mapping[str, Any]) -> str | None:
     words = entry.get("stop_words") or []
-    return str(words[0]) if words else None
+    return str(words[0]) if isinstance(words, list) and words else None
 
 
 def jinja_of_slots(entry: Mapping[str, Any], origin: str) -> str:
     """Slots are texts around {{content}}; the user's holds what opens the assistant's turn, too."""
 
     def slots(key: str, content: str, default: object = "{{content}}") -> str:
-        return expression(
-            (entry.get(key) or {}).get("slots", [default]), content, f"{origin}, {key}"
-        )
+        held = entry.get(key) or {}
+        given = held.get("slots", [default]) if isinstance(held, dict) else held
+        return expression(given, content, f"{origin}, {key}")
 
     end = literal(turn_end(entry)) if turn_end(entry) else token_named("eos_token")
     answer = slots("format_assistant", "message.content")
@@ -192,9 +173,4 @@ def token_named(name: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} of {SETTING} cannot be read: {error}; give the path of a text file"
-        ) from error
+    return documents.read_text(path, SETTING, "give the path of a text file", MAX_TEMPLATE_BYTES)

@@ -14,15 +14,17 @@ from typing import Any
 from jinja2 import Template, TemplateError
 from tokenizers import Tokenizer as Codec
 
-from mindgrpo.data.codec import read_codec, read_json
+from mindgrpo.data.codec import read_codec, reading, settings_in
 from mindgrpo.data.records import Message
+from mindgrpo.data.template_sandbox import Sandbox, rendered
 from mindgrpo.data.templates import (
+    MAX_TEMPLATE_BYTES,
     SETTING,
     ChatTemplate,
-    chat_environment,
     choose_template,
     shipped_names,
 )
+from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
 
 
@@ -43,10 +45,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id, so it also bounds vocabularies with holes."""
-        return max(self.codec.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.codec.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        return list(self.codec.encode(text, add_special_tokens=False).ids)
+        with reading(f"a prompt, with the tokenizer in {self.directory},"):
+            return list(self.codec.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         whole = [int(number) for number in ids]
@@ -55,7 +58,8 @@ class Tokenizer:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
         template = self.compiled_template
         try:
-            return template.render(
+            return rendered(
+                template,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
@@ -79,8 +83,9 @@ class Tokenizer:
                 f"{', '.join([*self.named_templates, *shipped_names()])} or to a jinja file"
             )
         try:
-            return chat_environment().from_string(self.template.text)
-        except TemplateError as error:
+            return Sandbox().from_string(self.template.text)
+        except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
+            # Python compiles what jinja makes of it, and may find it too deep.
             raise UserError(
                 f"{self.template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
             ) from error
@@ -111,10 +116,10 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
             f"the tokenizer directory {folder} does not exist; set rl_config.tokenizer_dir "
             "(or --tokenizer_dir) to a Hugging Face model directory"
         )
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = settings_in(folder / "tokenizer_config.json")
     codec, tokens = read_codec(folder, settings, vocabulary)
     template, named = read_templates(folder, settings)
-    generation = read_json(folder / "generation_config.json")
+    generation = settings_in(folder / "generation_config.json")
     eos = token_id(codec, tokens, "eos_token", folder)
     generation_eos = id_list(generation, "eos_token_id", folder)
     stop_ids = tuple(dict.fromkeys([*generation_eos, *([] if eos is None else [eos])]))
@@ -147,17 +152,33 @@ def read_templates(
     named = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
     }
-    texts = {name: path.read_text(encoding="utf-8") for name, path in named.items()}
+    texts = {name: template_text(path) for name, path in named.items()}
     if isinstance(listed, list):
+        if not all(map(is_named, listed)):
+            raise UserError(
+                f"chat_template in {folder / 'tokenizer_config.json'} is a list of other things than objects with a "
+                '"name" and a "template"; correct it'
+            )
         texts = {entry["name"]: entry["template"] for entry in listed} | texts
         listed = texts.get("default")
     beside = folder / "chat_template.jinja"
     if beside.is_file():
-        listed = beside.read_text(encoding="utf-8")
+        listed = template_text(beside)
     if listed is None:
-        listed = read_json(folder / "chat_template.json").get("chat_template")
+        listed = settings_in(folder / "chat_template.json").get("chat_template")
     origin = f"the chat template of {folder}"
+    if not isinstance(listed, str | None):
+        raise UserError(f"{origin} is a {type(listed).__name__}; it must be a text or a list")
     return None if listed is None else ChatTemplate(listed, origin), texts
+
+
+def template_text(path: Path) -> str:
+    return read_text(path, "the chat template", "correct or remove it", MAX_TEMPLATE_BYTES)
+
+
+def is_named(entry: object) -> bool:
+    held = entry if isinstance(entry, dict) else {}
+    return isinstance(held.get("name"), str) and isinstance(held.get("template"), str)
 
 
 def token_id(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> int | None:
@@ -175,7 +196,7 @@ def token_id(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) ->
 def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:
     value = settings.get(key)
     numbers = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(number, int) for number in numbers):
+    if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
         raise UserError(
             f"{key} is {value!r} in {folder / 'generation_config.json'}; "
             "it must be an id or a list of ids"

@@ -6,15 +6,15 @@ damaged, incomplete or not floating point.
 
 from __future__ import annotations
 
-import json
 import os
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mindgrpo.documents import NotJson, is_inside, parse_json, read_object
 from mindgrpo.errors import UserError
 from mindgrpo.layout.split import Box
 from mindgrpo.model.checkpoint_writing import (
@@ -28,6 +28,8 @@ __all__ = ["SafetensorsDirectory", "SafetensorsWriter"]
 
 # numpy knows no bfloat16: it is carried as the upper half of a float32.
 _STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# The format's own limit.
+MAX_HEADER_BYTES = 100_000_000
 
 
 class _Entry(NamedTuple):
@@ -146,19 +148,20 @@ def _name_map(path: Path) -> dict[str, str]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    again = "download the checkpoint again."
+    weight_map = read_object(index, "the index of safetensors", again).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
         raise UserError(
-            f'{index} is no index of safetensors (a JSON object with "weight_map"); '
-            f"download the checkpoint again."
-        ) from error
+            f'{index} is no index of safetensors (a JSON object with "weight_map", from names to '
+            f"files); {again}"
+        )
+    return weight_map
 
 
 def _shard_path(index: Path, shard: str) -> Path:
-    # By its spelling, not resolved: in Hugging Face's cache the shards are links to elsewhere.
-    if Path(shard).is_absolute() or ".." in PurePosixPath(shard.replace("\\", "/")).parts:
+    if not is_inside(shard):
         raise UserError(
             f"{index} names the shard {shard}, which lies outside its directory; "
             f"correct the path or download the checkpoint again."
@@ -172,16 +175,21 @@ def _shard_path(index: Path, shard: str) -> Path:
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:
+    if not file.is_file():
+        raise UserError(f"{file} is no regular file; download or copy it again.")
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length)) if 8 + length <= size else None
-        if header is None:
-            raise ValueError("the header is cut off")
-        header.pop("__metadata__", None)
+            if length > min(size - 8, MAX_HEADER_BYTES):
+                raise NotJson("the header is cut off")
+            header = parse_json(stream.read(length))
         return _entries_of_header(header, file, start=8 + length, size=size)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read: {error.strerror}; make it readable or copy it again."
+        ) from error
+    except NotJson as error:
         raise UserError(
             f"{file} ({size} bytes) is damaged or not a safetensors file: {error}; "
             f"download or copy it again."
@@ -191,20 +199,44 @@ def _read_header(file: Path) -> dict[str, _Entry]:
 def _entries_of_header(
     header: dict[str, Any], file: Path, start: int, size: int
 ) -> dict[str, _Entry]:
+    """Raises NotJson."""
+    if not isinstance(header, dict):
+        raise NotJson("its header is no object")
     entries: dict[str, _Entry] = {}
-    end = start
+    places = []
     for name, item in header.items():
-        begin, stop = (start + int(offset) for offset in item["data_offsets"])
-        dtype, shape = str(item["dtype"]), tuple(int(length) for length in item["shape"])
-        if begin < start or stop < begin or min(shape, default=0) < 0:
-            raise ValueError(f"the place of {name} makes no sense")
-        if (
-            dtype in _STORED_AS
-            and prod(shape) * np.dtype(_STORED_AS[dtype]).itemsize != stop - begin
+        if name == "__metadata__":
+            continue
+        dtype, shape, begin, stop = _described(name, item)
+        if dtype in _STORED_AS and (
+            prod(shape) * np.dtype(_STORED_AS[dtype]).itemsize != stop - begin
         ):
-            raise ValueError(f"{name} has not the bytes that its shape {list(shape)} needs")
-        entries[name] = _Entry(file, begin, dtype, shape)
-        end = max(end, stop)
-    if end != size:
-        raise ValueError(f"its header speaks of {end} bytes")
+            raise NotJson(f"{name} has not the bytes that its shape {list(shape)} needs")
+        entries[name] = _Entry(file, start + begin, dtype, shape)
+        places.append((begin, stop, name))
+    end = 0
+    for begin, stop, name in sorted(places):
+        if begin < end:
+            raise NotJson(f"{name} lies over another tensor")
+        end = stop
+    if start + end != size:
+        raise NotJson(f"its header speaks of {start + end} bytes")
     return entries
+
+
+def _described(name: str, item: object) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and the range of bytes of one tensor. Raises NotJson."""
+    given = item if isinstance(item, dict) else {}
+    dtype, shape, place = given.get("dtype"), given.get("shape"), given.get("data_offsets")
+    if not (isinstance(dtype, str) and _are_counts(shape) and _are_counts(place)):
+        raise NotJson(f"what it says of {name} is no dtype, shape and data_offsets")
+    assert isinstance(shape, list) and isinstance(place, list)
+    if len(place) != 2 or place[0] > place[1] or len(shape) > 8:
+        raise NotJson(f"the place of {name} makes no sense")
+    return dtype, tuple(shape), place[0], place[1]
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and all(
+        type(count) is int and 0 <= count < 1 << 50 for count in value
+    )

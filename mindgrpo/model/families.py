@@ -6,15 +6,20 @@ does not compute exactly; never guesses a missing dimension.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.documents import read_object
 from mindgrpo.errors import UserError
 from mindgrpo.layout.split import ParameterSpec
+
+MAX_CONFIG_BYTES = 1 << 20
+# Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
+MAX_SIZE, MAX_LAYERS = 1 << 24, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,14 @@ FAMILIES: dict[str, Family] = {
         architecture="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True, bias_key="attention_bias"
     ),
 }
+
+
+ROPE_FACTORS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,19 +93,12 @@ def read_config(directory: str | Path) -> DecoderConfig:
             f"The model directory '{directory}' does not exist; give a Hugging Face directory "
             "(config.json, *.safetensors, tokenizer.json) in actor_config.load."
         )
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         raise UserError(
             f"'{directory}' has no config.json, so it is not a Hugging Face model directory; "
             "set actor_config.load to one."
-        ) from None
-    except ValueError as error:
-        raise UserError(
-            f"{path} is not valid JSON ({error}); restore it from its source."
-        ) from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} holds no JSON object; restore it from its source.")
+        )
+    raw = read_object(path, "the model's", "restore it from its source.", MAX_CONFIG_BYTES)
     return decoder_config(raw, str(path))
 
 
@@ -101,7 +107,7 @@ def decoder_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     family = _family(raw, where)
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
-    head_dim = raw.get("head_dim")
+    head_dim = _positive(raw, "head_dim", where) if raw.get("head_dim") is not None else None
     if head_dim is None:
         if hidden % heads:
             raise UserError(
@@ -109,29 +115,37 @@ def decoder_config(raw: Mapping[str, Any], where: str) -> DecoderConfig:
                 "head_dim is given; correct the file."
             )
         head_dim = hidden // heads
-    kv_heads = raw.get("num_key_value_heads") or heads
+    kv_heads = heads
+    if raw.get("num_key_value_heads") is not None:
+        kv_heads = _positive(raw, "num_key_value_heads", where)
     if heads % kv_heads:
         raise UserError(
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
             "correct the file."
         )
     _refuse_inexact(raw, where)
-    bias = bool(raw.get(family.bias_key, False)) if family.bias_key else family.qkv_bias
+    bias = _switch(raw, family.bias_key, where) if family.bias_key else family.qkv_bias
     rope = raw.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{where}: rope_parameters is {rope!r}, but must be an object.")
+    theta = raw if raw.get("rope_theta") else rope
+    positions = "max_position_embeddings"
     return DecoderConfig(
         model_type=raw["model_type"],
         vocab_size=_positive(raw, "vocab_size", where),
         hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", where),
-        num_hidden_layers=_positive(raw, "num_hidden_layers", where),
+        num_hidden_layers=_positive(raw, "num_hidden_layers", where, MAX_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(raw.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+        rms_norm_eps=_number(raw, "rms_norm_eps", where, 1e-6),
+        rope_theta=_number(theta, "rope_theta", where, 10000.0),
         rope_scaling=_rope_scaling(raw, where),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        max_position_embeddings=(
+            _positive(raw, positions, where, 1 << 40) if positions in raw else 32768
+        ),
+        tie_word_embeddings=_switch(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         output_bias=bias and family.bias_key is not None,
         qk_norm=family.qk_norm,
@@ -143,18 +157,34 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     kind = str(raw.get("model_type"))
     if kind in FAMILIES:
         return FAMILIES[kind]
-    near = get_close_matches(kind, FAMILIES, 1, 0.5)
+    near = get_close_matches(kind[:100], FAMILIES, 1, 0.5)
     hint = f" (nearest: {near[0]})" if near else ""
     raise UserError(
         f"{where}: model_type '{kind}' is not one of {', '.join(FAMILIES)}{hint}; use a model of these families."
     )
 
 
-def _positive(raw: Mapping[str, Any], key: str, where: str) -> int:
+def _positive(raw: Mapping[str, Any], key: str, where: str, most: int = MAX_SIZE) -> int:
     value = raw.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: {key} is {value!r}, but must be a whole number above 0.")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise UserError(
+            f"{where}: {key} is {value!r}, but must be a whole number above 0 and at most {most}."
+        )
     return value
+
+
+def _number(raw: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{where}: {key} is {value!r}, but must be a number above 0.")
+    return float(value)
+
+
+def _switch(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    value = raw.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{where}: {key} is {value!r}, but must be true or false.")
+    return bool(value)
 
 
 def _refuse_inexact(raw: Mapping[str, Any], where: str) -> None:
@@ -174,6 +204,8 @@ def _rope_scaling(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | Non
     scaling = raw.get("rope_scaling") or raw.get("rope_parameters")
     if not scaling:
         return None
+    if not isinstance(scaling, Mapping):
+        raise UserError(f"{where}: rope_scaling is {scaling!r}, but must be an object.")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
@@ -181,6 +213,8 @@ def _rope_scaling(raw: Mapping[str, Any], where: str) -> Mapping[str, Any] | Non
         raise UserError(
             f"{where}: rope_scaling type '{kind}' is not computed here; only 'llama3' and none are."
         )
+    for factor in ROPE_FACTORS:
+        _number({factor: scaling.get(factor)}, factor, f"{where}: rope_scaling", 1.0)
     return dict(scaling)
 
 

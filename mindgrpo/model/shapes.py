@@ -11,9 +11,12 @@ from typing import Any
 
 import yaml
 
+from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
+from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
-from mindgrpo.model.families import DecoderConfig, decoder_config
+from mindgrpo.model.families import ROPE_FACTORS, DecoderConfig, decoder_config
 
+REMEDY = "give a MindFormers model YAML or leave model_config out."
 # MindFormers' key -> config.json's key.
 REQUIRED = {
     "hidden_size": "hidden_size",
@@ -43,23 +46,16 @@ COMPARED = (
     "rope_scaling",
     "qkv_bias",
 )
-ROPE_FACTORS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 
 
 def read_model_yaml(path: str | Path) -> DecoderConfig:
     """Raises UserError where the file does not give a decoder's dimensions."""
     try:
-        document = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        document = plain_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(
-            f"model_config '{path}' cannot be read as YAML ({reason}); give a MindFormers model YAML or leave "
-            "model_config out."
+            f"model_config '{path}' cannot be read as YAML ({reason}); {REMEDY}"
         ) from None
     section: Any = document
     for key in ("model", "model_config"):

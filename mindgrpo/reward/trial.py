@@ -6,13 +6,14 @@ Scores as a run does, in steps of a few dozen samples, and prints a table. Refus
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.arguments import Arguments
 from mindgrpo.config import memory_bytes
+from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
 from mindgrpo.reward.builtin.numerals import GOLD_MARK
 from mindgrpo.reward.call import Columns
@@ -47,7 +48,7 @@ class Trial:
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Arguments(
         prog="python -m mindgrpo score", description="Tries rewards on a file, without a model."
     )
     text = "a built-in name, module:function or file.py:function; once for each reward"
@@ -94,8 +95,8 @@ def read_rows(path: Path, limit: int) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
+                row = parse_json(line)
+            except NotJson as error:
                 raise UserError(f"{path}:{number} is not a line of JSON: {error}.") from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number} is no object; write keys and values in braces.")
