@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mindgrpo.arguments import Arguments
+from mindgrpo.arguments import path as path_of
 from mindgrpo.config import load_config, parse_command_line, require_run_keys, split_overrides
+from mindgrpo.environment import check_environment
 from mindgrpo.errors import UserError
 
 USAGE = """usage: python -m mindgrpo VERB ...
@@ -79,6 +81,7 @@ def check(argv: Sequence[str]) -> None:
     if words and words[0] == "--ranks":
         world_size = _number_of_ranks(words[1:2])
         words = words[2:]
+    check_environment(os.environ)
     if words and words[0] == "eval":
         from mindgrpo import evaluation_run
 
@@ -144,12 +147,12 @@ def export(argv: Sequence[str]) -> None:
     from mindgrpo.export import MAX_SHARD_BYTES
 
     parser = Arguments(prog="python -m mindgrpo export")
-    parser.add_argument("--from", dest="source", required=True, type=Path)
-    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--from", dest="source", required=True, type=path_of)
+    parser.add_argument("--output", required=True, type=path_of)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
     parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
-    parser.add_argument("--model", type=Path)
+    parser.add_argument("--model", type=path_of)
     given = parser.parse_args(list(argv))
     shards = given.max_shard_bytes
     for file in convert(given.source, given.output, given.dtype, shards, given.format, given.model):

@@ -6,9 +6,19 @@ Refuses to end the program itself for what the user got wrong.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
-from mindgrpo.errors import UserError
+from mindgrpo.documents import no_path
+from mindgrpo.errors import UserError, one_line
+
+
+def path(text: str) -> Path:
+    """A flag's `type`: a path that a system can have."""
+    reason = no_path(text)
+    if reason is not None:
+        raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is no path: {reason}")
+    return Path(text)
 
 
 class Arguments(argparse.ArgumentParser):

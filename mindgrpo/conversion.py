@@ -48,6 +48,11 @@ class CheckpointFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape if self._base is None else self._base.shape(name)
 
+    def check_dtype(self, name: str) -> None:
+        """Every checkpoint is float32."""
+        if self._base is not None:
+            self._base.check_dtype(name)
+
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """A fresh float32 array of the box (everything without one)."""
         whole = self._whole(name)
@@ -118,6 +123,8 @@ def convert(
             f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
         )
     is_mindformers = names == "mindformers"
+    for name in files.names:
+        files.check_dtype(name)
     with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:
         for name in files.names:
             writer.add(to_mindformers(name) if is_mindformers else name, files.read(name))

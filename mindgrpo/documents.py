@@ -20,6 +20,16 @@ class NotJson(ValueError):
     """The message is a part of a sentence: what is wrong, and where."""
 
 
+def no_path(text: str) -> str | None:
+    """Why no file can have this name on any system that we know, as a part of a sentence; None where one can."""
+    if "\0" in text:
+        return "a path has no NUL in it"
+    data = text.encode("utf-8", "surrogateescape")
+    if len(data) > 4000 or max(map(len, data.split(b"/"))) > 255:
+        return "no path is that long"
+    return None
+
+
 def is_inside(name: str) -> bool:
     """Whether a name that a file gives stays in that file's folder, by its spelling: links are the user's own."""
     parts = PurePosixPath(name.replace("\\", "/")).parts

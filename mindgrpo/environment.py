@@ -22,7 +22,7 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
         value = environment.get(name, "")
         # OpenMP takes a list of counts, one a level.
         parts = value.split(",") if name == "OMP_NUM_THREADS" else [value]
-        if value and not all(part.strip().isdecimal() and 0 < int(part[:12]) for part in parts):
+        if value and not all(part.strip().isdecimal() and int(part[:12]) > 0 for part in parts):
             wrong.append(f"{name} is {value!r}, but must be a whole number above 0")
     for name in SWITCHES:
         value = environment.get(name, "")

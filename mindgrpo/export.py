@@ -18,6 +18,7 @@ from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout
 from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.decoder import Adapters
+from mindgrpo.model.families import read_config
 from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Resharder
 from mindgrpo.reshard.plan import plan_reshard

@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError
 
 from mindgrpo.checkpoint.plan import FLOAT_BYTES
 from mindgrpo.checkpoint.state import Count, Entry, RunState
+from mindgrpo.documents import NotJson, parse_json, read_bytes
 from mindgrpo.errors import UserError
 from mindgrpo.layout.split import Box
 
@@ -127,19 +128,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError("it is too large")
-        body = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         raise DamagedCheckpoint(
             f"'{path.parent}' has no {MANIFEST}, so it is no checkpoint of mindgrpo; name a folder such as "
             "RUN/checkpoints/step_000010, or the run's own."
-        ) from None
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
+        )
+    try:
+        body = parse_json(read_bytes(path, "The manifest", "use an earlier checkpoint.", MAX_BYTES))
+    except NotJson as error:
         raise _damaged(path, f"it is no JSON ({error})") from None
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from None
     if not isinstance(body, dict):
         raise _damaged(path, "it holds no JSON object")
     return body

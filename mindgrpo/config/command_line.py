@@ -12,6 +12,7 @@ from pathlib import Path
 from mindgrpo.config.names import SECTIONS, suggestion
 from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.schema import LIVE
+from mindgrpo.documents import no_path
 from mindgrpo.errors import UserError
 
 FLAGS: dict[str, str] = {
@@ -74,6 +75,9 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
         if flag == "--config":
+            reason = no_path(value)
+            if reason is not None:
+                raise UserError(f"--config is '{value[:60]}', but {reason}; give a YAML file.")
             config = Path(value)
             continue
         key_of(flag)

@@ -21,6 +21,7 @@ from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section
 from mindgrpo.config.sentences import explain, kinds
 from mindgrpo.config.source import Entry, flatten, parse_value, read_yaml
+from mindgrpo.documents import no_path
 from mindgrpo.errors import UserError
 
 __all__ = ["FLAGS", "Loaded", "load_config", "parse_command_line", "require_run_keys"]
@@ -35,6 +36,7 @@ RUN_KEYS: dict[str, str] = {
     "rl_config.dataset_file": "the training data",
     "reward_config.verifier_function": "the reward functions",
 }
+_IS_PATH = re.compile(r"(load|dir|file|path|save|model_config|resume_training|chat_template)$")
 _PLACEHOLDER = "/path/"
 # One that separates words, not arguments in brackets.
 _COMMA = re.compile(r",(?![^(\[{]*[)\]}])")
@@ -177,9 +179,18 @@ def _build(live: Entries) -> Config:
             place = place.setdefault(section, {})
         place[leaf] = entry.value
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(explain(error, live)) from None
+    for key, value in values_by_key(config).items():
+        if not isinstance(value, str) or not _IS_PATH.search(key):
+            continue
+        reason = no_path(value)
+        if reason is not None:
+            raise UserError(
+                f"{key} is '{value[:60]}', but {reason}; correct it ({live[key].origin})."
+            )
+    return config
 
 
 def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -> list[str]:

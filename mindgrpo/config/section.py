@@ -74,7 +74,7 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 def memory_bytes(text: str) -> int:
     """Text such as 58GB in bytes; GB is 2**30 here as for the framework itself."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) <= 0:
+    if match is None or len(text) > 20 or float(match[1]) <= 0:
         raise ValueError("must be a size above 0 such as 58GB, 512MB or 65536KB")
     return int(float(match[1]) * 2 ** _UNITS[match[2].upper()])
 

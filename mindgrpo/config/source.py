@@ -18,6 +18,7 @@ MAX_YAML_BYTES = 1 << 18
 # What aliases grow into counts; the longest configuration of users has some 200.
 MAX_NODES = 20_000
 MAX_DEPTH = 50
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep, or within itself"
 MAX_INTEGER = 2**63 - 1
 _PLAIN = ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")
 
@@ -31,6 +32,17 @@ class _Loader(yaml.SafeLoader):
     """YAML as people mean it: 1e-6 is a number, 1:30 and 2024-01-01 are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # Told while it is read: to read on would take the square of what follows.
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -77,9 +89,7 @@ def _composed(loader: _Loader) -> yaml.Node | None:
     """The document's nodes, after counting them as aliases repeat them. Raises yaml.YAMLError."""
     try:
         root = loader.get_single_node()
-    except RecursionError:
-        raise _Refused(None, "it is nested too deeply") from None
-    except ValueError as error:  # an escape such as \UFFFFFFFF
+    except (ValueError, OverflowError) as error:  # an escape such as \UFFFFFFFF
         raise _Refused(None, str(error)) from None
     if root is not None:
         _count(root, 1)
@@ -89,7 +99,7 @@ def _composed(loader: _Loader) -> yaml.Node | None:
 def _count(node: yaml.Node, depth: int, seen: int = 0) -> int:
     seen += 1
     if depth > MAX_DEPTH:
-        raise _Refused(node, f"it is nested more than {MAX_DEPTH} deep, or within itself")
+        raise _Refused(node, TOO_DEEP)
     if seen > MAX_NODES:
         raise _Refused(node, f"its anchors and aliases make more than {MAX_NODES} values of it")
     if node.tag.removeprefix("tag:yaml.org,2002:") not in _PLAIN:

@@ -61,14 +61,19 @@ class SafetensorsDirectory:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name).shape
 
-    def read(self, name: str, box: Box | None = None) -> NDArray[np.float32]:
-        """A fresh float32 array of the box (everything without one)."""
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError for what `read` cannot give."""
         entry = self._entry(name)
         if entry.dtype not in _STORED_AS:
             raise UserError(
                 f"{name} in {entry.file} has the dtype {entry.dtype}, but weights must be F32, "
                 f"F16 or BF16; convert the checkpoint to one of these."
             )
+
+    def read(self, name: str, box: Box | None = None) -> NDArray[np.float32]:
+        """A fresh float32 array of the box (everything without one)."""
+        self.check_dtype(name)
+        entry = self._entry(name)
         slices = slices_within(box, entry.shape, name, entry.file)
         if 0 in entry.shape:
             return np.zeros(entry.shape, np.float32)[slices]
@@ -138,13 +143,12 @@ def _entries_of_map(index: Path, weight_map: dict[str, str]) -> dict[str, _Entry
 
 def _name_map(path: Path) -> dict[str, str]:
     """MindFormers' index: names and files, and nothing around them."""
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): str(shard) for name, shard in names.items()}
-    except (ValueError, AttributeError, RecursionError) as error:
+    names = read_object(path, "the map of tensors to files", "copy the checkpoint again.")
+    if not all(isinstance(shard, str) for shard in names.values()):
         raise UserError(
-            f"{path} is no map of tensors to files (a JSON object); copy the checkpoint again."
-        ) from error
+            f"{path} is no map of tensors to files (a JSON object of names); copy the checkpoint again."
+        )
+    return names
 
 
 def _weight_map(index: Path) -> dict[str, str]:

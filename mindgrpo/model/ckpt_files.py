@@ -57,17 +57,23 @@ class CkptDirectory:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].shape
 
-    def read(self, name: str, box: Box | None = None) -> NDArray[np.float32]:
-        """A fresh float32 array of the box (everything without one)."""
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError for what `read` cannot give."""
         file, dtype, shape, segments = self._tensors[name]
         if dtype not in _TYPES:
             raise UserError(
                 f"{name} in {file} has the type {dtype}, but weights must be one of {', '.join(_TYPES)}; convert the "
                 "checkpoint to one of these."
             )
-        code, stored_as = _TYPES[dtype]
-        if prod(shape) * np.dtype(stored_as).itemsize != sum(length for _, length in segments):
+        size = np.dtype(_TYPES[dtype][1]).itemsize
+        if prod(shape) * size != sum(length for _, length in segments):
             raise _damaged(file, f"{name} has not the bytes that its shape {list(shape)} needs")
+
+    def read(self, name: str, box: Box | None = None) -> NDArray[np.float32]:
+        """A fresh float32 array of the box (everything without one)."""
+        self.check_dtype(name)
+        file, dtype, shape, segments = self._tensors[name]
+        code, stored_as = _TYPES[dtype]
         stored: NDArray[Any]
         if len(segments) == 1:
             stored = np.memmap(file, stored_as, "r", segments[0][0], shape)

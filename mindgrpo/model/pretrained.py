@@ -44,6 +44,7 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> We
                 f"{name} in '{directory}' has shape {list(files.shape(name))}, but config.json makes it "
                 f"{list(shape)}; restore the directory from its source."
             )
+        files.check_dtype(name)
     return files
 
 

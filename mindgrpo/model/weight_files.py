@@ -23,6 +23,9 @@ class WeightFiles(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def check_dtype(self, name: str) -> None:
+        """Raises UserError for what `read` cannot give."""
+
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """A fresh float32 array of the box (everything without one)."""
 
@@ -41,6 +44,9 @@ class Renamed:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._theirs[name])
+
+    def check_dtype(self, name: str) -> None:
+        self._files.check_dtype(self._theirs[name])
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         return self._files.read(self._theirs[name], box)

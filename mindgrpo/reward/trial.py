@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.arguments import Arguments
+from mindgrpo.arguments import path as path_of
 from mindgrpo.config import memory_bytes
 from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
@@ -53,7 +54,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     text = "a built-in name, module:function or file.py:function; once for each reward"
     parser.add_argument("--reward", action="append", required=True, help=text)
-    parser.add_argument("--data", required=True, type=Path, help="a .jsonl file, one sample a line")
+    parser.add_argument(
+        "--data", required=True, type=path_of, help="a .jsonl file, one sample a line"
+    )
     text = "default: completion, or the answers themselves where there is no such column"
     parser.add_argument("--completion-column", help=text)
     text = "default: answer; what follows #### in it is the gold answer"

@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-import inputs
+import inputs  # noqa: E402
+from seeds import ROOT, make_seeds  # noqa: E402
 
 DEADLINE = 20.0
 MEMORY = 1 << 30  # beyond what the imports hold
@@ -133,7 +134,7 @@ def run_words(words: list[str]) -> int:
         os.environ.update(pair.split("=", 1) for pair in pairs)
         words = words[words.index("check") :]
     if words[0] == "convert":
-        path = inputs.ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "rlhf_data.py"
+        path = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "rlhf_data.py"
         spec = importlib.util.spec_from_file_location("rlhf_data", path)
         assert spec and spec.loader
         module = importlib.util.module_from_spec(spec)
@@ -304,7 +305,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="mindgrpo-fuzz-") as name:
         seeds = Path(name) / "seeds"
-        inputs.make_seeds(seeds)
+        make_seeds(seeds)
         if given.case is None:
             started = time.monotonic()
             return (

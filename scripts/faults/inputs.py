@@ -1,229 +1,19 @@
-"""The kinds of input that are fuzzed: valid seeds, how each is spoiled, and the command that reads it.
+"""The kinds of input that are fuzzed: how each is spoiled, and the command that reads it.
 
-Refuses large seeds: a case copies them.
+Refuses to know what a file means.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import hostile
-import numpy as np
-import yaml
-
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "model"
-EXAMPLE = MODEL.parent
-RAW = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 384,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "rope_scaling": None,
-}
-TEMPLATES = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "{{ 10 ** 10 ** 10 }}",
-    "{{ 'a' * 10 ** 10 }}",
-    "{{ [0] * 10 ** 9 }}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
-    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.system('touch hacked') }}",
-    "{{ self._TemplateReference__context }}",
-    "{{ 'a'.ljust(10 ** 10) }}{{ 'a'|center(10000000000) }}",
-    "{{ '%10000000000d' % 1 }}{{ '%10000000000d'|format(1) }}",
-    "{{ '{:>10000000000}'.format(1) }}",
-    "{{ 'aaaaaaaaaaaaaaaa'|replace('a', 'b' * 9999999)|length }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% include 'x' %}",
-    "{% import '/etc/passwd' as x %}",
-    "{% extends x %}",
-    "{{ lipsum(100000000) }}",
-    "{{ messages[99].content }}",
-    "{{ messages.x.y.z }}",
-    "{{ 1 / 0 }}",
-    "{{ raise_exception('no\nno') }}",
-    "{{ strftime_now('%Y' * 1000000) }}",
-    "{{ (" * 300,
-    "{{ " + "(" * 3000 + ")" * 3000 + " }}",
-    "{{ " + "-" * 5000 + "1 }}",
-    "{{ " + "1+" * 20000 + "1 }}",
-    "{% if a %}" * 2000,
-    "{{ messages|tojson(indent=999999999) }}",
-    "{% for m in messages recursive %}{{ loop([m]) }}{% endfor %}",
-    "{{ [1]|batch(999999999)|list }}",
-    "{{ 2|round(999999999) }}",
-    "{{ 9 ** 9 ** 9 }}",
-    "{% set x = 7 ** 99999999 %}",
-    "{{ messages|map('upper')|list }}",
-    "{{ range(10**18)|list }}",
-    "{{ 'x' * messages }}",
-    "{{ messages * messages }}",
-    "",
-    "\x00",
-    "{{ '\\ud800' }}",
-)
-REWARDS = (
-    "def reward(completions, **k):\n    return [0.0] * len(completions)\n",
-    "def reward(completions, **k)\n    return 1\n",
-    "import sys; sys.exit(3)\n",
-    "import sys; sys.exit('no\\nmore')\n",
-    "import os; os._exit(0)\n",
-    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n",
-    "raise SystemExit\n",
-    "raise KeyboardInterrupt\n",
-    "raise Exception('a\\nb\\x00c\\ud800')\n",
-    "print('x' * 100000)\ndef reward(completions):\n    print('hm')\n    return [1.0 for _ in completions]\n",
-    "def reward(completions):\n    return 'x'\n",
-    "def reward(completions):\n    return [float('nan')] * len(completions)\n",
-    "def reward(completions):\n    return []\n",
-    "def reward(a, b, c):\n    return [1.0]\n",
-    "reward = 3\n",
-    "class reward:\n    def __init__(self, x): pass\n",
-    "def reward(completions):\n    raise BaseException('out')\n",
-    "def reward(completions):\n    import os; os.fork(); return [1.0] * len(completions)\n",
-    "import subprocess\nsubprocess.Popen(['sleep', '1000'])\ndef reward(completions): return [1.0] * len(completions)\n",
-    "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\ndef reward(completions): return [1.0] * len(completions)\n",
-    "x = 'a' * 10 ** 11\n",
-    "\x00",
-    "",
-    "\ud800",
-    "def reward(completions):\n    return [10 ** 400 for _ in completions]\n",
-    "def reward(completions):\n    return [2 ** 5000 * 1.0 for _ in completions]\n",
-    "def f(): f()\nf()\n",
-    "def other(completions): return [1.0] * len(completions)\n",
-    "def reward(completions):\n    return (1.0 for _ in completions)\n",
-)
-FLAGS = (
-    *(
-        "--config",
-        "--rl_config",
-        "--rl_config.beta",
-        "--rl_config.",
-        "--.",
-        "--",
-        "-",
-        "--ranks",
-        "--output_dir",
-    ),
-    *(
-        "--actor_config.parallel_config.model_parallel",
-        "--reward_config.verifier_function",
-        "--verifier_weight",
-    ),
-    *(
-        "--rl_config.dataset_file",
-        "--tokenizer_dir",
-        "--generate_config.sampling_config.max_tokens",
-        "--no_such",
-    ),
-    *(
-        "--rl_config.num_generations",
-        "--rl_config.seq_length",
-        "--context.max_device_memory",
-        "--actor_config",
-    ),
-    *(
-        "--generate_config.sampling_config",
-        "--model_name",
-        "--rl_config.chat_template",
-        "--resume_training",
-    ),
-)
-WORDS = (
-    *(
-        "",
-        " ",
-        "0",
-        "-1",
-        "1e400",
-        "nan",
-        "[",
-        "{",
-        "}",
-        "[1,[2",
-        "null",
-        "'",
-        '"',
-        "\n",
-        "\\",
-        "*",
-        "&a *a",
-        "!!int x",
-    ),
-    *(
-        "!!python/name:os.system",
-        "9" * 5000,
-        "x" * 100_000,
-        "[" * 5000,
-        "--",
-        "é",
-        "\udcff",
-        "/dev/zero",
-        "/proc/self/mem",
-    ),
-    *(
-        "..",
-        ".",
-        "/",
-        "~",
-        "1,2,3",
-        "[nan]",
-        "2024-01-01",
-        "0x" + "f" * 500,
-        "a=b",
-        "true",
-        "{a: 1, a: 2}",
-        "1\x07",
-    ),
-)
-VARIABLES = (
-    *(
-        "MINDGRPO_PORT",
-        "MINDGRPO_LOG_DIR",
-        "MINDGRPO_NATIVE",
-        "MINDGRPO_FORK",
-        "OMP_NUM_THREADS",
-        "TMPDIR",
-        "HOME",
-    ),
-    *(
-        "MALLOC_MMAP_THRESHOLD_",
-        "XDG_CACHE_HOME",
-        "CC",
-        "PATH",
-        "LANG",
-        "PYTHONIOENCODING",
-        "RANK_ID",
-        "MS_ROLE",
-    ),
-    *(
-        "MS_WORKER_NUM",
-        "GLOG_v",
-        "CUDA_VISIBLE_DEVICES",
-        "HF_HUB_OFFLINE",
-        "TOKENIZERS_PARALLELISM",
-        "COLUMNS",
-    ),
-    *("MINDGRPO_LAUNCHED_AT", "MINDGRPO_STOP_SECONDS", "MS_SCHED_PORT", "TZ"),
-)
+from seeds import STEP
+from words import FLAGS, REWARDS, TEMPLATES, VARIABLES, WORDS
 
 
 @dataclass(frozen=True)
@@ -232,118 +22,6 @@ class Kind:
 
     weight: int
     spoil: Callable[[Path, random.Random], list[str]]
-
-
-def make_seeds(folder: Path) -> None:
-    """A tiny, valid specimen of everything."""
-    from mindgrpo.data.mindrecord import write_mindrecord
-    from mindgrpo.data.records import asked
-    from mindgrpo.model.checkpoint_files import SafetensorsWriter
-    from mindgrpo.model.families import decoder_config, parameter_specs
-
-    for name, most in (("model", 1 << 30), ("sharded", 4000)):
-        model = folder / name
-        model.mkdir(parents=True)
-        (model / "config.json").write_text(json.dumps(RAW))
-        with SafetensorsWriter(model, most) as writer:
-            for spec in parameter_specs(decoder_config(RAW, "here")):
-                writer.add(spec.name, np.zeros(spec.shape, np.float32))
-        for path in MODEL.iterdir():
-            if path.name not in ("config.json", "model.safetensors"):
-                shutil.copy(path, model / path.name)
-    codec = json.loads((MODEL / "tokenizer.json").read_text())
-    pair = folder / "pair"
-    shutil.copytree(folder / "model", pair, ignore=shutil.ignore_patterns("tokenizer.json"))
-    vocabulary = bytes_in_words()
-    (pair / "vocab.json").write_text(json.dumps({word: at for at, word in enumerate(vocabulary)}))
-    (pair / "merges.txt").write_text("#version: 0.2\n1 2\n")
-    added = {
-        str(len(vocabulary) + at): {
-            "content": token["content"],
-            "special": True,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "single_word": False,
-        }
-        for at, token in enumerate(codec["added_tokens"])
-    }
-    settings = json.loads((MODEL / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added}
-    (pair / "tokenizer_config.json").write_text(json.dumps(settings))
-    rows = [
-        {"question": f"{n} + 1 = ?", "answer": str(n + 1), "kind": {"a": [n]}} for n in range(4)
-    ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "rows.json").write_text(json.dumps({"data": rows}))
-    chats = [
-        {"messages": [{"role": "user", "content": row["question"]}], "answer": "1"} for row in rows
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    write_mindrecord(
-        folder / "rows.mindrecord", [asked(r["question"], r["answer"], {"k": 1}) for r in rows], ""
-    )
-    saved = folder / "saved"
-    (saved / "data").mkdir(parents=True)
-    shutil.copy(folder / "rows.jsonl", saved / "data" / "train-00000-of-00001.jsonl")
-    (saved / "state.json").write_text(
-        json.dumps(
-            {"_split": "train", "_data_files": [{"filename": "data/train-00000-of-00001.jsonl"}]}
-        )
-    )
-    (folder / "templates.json").write_text(
-        json.dumps(
-            [
-                {
-                    "name": "t",
-                    "stop_words": ["<|im_end|>"],
-                    "default_system": "be",
-                    "format_user": {
-                        "slots": ["U {{content}}", {"token": "<|im_end|>"}, ["bos_token"]]
-                    },
-                }
-            ]
-        )
-    )
-    (folder / "shape.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "model": {
-                    "model_config": {
-                        "hidden_size": 8,
-                        "num_layers": 1,
-                        "num_heads": 4,
-                        "n_kv_heads": 2,
-                        "vocab_size": 384,
-                        "intermediate_size": 12,
-                        "qkv_has_bias": True,
-                        "theta": 1e6,
-                        "extend_method": "None",
-                    }
-                }
-            }
-        )
-    )
-    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (folder / "reward.py").write_text(REWARDS[0])
-    (folder / "config.yaml").write_text(yaml.safe_dump(configuration()))
-
-
-def bytes_in_words() -> list[str]:
-    """The 256 letters that GPT-2's family writes bytes as."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return [*sorted(ByteLevel.alphabet()), "12"]
-
-
-def configuration() -> dict[str, Any]:
-    document: dict[str, Any] = yaml.safe_load((EXAMPLE / "grpo_config.yaml").read_text())
-    one = {"data_parallel": 1, "model_parallel": 1}
-    document["rl_config"] |= {"dataset_file": "rows.jsonl", "eval_dataset_file": "rows.jsonl"}
-    document["actor_config"] |= {"load": "model", "parallel_config": {**one, "pipeline_stage": 1}}
-    document["generate_config"]["parallel_config"] = one
-    document["generate_config"]["max_prompt_length"] = 60
-    return document
 
 
 def checking(*more: str) -> list[str]:
@@ -359,6 +37,26 @@ def of_file(
         return list(command) or checking(*more)
 
     return spoil
+
+
+def checkpoint(folder: Path, draw: random.Random) -> list[str]:
+    """Manifests that are signed again, too: what is wrong in them must be found by looking."""
+    from mindgrpo.checkpoint.manifest import _digest
+
+    if draw.random() < 0.15:
+        of_file(f"{STEP}/rank_00000.safetensors", hostile.mutated_bytes)(folder, draw)
+    else:
+        path = folder / STEP / "manifest.json"
+        of_file(f"{STEP}/manifest.json", hostile.mutated_json)(folder, draw)
+        try:
+            body = json.loads(path.read_bytes())
+            body["digest"] = _digest({key: body[key] for key in body if key != "digest"})
+            path.write_text(json.dumps(body))
+        except (ValueError, TypeError, RecursionError):
+            pass
+    if draw.random() < 0.3:
+        return ["export", "--from", "run", "--output", "out/hf"]
+    return checking("--resume_training", "run", "--rl_config.max_steps", "24")
 
 
 def any_of(*spoilers: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -492,7 +190,7 @@ def export(folder: Path, draw: random.Random) -> list[str]:
     if draw.random() < 0.2:
         return [
             *EXPORT,
-            draw.choice(("--dtype", "--max_shard_bytes", "--from", "--output")),
+            draw.choice(("--dtype", "--max_shard_bytes", "--from", "--model")),
             draw.choice(WORDS),
         ]
     return of_file(f"sharded/{name}", change, command=EXPORT)(folder, draw)
@@ -519,6 +217,7 @@ KINDS: dict[str, Kind] = {
     "directory": Kind(2, of_file("saved/state.json", hostile.mutated_json, DATA, "saved")),
     "mindrecord": Kind(10, mindrecord),
     "safetensors": Kind(10, of_file("model/model.safetensors", header)),
+    "checkpoint": Kind(8, checkpoint),
     "index": Kind(
         5, of_file("sharded/model.safetensors.index.json", hostile.mutated_json, *SHARDED)
     ),

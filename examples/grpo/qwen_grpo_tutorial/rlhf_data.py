@@ -11,8 +11,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from mindgrpo.arguments import Arguments
+from mindgrpo.arguments import path as path_of
 from mindgrpo.data.convert import ConversionReport, convert
 from mindgrpo.data.directories import FOR_TRAINING
 from mindgrpo.data.progress import progress_bar
@@ -30,18 +31,22 @@ RETIRED = {
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Turn a data set into a MindRecord.")
-    parser.add_argument("--tokenizer_dir", type=Path, help="a Hugging Face model directory")
-    parser.add_argument("--vocab_path", type=Path, help="its vocab.json, with --merges_file_path")
-    parser.add_argument("--merges_file_path", type=Path, help="its merges.txt")
+    parser = Arguments(description="Turn a data set into a MindRecord.")
+    parser.add_argument("--tokenizer_dir", type=path_of, help="a Hugging Face model directory")
+    parser.add_argument(
+        "--vocab_path", type=path_of, help="its vocab.json, with --merges_file_path"
+    )
+    parser.add_argument("--merges_file_path", type=path_of, help="its merges.txt")
     parser.add_argument(
         "--file_path",
-        type=Path,
+        type=path_of,
         required=True,
         help="a .jsonl, .json, .parquet or .arrow file, or a directory of Hugging Face datasets",
     )
     parser.add_argument("--split", help="of a directory's splits; default: train, or the only one")
-    parser.add_argument("--output_path", type=Path, required=True, help="the .mindrecord to write")
+    parser.add_argument(
+        "--output_path", type=path_of, required=True, help="the .mindrecord to write"
+    )
     parser.add_argument("--max_prompt_length", type=int, default=2048, help="in tokens")
     parser.add_argument(
         "--prompt_overflow",
@@ -120,7 +125,11 @@ def interrupt(number: int, frame: object) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    try:
+        arguments = parse_arguments(argv)
+    except UserError as error:
+        print(f"mindgrpo: {error}", file=sys.stderr)
+        return 2
     for flag, reason in RETIRED.items():
         if getattr(arguments, flag.lstrip("-")) is not None:
             print(f"mindgrpo: {flag} has no effect: {reason}", file=sys.stderr)
