@@ -91,6 +91,7 @@ def check(argv: Sequence[str]) -> None:
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
     from mindgrpo.backend import check_target
+    from mindgrpo.capacity import refuse_what_cannot_run
     from mindgrpo.monitor.run_directory import check_free
     from mindgrpo.preflight import prepare
     from mindgrpo.run_start import find_start
@@ -102,6 +103,7 @@ def check(argv: Sequence[str]) -> None:
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
+        refuse_what_cannot_run(inputs.plan, world_size)
         find_start(loaded.config, inputs, _run_name(path))
         inputs.check_rewards()
     finally:

@@ -6,9 +6,11 @@ Versions come from the installed packages' metadata, so it also works where an i
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
@@ -16,6 +18,7 @@ from typing import Literal
 import psutil
 
 from mindgrpo.backend.host import BOARD_FOLDERS
+from mindgrpo.environment import wrong_variables
 from mindgrpo.monitor.memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
@@ -23,6 +26,8 @@ Level = Literal["ok", "warn", "error"]
 # For the few pages that ranks find each other by; the memory they share needs no folder.
 MEETING_ROOM = 2**20
 MIN_MEMORY = 4 * 2**30
+MIN_DISK = 2**30
+MIN_DESCRIPTORS = 1024
 TESTED_MINDSPORE = "2.9.0"
 TESTED_OPTIONAL = {  # package: (tested version, what it is for)
     "mindformers": ("1.9.0", "an independent reference model"),
@@ -44,17 +49,21 @@ class Finding:
 def findings() -> list[Finding]:
     """Every finding, good ones too; a run can work where none has the level `error`."""
     return [
-        _python(),
-        _mindspore(),
-        _numpy(),
+        *needs(),
         _kernels(),
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
-        _meeting_place(),
         _cores(),
         _memory(),
+        _disk(),
+        _descriptors(),
     ]
+
+
+def needs() -> list[Finding]:
+    """What every run needs, whatever its plan; its preflight looks at these, too."""
+    return [_python(), _mindspore(), _numpy(), _meeting_place(), *_variables(os.environ)]
 
 
 def _version(package: str) -> str | None:
@@ -160,6 +169,29 @@ def _meeting_place() -> Finding:
             return Finding("ok", f"ranks can meet in {folder}, {format_bytes(free)} free")
     remedy = f"free {format_bytes(MEETING_ROOM)} or mount a tmpfs at {BOARD_FOLDERS[0]}"
     return Finding("error", f"ranks cannot meet: {', '.join(reasons)}", remedy)
+
+
+def _variables(environment: Mapping[str, str]) -> list[Finding]:
+    wrong = wrong_variables(environment)
+    told = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
+    return told or [Finding("ok", "the environment's variables can be used")]
+
+
+def _disk() -> Finding:
+    """Of the folder that runs write to by default; a run's preflight compares with what it needs."""
+    free = shutil.disk_usage(".").free
+    what = f"disk here {format_bytes(free)} free"
+    if free < MIN_DISK:
+        return Finding("warn", what, "free some, or start runs with an --output_dir elsewhere")
+    return Finding("ok", what)
+
+
+def _descriptors() -> Finding:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = f"a process may open {allowed} files"
+    if allowed != resource.RLIM_INFINITY and allowed < MIN_DESCRIPTORS:
+        return Finding("warn", what, f"run 'ulimit -n {MIN_DESCRIPTORS}' before")
+    return Finding("ok", what)
 
 
 def _cores() -> Finding:

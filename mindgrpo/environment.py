@@ -28,9 +28,6 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
         value = environment.get(name, "")
         if value not in ("", "0", "1"):
             wrong.append(f"{name} is {value!r}, but must be 0 or 1")
-    port = environment.get("MINDGRPO_PORT", "")
-    if port and not (port.isdecimal() and 1024 <= int(port[:12]) <= 65535):
-        wrong.append(f"MINDGRPO_PORT is {port!r}, but must be a port from 1024 to 65535")
     folder = environment.get("TMPDIR", "")
     if folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
         wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")

@@ -55,6 +55,7 @@ LEVELS = (
     "step_figures",
     "skipped",
     "replay",
+    "capacity",
     "evaluation_run",
     "run_places",
     "run_record",

@@ -229,6 +229,11 @@ def keeps_slots(device_target: str | None) -> bool:
     return check_target(device_target, None) == "CPU" and native_library.may_build()
 
 
+def keeps_weights_on_host(device_target: str | None) -> bool:
+    """Whether what that device trains lies in the memory of the host itself."""
+    return check_target(device_target, None) == "CPU"
+
+
 def may_fork(device_target: str | None) -> bool:
     """Whether ranks may be forked from a process that has imported what they need: not where that loads a driver."""
     return check_target(device_target, None) == "CPU" and not any(Path("/dev").glob("davinci*"))

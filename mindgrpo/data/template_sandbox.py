@@ -19,8 +19,8 @@ from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Of one rendering: rounds of loops, calls and filters; and letters or items that any of them may make.
-MAX_ROUNDS = 1_000_000
-MAX_LETTERS = 16_000_000
+MAX_ROUNDS = 200_000
+MAX_LETTERS = 4_000_000
 MAX_BITS = 4096
 LONG_FIELD = re.compile(r"\d{6,}|[%{][^%}]*\*")
 

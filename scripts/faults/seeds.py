@@ -35,8 +35,15 @@ RAW = {
 
 def make_seeds(folder: Path) -> None:
     """A tiny, valid specimen of everything."""
-    from mindgrpo.data.mindrecord import write_mindrecord
-    from mindgrpo.data.records import asked
+    make_models(folder)
+    make_pair(folder)
+    make_data(folder)
+    make_texts(folder)
+    make_checkpoint(folder)
+
+
+def make_models(folder: Path) -> None:
+    """A model in one file and in shards."""
     from mindgrpo.model.checkpoint_files import SafetensorsWriter
     from mindgrpo.model.families import decoder_config, parameter_specs
 
@@ -50,6 +57,10 @@ def make_seeds(folder: Path) -> None:
         for path in MODEL.iterdir():
             if path.name not in ("config.json", "model.safetensors"):
                 shutil.copy(path, model / path.name)
+
+
+def make_pair(folder: Path) -> None:
+    """A tokenizer as vocab.json and merges.txt."""
     codec = json.loads((MODEL / "tokenizer.json").read_text())
     pair = folder / "pair"
     shutil.copytree(folder / "model", pair, ignore=shutil.ignore_patterns("tokenizer.json"))
@@ -70,7 +81,14 @@ def make_seeds(folder: Path) -> None:
     settings = json.loads((MODEL / "tokenizer_config.json").read_text())
     settings |= {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added}
     (pair / "tokenizer_config.json").write_text(json.dumps(settings))
-    rows = [
+
+
+def make_data(folder: Path) -> None:
+    """Four rows as data sets of several kinds."""
+    from mindgrpo.data.mindrecord import write_mindrecord
+    from mindgrpo.data.records import asked
+
+    rows: list[dict[str, Any]] = [
         {"question": f"{n} + 1 = ?", "answer": str(n + 1), "kind": {"a": [n]}} for n in range(4)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,6 +108,10 @@ def make_seeds(folder: Path) -> None:
             {"_split": "train", "_data_files": [{"filename": "data/train-00000-of-00001.jsonl"}]}
         )
     )
+
+
+def make_texts(folder: Path) -> None:
+    """What is written by hand."""
     (folder / "templates.json").write_text(
         json.dumps(
             [
@@ -126,7 +148,6 @@ def make_seeds(folder: Path) -> None:
     (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     (folder / "reward.py").write_text(REWARDS[0])
     (folder / "config.yaml").write_text(yaml.safe_dump(configuration()))
-    make_checkpoint(folder)
 
 
 def make_checkpoint(folder: Path) -> None:
