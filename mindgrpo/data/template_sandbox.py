@@ -73,7 +73,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self._round()
-        receiver = getattr(__obj, "__self__", None)
+        # Jinja wraps `format`, to look at what its fields reach.
+        receiver = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(receiver, str | list | dict | tuple):
             if getattr(__obj, "__name__", "") in ("format", "format_map"):
                 __self._allow(not LONG_FIELD.search(str(receiver)))
