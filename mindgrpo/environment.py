@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from mindgrpo.errors import UserError
 
@@ -29,7 +28,7 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
         if value not in ("", "0", "1"):
             wrong.append(f"{name} is {value!r}, but must be 0 or 1")
     folder = environment.get("TMPDIR", "")
-    if folder and not (Path(folder).is_dir() and os.access(folder, os.W_OK)):
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
     return wrong
 

@@ -278,6 +278,7 @@ def test_variables_that_cannot_be_used_are_told_by_name(tmp_path: Path) -> None:
         "MINDGRPO_FORK",
         "TMPDIR",
     ]
+    assert "TMPDIR" in wrong_variables({"TMPDIR": "[" * 5000})[0]
     assert wrong_variables({"OMP_NUM_THREADS": "4,2", "MINDGRPO_FORK": "0", "TMPDIR": ""}) == []
 
 
