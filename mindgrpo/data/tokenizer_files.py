@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.data.codec import read_json
+from mindgrpo.data.codec import settings_in
 from mindgrpo.data.tokenizer import Tokenizer, id_list
 
 FILES = (
@@ -52,7 +52,7 @@ def write_template(tokenizer: Tokenizer, text: str, target: Path) -> None:
     path = target / "tokenizer_config.json"
     if not path.is_file():
         return
-    settings = read_json(path)
+    settings = settings_in(path)
     own = settings.get("chat_template")
     settings["chat_template"] = text
     if isinstance(own, list):
@@ -69,7 +69,7 @@ def end_turns(tokenizer: Tokenizer, target: Path) -> None:
     if stop is None:
         return
     path = target / "generation_config.json"
-    generation = read_json(path)
+    generation = settings_in(path)
     ends = id_list(generation, "eos_token_id", target) or [tokenizer.eos_id]
     if stop in ends:
         return
