@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend import Backend
+from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
@@ -100,7 +101,7 @@ class Saver:
             self._write(work, path, pieces, live)
             return total
         try:
-            copies = {piece: np.array(live(piece), "<f4", order="C") for piece in pieces}
+            copies = {piece: tiles.by_rows(live(piece)) for piece in pieces}
         except MemoryError:
             work.error = f"{path.name}: the host has no memory for a copy"
             return total
