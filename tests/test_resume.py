@@ -188,6 +188,11 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
     with pytest.raises(UserError, match="rl_config.beta was 0.05 and is 0.1; give it its own"):
         run(inputs, tmp_path / "a", GO_ON, str(whole), *changes)
     assert not (tmp_path / "a").exists()
+    best = ("--rl_config.save_ckpt_best", "accuracy_reward")
+    with pytest.raises(
+        UserError, match="save_ckpt_best is 'accuracy_reward', but the rewards are spread"
+    ):
+        run(inputs, tmp_path / "d", *best)
     allowed = ("--rl_config.resume_changed", "rl_config.beta")
     branch = run(inputs, tmp_path / "b", GO_ON, str(whole), *changes, *allowed)
     said = capsys.readouterr().out

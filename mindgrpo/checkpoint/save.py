@@ -6,7 +6,6 @@ run over a checkpoint: what cannot be written is taken away again and told in on
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
@@ -188,14 +187,6 @@ class Saver:
         verdict = self._backend.world.gather_objects(error)[0]
         if verdict is not None:
             raise NotWritten(verdict)
-
-    def abandon(self) -> None:
-        """Waits for this rank's thread; what it wrote is left to be removed by the next run."""
-        work, self._work = self._work, None
-        if work is not None and work.thread is not None:
-            work.thread.join()
-            with contextlib.suppress(OSError):
-                shutil.rmtree(partial_of(self._run, work.step))
 
 
 def stored_in(plan: list[list[Piece]], shards: list[Shard | None]) -> dict[str, object]:
