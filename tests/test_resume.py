@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_runs import (
@@ -49,11 +50,19 @@ def whole(inputs: Path) -> Path:
     return run(inputs, inputs / "whole", *SAVED, *best)
 
 
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if "second" not in key}
+
+
 def assert_same(found: Path, whole: Path) -> None:
     assert rows(found) == rows(whole)
     assert [row["step"] for row in rows(found)] == list(range(1, STEPS + 1))
     assert completions(found) == completions(whole)
     assert model_bits(found) == model_bits(whole)
+    for name in ("evaluations.jsonl", "eval_completions.jsonl"):
+        of = [json.loads(line) for path in (found, whole) for line in (path / name).open()]
+        half = len(of) // 2
+        assert [_timeless(row) for row in of[:half]] == [_timeless(row) for row in of[half:]]
     ours, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
     for key in ("steps", "eval_before", "eval_after"):
         assert ours[key] == theirs[key]
