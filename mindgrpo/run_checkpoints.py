@@ -61,14 +61,14 @@ class RunCheckpoints:
     def evaluated(self, step: int, means: dict[str, float | None]) -> None:
         """Remembers the step if its score is the best so far. Raises UserError for a reward that there is not."""
         name = self._rl.save_ckpt_best
-        if name is None or step == 0:
+        if name is None:
             return
         if name not in means:
             raise UserError(
                 f"rl_config.save_ckpt_best is '{name}', but the rewards are {', '.join(means)}; name one of these."
             )
         score = means[name]
-        if score is not None and (self._best is None or score > self._best.score):
+        if step and score is not None and (self._best is None or score > self._best.score):
             self._best = Best(step=step, score=score)
 
     def is_due(self, step: int, num_steps: int) -> bool:

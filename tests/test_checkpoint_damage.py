@@ -9,7 +9,9 @@ import errno
 import json
 import os
 import random
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,35 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_no_rest(
     assert told == ["rank 1: rank_00001.safetensors: No space left on device"] * 2
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     load(folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 300 KiB, which holds one checkpoint of the test's model and not two."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)]
+    mounted = subprocess.run(command, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_on_a_small_disk_the_earlier_checkpoint_stays_and_loads(
+    small_disk: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = run(2, attempt, small_disk, background, 1)
+    assert told[0] is not None and f"but {small_disk}/checkpoints has 0.3 MiB free" in told[0]
+    monkeypatch.setattr(saving, "SPARE_BYTES", -(1 << 30))
+    assert run(2, attempt, small_disk, background, 1) == [None, None]
+    told = run(2, attempt, small_disk, background, 2)
+    assert told[0] is not None and told[0].endswith(".safetensors: No space left on device")
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["step_000001"]
+    load(small_disk / "checkpoints" / "step_000001")
+    shutil.rmtree(small_disk / "checkpoints" / "step_000001")
+    assert run(2, attempt, small_disk, background, 3) == [None, None]
 
 
 def test_too_little_space_is_told_before_anything_is_written(

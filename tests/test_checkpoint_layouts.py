@@ -18,6 +18,7 @@ from checkpoint_model import MODEL, ROLES, filled, layout, save, value
 from ranks_as_threads import run
 from safetensors import safe_open
 
+from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.manifest import read_manifest
 from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
@@ -137,3 +138,14 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         run(1, other, {"num_hidden_layers": 3})
     with pytest.raises(Exception, match="has no tensor lm_head.weight of policy"):
         run(1, other, {"tie_word_embeddings": False})
+
+
+def test_matrices_are_turned_tile_by_tile_into_any_order() -> None:
+    for shape in ((1, 1), (64, 256), (65, 257), (300, 3), (3, 700)):
+        whole = value("a", "b", shape)
+        for source in (whole, np.asfortranarray(whole), whole[::1, :: max(1, shape[1] // 2)]):
+            for order in "CF":
+                target = np.zeros(source.shape, np.float32, order=order)
+                tiles.copy(target, source)
+                assert bits(target) == bits(source)
+    assert bits(tiles.by_rows(value("a", "b", (5,)))) == bits(value("a", "b", (5,)))

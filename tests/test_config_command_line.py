@@ -119,6 +119,7 @@ def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
         (["--rl_config.epochs", "0"], "(command line --rl_config.epochs)"),
         (["beta", "1"], "'beta' on the command line belongs to no flag"),
         (["--rl_config.save_ckpt_format", "ckpt"], "cannot be ckpt: such files hold no layout"),
+        (["--rl_config.save_ckpt_best", "accuracy_reward"], "is known from evaluations alone"),
         (["--rl_config.save_ckpt_interval", "-5"], "(command line --rl_config.save_ckpt_interval)"),
     ],
 )

@@ -243,6 +243,18 @@ def test_weights_moved_there_and_back_are_bit_for_bit_a_fresh_fill(
         assert received == trips[0][way]["lower_bound"]
 
 
+@pytest.mark.parametrize("source", c.SAVED, ids=lambda g: "x".join(map(str, g)))
+def test_what_ranks_save_they_load_in_another_layout_bit_for_bit(
+    launch: Launch, source: tuple[int, int, int]
+) -> None:
+    _, ranks = launch(c.MOVED_WORLD)
+    target = c.SAVED[(c.SAVED.index(source) + 1) % len(c.SAVED)]
+    found = [rank["checkpoints"][c.pair_name(source, target)] for rank in ranks]
+    assert all(one["same"] and one["sums"] for one in found)
+    assert [one["held"] > 0 for one in found] == [r < np.prod(target) for r in range(len(ranks))]
+    assert len(found[0]["files"]) == np.prod(source), "every rank of the layout writes its share"
+
+
 @several_ranks
 def test_sums_between_graphs_are_exact_and_the_same_bits_everywhere(
     launch: Launch, world: Which

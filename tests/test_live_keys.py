@@ -169,9 +169,11 @@ def test_a_run_on_a_full_host_ends_after_its_step_with_its_model_written(tmp_pat
             "monitor_config.host_memory_protection": "true",
             "monitor_config.host_monitor_interval": "0.05",
             "monitor_config.host_max_memory_threshold": f"{threshold:.6f}",
+            "rl_config.save_ckpt_interval": "100",
         },
     )
     assert [step["step"] for step in run.steps] == [1]
+    assert (tmp_path / "output/checkpoints/step_000001/manifest.json").is_file()
     assert "HostMemoryExhausted: the run ends after step 1: the host's memory is used" in run.said
     assert run.said.count("  warning: the host's memory is used") == 1
     assert (tmp_path / "output/hf/model.safetensors").is_file()

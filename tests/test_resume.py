@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_runs import (
@@ -49,11 +50,19 @@ def whole(inputs: Path) -> Path:
     return run(inputs, inputs / "whole", *SAVED, *best)
 
 
+def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if "second" not in key}
+
+
 def assert_same(found: Path, whole: Path) -> None:
     assert rows(found) == rows(whole)
     assert [row["step"] for row in rows(found)] == list(range(1, STEPS + 1))
     assert completions(found) == completions(whole)
     assert model_bits(found) == model_bits(whole)
+    for name in ("evaluations.jsonl", "eval_completions.jsonl"):
+        of = [json.loads(line) for path in (found, whole) for line in (path / name).open()]
+        half = len(of) // 2
+        assert [_timeless(row) for row in of[:half]] == [_timeless(row) for row in of[half:]]
     ours, theirs = (json.loads((path / "summary.json").read_text()) for path in (found, whole))
     for key in ("steps", "eval_before", "eval_after"):
         assert ours[key] == theirs[key]
@@ -188,6 +197,11 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
     with pytest.raises(UserError, match="rl_config.beta was 0.05 and is 0.1; give it its own"):
         run(inputs, tmp_path / "a", GO_ON, str(whole), *changes)
     assert not (tmp_path / "a").exists()
+    best = ("--rl_config.save_ckpt_best", "accuracy_reward")
+    with pytest.raises(
+        UserError, match="save_ckpt_best is 'accuracy_reward', but the rewards are spread"
+    ):
+        run(inputs, tmp_path / "d", *best)
     allowed = ("--rl_config.resume_changed", "rl_config.beta")
     branch = run(inputs, tmp_path / "b", GO_ON, str(whole), *changes, *allowed)
     said = capsys.readouterr().out

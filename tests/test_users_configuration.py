@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
+from mindgrpo.__main__ import main
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
 from mindgrpo.model.families import decoder_config, parameter_specs
 
@@ -206,3 +207,20 @@ def test_the_trained_model_lies_where_the_launch_script_says(run: tuple[Path, st
         name for name in before.names if not np.array_equal(before.read(name), after.read(name))
     ]
     assert len(moved) > len(before.names) / 2
+
+
+def test_the_checkpoint_of_the_last_step_holds_the_trained_model(
+    run: tuple[Path, str], tmp_path: Path
+) -> None:
+    folder, _ = run
+    source = folder / "output" / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    assert len(list(source.glob("*.safetensors"))) == 8
+    words = ["--from", str(source), "--output", str(tmp_path / "hf")]
+    assert main(["export", *words]) == 0
+    saved, trained = (
+        SafetensorsDirectory(tmp_path / "hf"),
+        SafetensorsDirectory(folder / "checkpoints"),
+    )
+    assert sorted(saved.names) == sorted(trained.names)
+    for name in trained.names:
+        assert saved.read(name).tobytes() == trained.read(name).tobytes(), name

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
@@ -62,7 +63,8 @@ def read_box(reader: ShardReader, tensor: StoredTensor, box: Box, out: np.ndarra
         if common is None:
             continue
         values = reader.read(piece)
-        out[common.within(box).slices] = values[common.within(piece.box).slices]
+        part = values[common.within(piece.box).slices]
+        tiles.copy(out[common.within(box).slices], part)
         missing -= common.size
     if missing:
         raise DamagedCheckpoint(f"{missing} elements of {box} are in no piece of the checkpoint.")

@@ -6,7 +6,6 @@ run over a checkpoint: what cannot be written is taken away again and told in on
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend import Backend
+from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
@@ -100,7 +100,7 @@ class Saver:
             self._write(work, path, pieces, live)
             return total
         try:
-            copies = {piece: np.array(live(piece), "<f4", order="C") for piece in pieces}
+            copies = {piece: tiles.by_rows(live(piece)) for piece in pieces}
         except MemoryError:
             work.error = f"{path.name}: the host has no memory for a copy"
             return total
@@ -187,14 +187,6 @@ class Saver:
         verdict = self._backend.world.gather_objects(error)[0]
         if verdict is not None:
             raise NotWritten(verdict)
-
-    def abandon(self) -> None:
-        """Waits for this rank's thread; what it wrote is left to be removed by the next run."""
-        work, self._work = self._work, None
-        if work is not None and work.thread is not None:
-            work.thread.join()
-            with contextlib.suppress(OSError):
-                shutil.rmtree(partial_of(self._run, work.step))
 
 
 def stored_in(plan: list[list[Piece]], shards: list[Shard | None]) -> dict[str, object]:

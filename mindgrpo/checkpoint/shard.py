@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.manifest import DamagedCheckpoint, StoredFile, StoredPiece
 from mindgrpo.checkpoint.plan import Piece
 
@@ -45,7 +46,9 @@ def write_shard(
     with path.open("xb") as stream:
         stream.write(header)
         for piece, offset in zip(pieces, offsets, strict=True):
-            array = np.ascontiguousarray(array_of(piece), "<f4")
+            array = array_of(piece)
+            if not array.flags.c_contiguous or array.dtype != "<f4":
+                array = tiles.by_rows(array)
             digest = hashlib.sha256(array.data).hexdigest()
             stream.write(array.data)
             box = piece.box

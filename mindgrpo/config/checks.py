@@ -163,6 +163,12 @@ def _evaluation(config: Config) -> None:
             "rl_config.eval_num_generations",
             "rl_config.eval_temperature",
         )
+    if rl.save_ckpt_best and rl.eval_dataset_file is None:
+        raise Contradiction(
+            f"rl_config.save_ckpt_best is '{rl.save_ckpt_best}', but which checkpoint is best is known from "
+            "evaluations alone; set rl_config.eval_dataset_file, or save_ckpt_best to null",
+            "rl_config.save_ckpt_best",
+        )
 
 
 def _rows_of_a_mindrecord(config: Config) -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from mindgrpo.checkpoint.folders import move_aside
 
 # What a run writes into its folder, except checkpoints.
+ROWS = ("metrics.jsonl", "evaluations.jsonl", "eval_completions.jsonl")
 RUN_FILES = (
-    "metrics.jsonl",
+    *ROWS,
     "completions.jsonl",
     "evaluations.jsonl",
     "eval_completions.jsonl",

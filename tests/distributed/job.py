@@ -14,12 +14,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cases as c
 import numpy as np
 from carried import communication, sum_in_graph
+from saving import saved_and_loaded
 
 from mindgrpo.algorithm.credit import assign_credit
 from mindgrpo.algorithm.objective import Credit, Objective
@@ -308,7 +310,9 @@ def run_all(folder: Path, backend: Backend, transport: str) -> None:
     if backend.world_size > 1:
         parts |= {"communication": communication, "sum_in_graph": sum_in_graph}
     if world == c.MOVED_WORLD:
-        parts |= {"round_trips": round_trips}
+        filled = Mover(backend).filled.__getitem__
+        saving = partial(saved_and_loaded, folder / "run", filled=filled)
+        parts |= {"round_trips": round_trips, "checkpoints": saving}
     for name, part in parts.items():
         started = time.perf_counter()
         result[name] = part(backend)

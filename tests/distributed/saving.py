@@ -1,0 +1,52 @@
+"""Checkpoints by real ranks, of layouts that fill the world or less of it, for job.py. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cases as c
+import numpy as np
+
+from mindgrpo.backend import Backend
+from mindgrpo.checkpoint.load import load_role
+from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
+from mindgrpo.checkpoint.save import Saver
+from mindgrpo.checkpoint.state import RunState
+from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.model.weights import Weights
+from mindgrpo.reshard.execute import checksums
+
+Grid3 = tuple[int, int, int]
+IDENTITY = Identity(code="", config={}, model={}, data="", batch={}, unsaved={})
+
+
+def saved_and_loaded(
+    folder: Path, backend: Backend, filled: Callable[[Grid3], Weights]
+) -> dict[str, Any]:
+    """Every layout of c.SAVED, saved and then loaded into the next one's."""
+    saver, found = Saver(folder, backend), {}
+    following = (*c.SAVED[1:], c.SAVED[0])
+    for step, (source, target) in enumerate(zip(c.SAVED, following, strict=True), start=1):
+        given, expected = filled(source), filled(target)
+        state = RunState(step=step, prompts=0, updates=0, weights_version=0)
+
+        def complete(stored: dict[str, Any], state: RunState = state) -> Manifest:
+            return Manifest(layout="", state=state, identity=IDENTITY, **stored)
+
+        roles = {"policy": given, "first_moments": given}
+        saver.begin(step, roles, complete, background=step % 2 == 0)
+        checkpoint = saver.commit()
+        manifest = read_manifest(checkpoint)
+        taken = Weights(expected.layout, backend.rank, backend)
+        for run in taken.runs:
+            run[...] = np.nan
+        load_role(checkpoint, manifest, "first_moments", taken)
+        found[c.pair_name(source, target)] = {
+            "same": checksums(taken) == checksums(expected),
+            "held": len(checksums(taken)),
+            "sums": values_digest(taken, backend) == manifest.sums["policy"],
+            "files": sorted(manifest.files),
+        }
+    return found

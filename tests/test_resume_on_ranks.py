@@ -1,0 +1,122 @@
+"""A job of four ranks that is gone on with from a checkpoint, on these ranks and on one.
+
+Through the launcher. Does not prove what a damaged checkpoint leads to (test_resume.py does), nor
+anything about a rank that is killed: scripts/faults/kill_matrix.py resumes after each of its kills.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_runs
+from small_runs import make_inputs, model_bits, rows
+
+from mindgrpo.checkpoint.folders import folder_of, steps_in
+from mindgrpo.model.checkpoint_files import SafetensorsDirectory
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "main.py"
+RANKS, LAUNCH_SECONDS, SAVED_STEP, STEPS = 4, 300, 2, 4
+REWARD = """
+def spread(completions, answers):
+    return [float(sum(map(ord, text)) % 7 < 2) for text in completions]
+"""
+SETTINGS = {
+    "rl_config.max_steps": STEPS,
+    "rl_config.save_ckpt_interval": SAVED_STEP,
+    "rl_config.save_ckpt_async": "true",
+    "rl_config.eval_steps": SAVED_STEP,
+}
+# What is in the order of additions alone; the rest has to be the same in every bit.
+ROUNDED = ("loss", "kl", "entropy", "grad_norm", "logprob_gap/", "padding_share", "rollout/")
+
+
+def layout(train: tuple[int, int, int], infer: tuple[int, int]) -> dict[str, int]:
+    names = ("data_parallel", "model_parallel", "pipeline_stage")
+    found = {f"actor_config.parallel_config.{n}": v for n, v in zip(names, train, strict=True)}
+    pairs = zip(names[:2], infer, strict=True)
+    return found | {f"generate_config.parallel_config.{n}": v for n, v in pairs}
+
+
+ON_FOUR = layout((1, 2, 2), (2, 2))
+
+
+def words(folder: Path, layout: dict[str, int]) -> list[str]:
+    reward = {"reward_config.verifier_function": f"{folder}/reward.py:spread"}
+    settings = SETTINGS | reward | layout
+    return [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def launch(folder: Path, run: Path, layout: dict[str, int], *more: str) -> str:
+    paths = ["--output_dir", str(run), "--actor_config.load", str(folder / "model")]
+    for key in ("dataset_file", "eval_dataset_file"):
+        paths += [f"--rl_config.{key}", str(folder / "train.jsonl")]
+    arguments = [*paths, *words(folder, layout), *more]
+    command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", str(RANKS), "--"]
+    command += [str(PROGRAM), "--config", str(folder / "small.yaml"), *arguments]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "MINDGRPO_LOG_DIR": str(folder / "logs")},
+        capture_output=True,
+        text=True,
+        timeout=LAUNCH_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    make_inputs(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path) -> Path:
+    launch(inputs, inputs / "whole", ON_FOUR)
+    return inputs / "whole"
+
+
+def as_of_the_saved_step(inputs: Path, whole: Path, name: str) -> Path:
+    """A copy of the run whose last checkpoint was never written."""
+    shutil.copytree(whole, inputs / name)
+    shutil.rmtree(folder_of(inputs / name, STEPS))
+    return inputs / name
+
+
+def test_in_the_same_layout_rows_and_model_are_the_same_bit_for_bit(
+    inputs: Path, whole: Path
+) -> None:
+    run = as_of_the_saved_step(inputs, whole, "same")
+    said = launch(inputs, run, ON_FOUR, "--resume_training")
+    assert f"resumed from {folder_of(run, SAVED_STEP)}" in said
+    assert steps_in(run) == [SAVED_STEP, STEPS]
+    assert rows(run) == rows(whole)
+    assert model_bits(run) == model_bits(whole)
+
+
+def test_on_one_rank_what_four_have_saved_goes_on_the_same_to_rounding(
+    inputs: Path, whole: Path
+) -> None:
+    run = as_of_the_saved_step(inputs, whole, "other")
+    alone = words(inputs, layout((1, 1, 1), (1, 1)))
+    small_runs.run(inputs, run, *alone, "--resume_training")
+    for ours, theirs in zip(rows(run), rows(whole), strict=True):
+        for key, value in theirs.items():
+            if not key.startswith(ROUNDED):
+                assert ours[key] == value, key
+            elif key in ("kl", "entropy", "grad_norm"):
+                assert ours[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+    found, expected = SafetensorsDirectory(run / "hf"), SafetensorsDirectory(whole / "hf")
+    for name in expected.names:
+        error = np.abs(found.read(name) - expected.read(name)).max()
+        # A rounding error grows with each of the eight updates, of at most the rate each.
+        assert error < 1e-3, name
