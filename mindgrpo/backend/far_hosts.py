@@ -63,6 +63,10 @@ class Verdict:
             return None
         return self._text[: int(self._length[0])].tobytes().decode(errors="replace")
 
+    @property
+    def rank(self) -> int | None:
+        return int(self._rank[0]) - 1 if self._rank[0] else None
+
 
 class FarHosts:
     """Made by all ranks of the job together. `say` is told what a user who waits should know."""
@@ -108,7 +112,11 @@ class FarHosts:
         return PeerLost(words)
 
     def tell(self, rank: int, words: str) -> None:
-        """The other hosts hear that a rank of this one is lost, before they hear it from broken lines."""
+        """The other hosts hear that a rank of this one is lost, before they hear it from broken lines.
+
+        So do the ranks of this host: those that wait for another host would else hear of its end, which follows.
+        """
+        self._verdict.declare(rank, words)
         if rank in self._told or not self._lines:
             return
         self._told.add(rank)
@@ -150,7 +158,10 @@ class FarHosts:
         return {"beat": time.monotonic()}
 
     def _look_here(self) -> None:
-        """A rank of this host that ended while all others compute."""
+        """A rank of this host that ended while all others compute, or that another rank here has missed."""
+        missed, words = self._verdict.rank, self._verdict.read()
+        if missed in self.placement.here and words is not None:
+            self.tell(missed, words)
         for rank in self.placement.here:
             pid = self._host.known_pid(rank)
             if pid and not is_alive(pid) and not self._closing:

@@ -24,6 +24,7 @@ from mindgrpo.errors import UserError
 MEET_SECONDS = 300.0
 RETRY_SECONDS = 0.2
 ANSWER_SECONDS = 10.0
+LATE_SECONDS = 3.0
 # A rank that others are late for says so, once.
 SAY_AFTER_SECONDS = 15.0
 LONGEST_TABLE = 16 << 20
@@ -116,7 +117,12 @@ class Network:
     def meet(self) -> None:
         """Returns when every rank of the job knows where the others are. Raises UserError or PeerLost."""
         deadline = time.monotonic() + MEET_SECONDS
-        table = self._host_meeting(deadline) if self._placement.rank == 0 else self._call(deadline)
+        try:
+            meet = self._call if self._placement.rank else self._host_meeting
+            table = meet(deadline)
+        except BaseException:
+            self.close()
+            raise
         self._places = [Place(*row) for row in table]
 
     def place_of(self, rank: int) -> Place:
@@ -163,8 +169,10 @@ class Network:
             while True:
                 for caller in self._callers.values():
                     if refused := self._refusal(caller):
+                        # Who is about to come shall hear it too.
+                        self._changed.wait_for(self._all_have_come, LATE_SECONDS)
                         return refused
-                if len(self._callers) == world_size - 1:
+                if self._all_have_come():
                     return ""
                 missing = in_words([r for r in range(1, world_size) if r not in self._callers])
                 if time.monotonic() > deadline:
@@ -175,6 +183,9 @@ class Network:
                     said = True
                     self._say(f"waiting for {missing} at {where}{self._others()}")
                 self._changed.wait(wire.CHECK_SECONDS)
+
+    def _all_have_come(self) -> bool:
+        return len(self._callers) >= self._placement.world_size - 1
 
     def _others(self) -> str:
         """Who was turned away, for a message."""
