@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ranks_as_processes import native
@@ -22,6 +23,7 @@ from mindgrpo.backend.far_hosts import FarHosts
 from mindgrpo.backend.host import Host
 from mindgrpo.backend.placement import Placement
 from mindgrpo.backend.shared_group import SharedGroup, shared_group
+from mindgrpo.presence.rank import Presence
 
 WAIT_SECONDS = 40.0
 TOKEN = b"a secret of this test"
@@ -58,15 +60,20 @@ def free_port() -> int:
     raise AssertionError("no free port")
 
 
-def join(job: str, placement: Placement) -> Rank:
+def join(job: str, placement: Placement, status: Path | None = None) -> Rank:
+    """`status`: the folder of this rank's host where its ranks tell of themselves."""
     here = placement.here
-    host = Host(f"{job}", placement.rank, placement.world_size, native(), ranks=here)
-    return Rank(placement, host, FarHosts(placement, host, print))
+    presence = Presence(placement.rank, placement.world_size, status)
+    host = Host(job, placement.rank, placement.world_size, native(), presence=presence, ranks=here)
+    return Rank(placement, host, FarHosts(placement, host, presence))
 
 
-def _rank(work: Work, job: str, placement: Placement, results: Any, arguments: Any) -> None:
+def _rank(
+    work: Work, job: str, placement: Placement, status: Path | None, results: Any, arguments: Any
+) -> None:
     try:
-        outcome = work(join(job, placement), *arguments)
+        folder = None if status is None else status / f"host_{placement.host}"
+        outcome = work(join(job, placement, folder), *arguments)
     except BaseException as error:
         outcome = error
     results.put((placement.rank, outcome))
@@ -75,7 +82,11 @@ def _rank(work: Work, job: str, placement: Placement, results: Any, arguments: A
 
 
 def run(
-    sizes: tuple[int, int], work: Work, *arguments: Any, silent: int = 0, deadline: float = 5.0
+    sizes: tuple[int, int],
+    work: Work,
+    *arguments: Any,
+    silent: int = 0,
+    status: Path | None = None,
 ) -> dict[int, Any]:
     """`sizes`: hosts, and ranks on each. What `work(rank, *arguments)` returns or raises; `silent` ranks do not."""
     native()
@@ -86,8 +97,8 @@ def run(
     processes = []
     for rank in range(hosts * per_host):
         master = ("127.0.0.1", port)
-        placement = Placement(rank, hosts * per_host, per_host, master, TOKEN, deadline)
-        given = (work, job, placement, results, arguments)
+        placement = Placement(rank, hosts * per_host, per_host, master, TOKEN, 5.0)
+        given = (work, job, placement, status, results, arguments)
         processes.append(context.Process(target=_rank, args=given))
     for process in processes:
         process.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,30 @@ def _one_leaves(rank: Rank) -> Any:
 
 def test_a_host_that_ends_with_a_farewell_is_not_lost() -> None:
     assert run((2, 2), _one_leaves) == dict.fromkeys(range(4), "well")
+
+
+def _phases(rank: Rank) -> Any:
+    presence = rank.far._presence
+    presence.at_step(3)
+    mine = f"phase {rank.host.rank}"
+    with presence.phase(mine):
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until:
+            found = {r: snapshot.place for r, snapshot in presence.known().items()}
+            if len(found) == 4 and all(f"phase {r} of step 3" in found[r] for r in found):
+                break
+            time.sleep(0.02)
+        ages = [time.monotonic() - snapshot.since for snapshot in presence.known().values()]
+        rank.world().barrier()
+    return found, max(ages), min(ages)
+
+
+def test_ranks_see_the_phases_of_those_on_other_hosts_by_their_own_clock(tmp_path: Path) -> None:
+    for host in range(2):
+        (tmp_path / f"host_{host}").mkdir()
+    for found, oldest, youngest in run((2, 2), _phases, status=tmp_path).values():
+        assert found == {rank: f"phase phase {rank} of step 3" for rank in range(4)}
+        assert -0.5 < youngest <= oldest < 10.0
 
 
 def _different_calls(rank: Rank) -> None:

@@ -198,7 +198,7 @@ class CpuBackend(Backend):
         if self._placement.num_hosts == 1:
             return None
         check_library(self._host)
-        return FarHosts(self._placement, self._host, self.presence.say)
+        return FarHosts(self._placement, self._host, self.presence)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)

@@ -16,8 +16,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from mindgrpo.backend.host import Host, is_alive
 from mindgrpo.backend.network import Network
 from mindgrpo.backend.placement import Placement
 from mindgrpo.backend.shared_memory import Segment
+from mindgrpo.presence.rank import Presence
+from mindgrpo.presence.record import Mirror, Snapshot, path_of
 
 BEAT_SECONDS = 1.0
 LONGEST_BEAT = 1 << 20
@@ -68,18 +72,26 @@ class Verdict:
         return int(self._rank[0]) - 1 if self._rank[0] else None
 
 
-class FarHosts:
-    """Made by all ranks of the job together. `say` is told what a user who waits should know."""
+def _by_our_clock(state: Snapshot, later: float) -> Snapshot:
+    """0 stands for no time at all."""
+    times = ("beat_at", "since", "graph_since", "waits_since")
+    shifted = {name: getattr(state, name) + later for name in times if getattr(state, name)}
+    return replace(state, **shifted)
 
-    def __init__(self, placement: Placement, host: Host, say: Callable[[str], None]) -> None:
-        self.placement, self._host = placement, host
-        self.network = Network(placement, say)
+
+class FarHosts:
+    """Made by all ranks of the job together."""
+
+    def __init__(self, placement: Placement, host: Host, presence: Presence) -> None:
+        self.placement, self._host, self._presence = placement, host, presence
+        self.network = Network(placement, presence.say)
         self.network.meet()
         self._verdict = Verdict(host, placement)
         host.far = self
         self._lines: dict[int, socket.socket] = {}  # by the other host's number
         self._closing = False
         self._told: set[int] = set()
+        self._mirrors: dict[int, Mirror] = {}
         self._sending = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="far hosts", daemon=True)
         if placement.leads:
@@ -95,6 +107,22 @@ class FarHosts:
         words = self._verdict.read()
         if words is not None:
             raise PeerLost(words)
+
+    @contextmanager
+    def waiting(self) -> Iterator[wire.Check]:
+        """A check for a wait for another host, which is told as a wait once it takes more than a moment."""
+        told = False
+
+        def check() -> None:
+            nonlocal told
+            if not told:
+                told = True
+                self._presence.waits(time.monotonic())
+            self.check()
+
+        yield wire.paced(check)
+        if told:
+            self._presence.waits(0.0)
 
     def lost(self, rank: int | None) -> PeerLost:
         """For who saw a line to `rank` break: the first rank of this host may know why in a moment."""
@@ -155,12 +183,15 @@ class FarHosts:
                         selector.unregister(speaker)
 
     def _beat(self) -> dict[str, Any]:
-        return {"beat": time.monotonic()}
+        """Where this host's ranks are, by this host's clock."""
+        found = {rank: self._presence.of(rank) for rank in self.placement.here}
+        ranks = {str(rank): asdict(state) for rank, state in found.items() if state}
+        return {"now": time.monotonic(), "ranks": ranks}
 
     def _look_here(self) -> None:
         """A rank of this host that ended while all others compute, or that another rank here has missed."""
         missed, words = self._verdict.rank, self._verdict.read()
-        if missed in self.placement.here and words is not None:
+        if missed is not None and missed in self.placement.here and words is not None:
             self.tell(missed, words)
         for rank in self.placement.here:
             pid = self._host.known_pid(rank)
@@ -193,18 +224,35 @@ class FarHosts:
     def _understand(self, message: dict[str, Any]) -> bool:
         if "lost" in message:
             self._verdict.declare(int(message["lost"]), str(message["words"]))
+        folder = self._presence.folder
+        if "ranks" in message and folder is not None:
+            later = time.monotonic() - message["now"]
+            for name, state in message["ranks"].items():
+                self._mirror(folder, int(name), _by_our_clock(Snapshot(**state), later))
         return "farewell" not in message
+
+    def _mirror(self, folder: Path, rank: int, state: Snapshot) -> None:
+        if rank not in self._mirrors:
+            self._mirrors[rank] = Mirror(path_of(folder, rank))
+        self._mirrors[rank].show(state)
+
+    def _place_of(self, rank: int) -> str:
+        found = self._presence.of(rank) if rank in self._mirrors else None
+        return f" in {found.place}" if found else ""
 
     def _judge(self, host: int, error: OSError | None) -> None:
         if self._closing:
             return
         name, leader = self.network.name_of(host), self.placement.ranks_of(host)[0]
         if error is None or error.errno in ENDED:
-            words = f"rank {leader} on {name} has ended; its log there says why"
+            words = (
+                f"rank {leader} on {name} has ended{self._place_of(leader)}; its log there says why"
+            )
         else:
             words = (
                 f"{name} cannot be reached for {self.placement.deadline:g} s "
-                f"({error.strerror or os.strerror(error.errno or 0)}): see the network between the hosts"
+                f"({error.strerror or os.strerror(error.errno or 0)}), rank {leader} was last seen"
+                f"{self._place_of(leader)}; see the network between the hosts"
             )
         self._verdict.declare(leader, words)
 

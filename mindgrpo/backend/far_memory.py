@@ -53,17 +53,13 @@ class FarLink:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         head = _HEAD.pack(self._count, flat.size)
         try:
-            wire.send_all(self._line, [head, flat], wire.paced(self._far.check))
+            with self._far.waiting() as check:
+                wire.send_all(self._line, [head, flat], check)
         except OSError:
             raise self._far.lost(self._other) from None
 
     def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        while True:
-            try:
-                found = self._arrived.get(timeout=wire.CHECK_SECONDS)
-                break
-            except queue.Empty:
-                self._far.check()
+        found = self._next()
         if found is None:
             raise self._far.lost(self._other)
         self._count += 1
@@ -76,6 +72,14 @@ class FarLink:
             )
         array: np.ndarray = raw.view(dtype).reshape(shape)
         return array
+
+    def _next(self) -> Any:
+        with self._far.waiting() as check:
+            while True:
+                try:
+                    return self._arrived.get(timeout=wire.CHECK_SECONDS)
+                except queue.Empty:
+                    check()
 
     def _read(self) -> None:
         try:
@@ -120,19 +124,22 @@ class FarBuckets:
             for rank, line in self._lines.items()
         ]
         ranks = dict(zip(flows, self._lines, strict=True))
-        check = wire.paced(self._far.check)
-        while left := [flow for flow in flows if flow.events]:
-            poll = select.poll()
-            for flow in left:
-                poll.register(flow.line, flow.events)
-            ready = dict(poll.poll(wire.CHECK_SECONDS * 1000))
-            check()
-            for flow in left:
-                if flow.line.fileno() in ready:
-                    try:
-                        flow.move()
-                    except (OSError, EOFError):
-                        raise self._far.lost(ranks[flow]) from None
+        with self._far.waiting() as check:
+            while left := [flow for flow in flows if flow.events]:
+                poll = select.poll()
+                for flow in left:
+                    poll.register(flow.line, flow.events)
+                ready = dict(poll.poll(wire.CHECK_SECONDS * 1000))
+                check()
+                for flow in left:
+                    if flow.line.fileno() in ready:
+                        self._move(flow, ranks[flow])
+
+    def _move(self, flow: _Flow, rank: int) -> None:
+        try:
+            flow.move()
+        except (OSError, EOFError):
+            raise self._far.lost(rank) from None
 
 
 class _Flow:

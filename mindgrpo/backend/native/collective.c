@@ -204,9 +204,14 @@ static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t ch
     }
 }
 
-static int is_lost(const void *group) { return find_lost(group) != 0; }
+/* Asked after a while of waiting for another host. */
+static int is_lost(const void *group) {
+    if (waits_since && !*waits_since) *waits_since = now();
+    return find_lost(group) != 0;
+}
 
 static int wired(const Group *g, int status) {
+    if (waits_since && *waits_since) *waits_since = 0;
     if (status == WIRE_OVER) return 0;
     if (status == WIRE_OUT_OF_STEP) return GROUP_OUT_OF_STEP;
     int64_t lost = find_lost(g);
