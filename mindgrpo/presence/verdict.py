@@ -199,8 +199,8 @@ def tell(logs: Path, ended: int) -> tuple[list[str], int]:
     cause = find_cause(folder, seen_by_msrun(logs / "msrun.log"))
     if cause is None and ended == 0:
         return [], 0
-    alone = len(read_endings(folder)) == 1 and not _text(logs / "msrun.log")
-    if cause is None and alone:
+    known = [ending.rank for ending in read_endings(folder)]
+    if cause is None and known == [0] and not (logs / "scheduler.log").exists():
         what = f"rank 0 {ended_by(ended)}{place_of(folder, 0)}"
         cause = Cause(0, 1 if ended > 128 else ended, what)
     if cause is None:
