@@ -60,6 +60,7 @@ read_hosts() { # sets `here`, the ranks of this host, and `first` of them
     [ $((ranks % hosts)) -eq 0 ] ||
         refuse "$ranks ranks cannot be shared by $hosts hosts: hosts have equally many; change --ranks or --hosts."
     here=$((ranks / hosts)) first=$((host_index * ranks / hosts))
+    unset MINDGRPO_RANKS_PER_HOST
     [ "$hosts" -gt 1 ] || return 0
     local port="${master##*:}" token="${MINDGRPO_JOB_TOKEN:-}"
     [[ "$port" =~ ^[1-9][0-9]{3,4}$ ]] && [ "$port" -lt 65535 ] && [ -n "${master%:*}" ] || refuse \

@@ -1,11 +1,12 @@
 """The bundled example on two hosts that are networks of one machine, and what follows when their line is cut.
 
-    python scripts/faults/two_hosts.py [--steps 3] [--cases same cut] [--seconds 5] [--keep FOLDER] [main.py arguments]
+    python scripts/faults/two_hosts.py [--steps 3] [--cases same cut kill] [--seconds 5] [--keep FOLDER] [main.py's]
 
 A JSON line a case; status 1 if one is not good. `same`: 2 hosts of 4 ranks have the metrics and the final weights of
 one host of 8. `cut`: the line is set down in step 2, and both hosts end by themselves within the deadline of --seconds
-and MARGIN_SECONDS, with a status that is not 0, each with the name of the other, and leave nothing behind. Makes two
-network namespaces and a line between them, and takes them down whatever happens. Refuses to be run by others than root.
+and MARGIN_SECONDS, with a status that is not 0, each with the name of the other, and leave nothing behind. `kill`: the
+same after a rank of the second host was killed, but within MARGIN_SECONDS, and both name that rank. Makes two network
+namespaces and a line between them, and takes them down whatever happens. Refuses to be run by others than root.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from job import Ended, Job
 from kill_matrix import comparable, differences, words
 
 HOSTS, RANKS = 2, 8
+VICTIM = 5
+CASES = ("same", "cut", "kill")
 ADDRESSES = ("10.77.91.1", "10.77.91.2")
 PORT = 17800
 # From the deadline to the end of the last process: the launcher gives ranks 2 s to end by themselves.
@@ -180,25 +183,48 @@ def await_step(job: Job, step: int, seconds: float) -> bool:
 
 
 def cut(folder: Path, networks: Networks, arguments: list[str], seconds: float) -> dict[str, Any]:
-    jobs = start(folder / "cut", networks, arguments)
+    names = list(ADDRESSES[::-1])
+    return {"case": "cut", "deadline": seconds} | strike(
+        folder / "cut", networks, arguments, lambda jobs: networks.cut(), names, seconds
+    )
+
+
+def kill(folder: Path, networks: Networks, arguments: list[str]) -> dict[str, Any]:
+    def shoot(jobs: list[Job]) -> None:
+        found = jobs[1].where(VICTIM)
+        assert found is not None
+        os.kill(found.pid, signal.SIGKILL)
+
+    names = [f"rank {VICTIM} was killed by signal 9 in phase"] * HOSTS
+    return {"case": "kill"} | strike(folder / "kill", networks, arguments, shoot, names, 0.0)
+
+
+def strike(
+    folder: Path,
+    networks: Networks,
+    arguments: list[str],
+    blow: Callable[[list[Job]], None],
+    names: list[str],
+    seconds: float,
+) -> dict[str, Any]:
+    """What follows a blow in step 2; the last lines are to hold `names`."""
+    jobs = start(folder, networks, arguments)
     try:
         reached = await_step(jobs[0], 2, LONGEST_RUN)
         struck_at = time.monotonic()
         if reached:
-            networks.cut()
+            blow(jobs)
         place = jobs[0].where(0)
         ended = finish(jobs, struck_at, seconds + MARGIN_SECONDS + 60.0)
     finally:
         stop(jobs)
-    named = [address in one.last_line for address, one in zip(ADDRESSES[::-1], ended, strict=True)]
+    named = [name in one.last_line for name, one in zip(names, ended, strict=True)]
     limit = seconds + MARGIN_SECONDS
     left = [what for one in ended for what in one.left]
     ended_well = all(one.status not in (0, None) and one.seconds <= limit for one in ended)
     return {
-        "case": "cut",
         "good": reached and ended_well and all(named) and not left,
         "in": place.place if place else "",
-        "deadline": seconds,
         "seconds": [round(one.seconds, 2) for one in ended],
         "status": [one.status for one in ended],
         "named": named,
@@ -210,7 +236,7 @@ def cut(folder: Path, networks: Networks, arguments: list[str], seconds: float) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=("same", "cut"), default=["same", "cut"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--seconds", type=float, default=5.0, help="until a host counts as lost")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which then stay")
     given, more = parser.parse_known_args()
@@ -228,6 +254,8 @@ def main() -> int:
             for case in given.cases:
                 if case == "same":
                     told = same(folder, networks, arguments)
+                elif case == "kill":
+                    told = kill(folder, networks, arguments)
                 else:
                     told = cut(folder, networks, arguments, given.seconds)
                 print(json.dumps(told), flush=True)
