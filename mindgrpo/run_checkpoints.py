@@ -15,6 +15,7 @@ from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.keep import to_delete
 from mindgrpo.checkpoint.manifest import Identity, Manifest
 from mindgrpo.checkpoint.save import NotWritten, Saver
+from mindgrpo.checkpoint.seen import check_seen
 from mindgrpo.checkpoint.state import Best, RunState
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
@@ -48,6 +49,8 @@ class RunCheckpoints:
         self._best = self._still_there(first.best) if first is not None else None
         self._errors = 0
         self.enabled = self._rl.saves_checkpoints
+        if self.enabled:
+            check_seen(record.directory, self._backend)
 
     def _still_there(self, best: Best | None) -> Best | None:
         found = best is not None and folders.folder_of(self._record.directory, best.step).is_dir()

@@ -51,6 +51,8 @@ class Watch:
             return None
         name = "host_memory.jsonl" if rank == 0 else f"host_memory_rank_{rank}.jsonl"
         say = self._record.console.line if rank == 0 else partial(print, flush=True)
+        # Another host may not have it.
+        self._record.directory.mkdir(parents=True, exist_ok=True)
         monitor = HostMemoryMonitor(settings, self._record.directory / name, processes, say)
         monitor.start()
         return monitor

@@ -199,11 +199,12 @@ def become(wish: dict[str, Any], descriptors: list[int]) -> NoReturn:
 
 def main() -> None:
     name, ranks, *arguments = sys.argv[1:]
+    here = int(os.environ.get("MINDGRPO_RANKS_PER_HOST", ranks))
     # The shell starts what runs beside it with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{name}")
-    listener.listen(int(ranks))
+    listener.listen(here)
     start_check(ranks, arguments)
     quietly()
     start_building()
@@ -214,7 +215,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()
-    Server(listener, int(ranks)).serve()
+    Server(listener, here).serve()
 
 
 if __name__ == "__main__":

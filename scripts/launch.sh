@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# The one caller of msrun: launch.sh --ranks N [--max_restarts M] -- PROGRAM [ARGUMENTS].
+# The one caller of msrun: launch.sh --ranks N [--max_restarts M] [HOSTS] -- PROGRAM [ARGUMENTS].
+# HOSTS, for several hosts, on each the same but for the index (docs/hosts.md):
+#   --hosts H --host_index I --master ADDRESS:PORT   with N ranks in all, ADDRESS the first host's, MINDGRPO_JOB_TOKEN set.
 #
 # Shows rank 0's output as it comes, keeps every rank's in a fresh log folder, returns the status of the
 # first rank that failed (2: the user's input cannot work) and leaves no process of its own behind. The last
@@ -13,7 +15,8 @@
 set -uo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-usage="usage: bash scripts/launch.sh --ranks N [--max_restarts M] -- PROGRAM [ARGUMENTS]"
+usage="usage: bash scripts/launch.sh --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT] -- \
+PROGRAM [ARGUMENTS]"
 # How long what is left of a job may take to end by itself once a rank has failed, and reward processes after it.
 settle_tenths=20 sweep_tenths=15
 
@@ -28,20 +31,45 @@ refuse() {
 
 is_whole() { [[ "$1" =~ ^(0|[1-9][0-9]{0,4})$ ]]; }
 
-read_arguments() { # sets `ranks`, `restarts_left` and the array `command`
-    restarts_left="${MINDGRPO_MAX_RESTARTS:-0}"
-    [ "${1:-}" = --ranks ] && [ $# -ge 4 ] || refuse "$usage"
-    ranks="$2"
-    shift 2
-    if [ "$1" = --max_restarts ]; then
-        restarts_left="$2"
+read_arguments() { # sets `ranks`, `restarts_left`, what read_hosts sets, and the array `command`
+    restarts_left="${MINDGRPO_MAX_RESTARTS:-0}" ranks="" hosts=1 host_index=0 master=""
+    [ "${1:-}" = --ranks ] || refuse "$usage"
+    while [ $# -ge 2 ]; do
+        case "$1" in
+        --ranks) ranks="$2" ;;
+        --max_restarts) restarts_left="$2" ;;
+        --hosts) hosts="$2" ;;
+        --host_index) host_index="$2" ;;
+        --master) master="$2" ;;
+        *) break ;;
+        esac
         shift 2
-    fi
+    done
     [ "${1:-}" = -- ] && [ $# -ge 2 ] || refuse "$usage"
     command=("${@:2}")
     is_whole "$ranks" && [ "$ranks" != 0 ] || refuse "--ranks $ranks is not a positive whole number ($usage)."
     is_whole "$restarts_left" || refuse "--max_restarts $restarts_left is not a whole number ($usage)."
     [ -f "${command[0]}" ] || refuse "there is no program ${command[0]}: give the path of a Python file ($usage)."
+    read_hosts
+}
+
+read_hosts() { # sets `here`, the ranks of this host, and `first` of them
+    is_whole "$hosts" && [ "$hosts" != 0 ] || refuse "--hosts $hosts is not a positive whole number ($usage)."
+    is_whole "$host_index" && [ "$host_index" -lt "$hosts" ] ||
+        refuse "--host_index $host_index is none of $hosts hosts: give 0 on the first, $((hosts - 1)) on the last."
+    [ $((ranks % hosts)) -eq 0 ] ||
+        refuse "$ranks ranks cannot be shared by $hosts hosts: hosts have equally many; change --ranks or --hosts."
+    here=$((ranks / hosts)) first=$((host_index * ranks / hosts))
+    unset MINDGRPO_RANKS_PER_HOST
+    [ "$hosts" -gt 1 ] || return 0
+    local port="${master##*:}" token="${MINDGRPO_JOB_TOKEN:-}"
+    [[ "$port" =~ ^[1-9][0-9]{3,4}$ ]] && [ "$port" -lt 65535 ] && [ -n "${master%:*}" ] || refuse \
+        "--master '$master' is not ADDRESS:PORT: give the first host's address and a port from 1024 to 65534 that is free there, and the one after it too."
+    [ ${#token} -ge 16 ] || refuse \
+        "MINDGRPO_JOB_TOKEN has ${#token} characters, but the ranks of several hosts know each other by a secret of at least 16: set the same on every host, such as from 'openssl rand -hex 16'."
+    [ "$restarts_left" = 0 ] ||
+        refuse "--max_restarts $restarts_left is for one host: leave it out, and start all $hosts hosts again with --resume_training true."
+    export MINDGRPO_RANKS_PER_HOST="$here"
 }
 
 find_programs() {
@@ -82,7 +110,7 @@ make_log_dir() {
         refuse "the log folder $base cannot be written: set MINDGRPO_LOG_DIR to a folder that can."
     logs="$(cd "$logs" && pwd)"
     mkdir "$logs/status"
-    touch "$logs/worker_0.log" "$logs/msrun.log" "$logs/status/told"
+    touch "$logs/worker_$first.log" "$logs/msrun.log" "$logs/status/told"
     export MINDGRPO_JOB="$$-${logs##*-}"
 }
 
@@ -93,7 +121,7 @@ set_environment() {
     # For ranks that form MindSpore's cluster. A dead rank is noticed below, within a second; this only ends
     # ranks whose launcher died. Short limits raise false alarms while many ranks compile on few cores.
     export MS_NODE_TIMEOUT="${MS_NODE_TIMEOUT:-60}"
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > here ? cores / here : 1))}"
     # Larger blocks go back to the system when freed, so that memory given up shows.
     export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1048576}"
     export PYTHONUNBUFFERED=1
@@ -151,7 +179,7 @@ stopped() {
 
 interrupted() {
     trap "trap '' INT TERM HUP; stopped $1" INT TERM HUP
-    say "stopping the $ranks ranks of this job (once more: at once)"
+    say "stopping the $here ranks of this job (once more: at once)"
     ask_to_end
     trap '' INT TERM HUP
     stopped "$1"
@@ -171,12 +199,14 @@ start_fork_server() { # ends this script when the check that it begins with says
 }
 
 start_job() {
-    local worker="$root/scripts/worker.py"
+    local worker="$root/scripts/worker.py" far=()
     local job_words=(python "$worker") log="$logs/worker_0.log" # one rank needs no cluster, so no scheduler and no port
+    [ "$hosts" -eq 1 ] || far=(--master_addr="${master%:*}" --node_rank="$host_index")
     if [ "$ranks" -gt 1 ]; then
         log="$logs/msrun.log"
-        job_words=(${ends_with_us[@]+"${ends_with_us[@]}"} msrun --worker_num="$ranks" --local_worker_num="$ranks"
-            --master_port="$port" --join=True --log_dir="$logs" --tail_worker_log="$ranks" -- "$worker")
+        job_words=(${ends_with_us[@]+"${ends_with_us[@]}"} msrun --worker_num="$ranks" --local_worker_num="$here"
+            --master_port="$port" ${far[@]+"${far[@]}"} --join=True --log_dir="$logs" --tail_worker_log="$ranks"
+            -- "$worker")
     fi
     # Where a cluster's scheduler tells every process to end, only this script and the ranks take it as meant for them.
     (
@@ -187,7 +217,7 @@ start_job() {
     job=$!
     (
         trap '' TERM HUP
-        exec tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_0.log" "$logs/status/told" 2>/dev/null
+        exec tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_$first.log" "$logs/status/told" 2>/dev/null
     ) &
     tail_job=$!
 }
@@ -218,10 +248,18 @@ run_once() { # sets `result`
     MINDGRPO_LAUNCHED_AT="$(date +%s.%N)"
     export MINDGRPO_LAUNCHED_AT
     port=none
-    [ "$ranks" -eq 1 ] || port="$(choose_port)" || exit 2
+    if [ "$hosts" -gt 1 ]; then
+        port="${master##*:}"
+    elif [ "$ranks" -gt 1 ]; then
+        port="$(choose_port)" || exit 2
+    fi
     make_log_dir
     start_fork_server
-    [ "$ranks" -eq 1 ] && say "1 rank, full logs: $logs" || say "$ranks ranks on port $port, full logs: $logs"
+    if [ "$hosts" -gt 1 ]; then
+        say "host $host_index of $hosts: $here of $ranks ranks, meeting at $master, full logs: $logs"
+    else
+        [ "$ranks" -eq 1 ] && say "1 rank, full logs: $logs" || say "$ranks ranks on port $port, full logs: $logs"
+    fi
     start_job
     trap 'interrupted 130' INT
     trap 'interrupted 143' TERM

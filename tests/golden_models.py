@@ -19,7 +19,7 @@ from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.backend import Backend
 from mindgrpo.layout.grid import Grid
 from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import Shard, Stage
+from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.model.pretrained import load_weights
 from mindgrpo.model.weights import Weights
@@ -90,7 +90,7 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(len(rows), length)
-    settings = UpdateSettings(shape, length, 1.0, False, Objective(), 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, Objective(), 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     samples = golden.samples

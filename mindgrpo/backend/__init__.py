@@ -172,13 +172,14 @@ class Backend(ABC):
     def transfer(
         self,
         bucket_bytes: int,
-        fill: Callable[[np.ndarray], None],
+        fill: Callable[[np.ndarray], int],
         drain: Callable[[Callable[[int], np.ndarray]], None],
     ) -> None:
         """One round between graphs, all ranks together.
 
-        `fill` writes this rank's bucket (uint8 [bucket_bytes]); when all are filled, `drain` gets a function
-        rank -> that rank's bucket and takes out what is its own. Buckets of one size are the same memory every time.
+        `fill` writes this rank's bucket (uint8 [bucket_bytes]) from its start and returns how many bytes; when all
+        are filled, `drain` gets a function rank ->
+        that rank's bucket and takes out what is its own. Buckets of one size are the same memory every time.
         """
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:

@@ -184,7 +184,7 @@ class AscendBackend(Backend):
     def transfer(
         self,
         bucket_bytes: int,
-        fill: Callable[[np.ndarray], None],
+        fill: Callable[[np.ndarray], int],
         drain: Callable[[Callable[[int], np.ndarray]], None],
     ) -> None:
         bucket = np.zeros(bucket_bytes, np.uint8)

@@ -1,8 +1,8 @@
-"""CPU: MindSpore's own kernels, ranks of one host joined by msrun, shared memory between and inside graphs.
+"""CPU: MindSpore's own kernels, ranks joined by msrun; between and inside graphs shared memory, and TCP between hosts.
 
 `transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
-memory is held equal to; between graphs ranks of one host always use shared memory, and where nothing else is
-used they never form MindSpore's cluster, which takes seconds to join and to leave. Refuses several hosts.
+memory is held equal to; between graphs ranks always use shared memory and our own TCP, and where nothing else is
+used they never form MindSpore's cluster, which takes seconds to join and to leave. Refuses to guess who shares a host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
+from mindgrpo.backend.far_group import check_library, far_group
+from mindgrpo.backend.far_hosts import FarHosts
+from mindgrpo.backend.far_memory import FarBuckets, FarLink
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host import Host, job_name
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_library import library_path
+from mindgrpo.backend.placement import Placement, placement_of
 from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
@@ -96,7 +100,7 @@ class CpuGraph(Graph):
 
 
 class CpuLink(Link):
-    def __init__(self, shared: SharedLink) -> None:
+    def __init__(self, shared: SharedLink | FarLink) -> None:
         self._shared = shared
 
     def send(self, array: np.ndarray) -> None:
@@ -133,6 +137,9 @@ class CpuBackend(Backend):
         self.compile_log = CompileLog()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
+        self._placement = Placement(0, 1, 1)
+        if self.world_size > 1:
+            self._placement = placement_of(environment, _rank_told(environment), self.world_size)
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._share_cores()
         ms.set_device("CPU")
@@ -143,8 +150,9 @@ class CpuBackend(Backend):
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
+        self._far = self._meet_hosts()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
-        self._buckets: list[SharedBuckets] = []
+        self._buckets: list[SharedBuckets | FarBuckets] = []
         self._num_links: Counter[tuple[int, int]] = Counter()
 
     def _share_cores(self) -> None:
@@ -154,7 +162,7 @@ class CpuBackend(Backend):
         beside it.
         """
         if self.world_size > 1:
-            threads = max(1, num_cores() // self.world_size)
+            threads = max(1, num_cores() // self._placement.per_host)
             # The names that replace these two do not accept 0.
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
@@ -170,14 +178,8 @@ class CpuBackend(Backend):
         return NativeKernels()
 
     def _join(self, environment: dict[str, str]) -> None:
-        local = int(environment.get("MS_LOCAL_WORKER_NUM", self.world_size))
-        if local != self.world_size:
-            raise UserError(
-                f"msrun was started with --worker_num={self.world_size} and --local_worker_num={local}, but ranks "
-                "on this device must share one host; start all of them here."
-            )
         if not needs_cluster(self.name, self._transport):
-            self.rank = _rank_told(environment)
+            self.rank = self._placement.rank
         else:
             from mindspore.communication import get_rank, init
 
@@ -188,19 +190,31 @@ class CpuBackend(Backend):
     def _make_host(self) -> Host:
         if self.world_size == 1:
             return Host("alone", self.rank, 1)
-        spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
-        library = native_library.library()
-        return Host(self._job, self.rank, self.world_size, library, spins, self.presence)
+        spins = SPINS_WITH_A_CORE_EACH if self._placement.per_host <= num_cores() else 0
+        library, here = native_library.library(), self._placement.here
+        return Host(self._job, self.rank, self.world_size, library, spins, self.presence, here)
+
+    def _meet_hosts(self) -> FarHosts | None:
+        if self._placement.num_hosts == 1:
+            return None
+        check_library(self._host)
+        return FarHosts(self._placement, self._host, self.presence)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)
         if key not in self._groups:
             shared, mccl = None, ""
             if len(key) > 1:
-                shared = shared_group(self._host, key, GROUP_BUFFER_BYTES)
+                shared = self._shared_group(key)
                 mccl = self._mccl_group(key) if self._transport == "mccl" else ""
             self._groups[key] = CpuGroup(key, key.index(self.rank), shared, mccl)
         return self._groups[key]
+
+    def _shared_group(self, ranks: tuple[int, ...]) -> SharedGroup:
+        hosts = {self._placement.host_of(rank) for rank in ranks}
+        if self._far is None or len(hosts) == 1:
+            return shared_group(self._host, ranks, GROUP_BUFFER_BYTES)
+        return far_group(self._far, self._host, ranks, GROUP_BUFFER_BYTES)
 
     def _mccl_group(self, ranks: tuple[int, ...]) -> str:
         from mindspore.communication import GlobalComm, create_group
@@ -215,13 +229,17 @@ class CpuBackend(Backend):
         # Both ends count alike, so that a second link between them has a name of its own.
         serial = self._num_links[source, target]
         self._num_links[source, target] += 1
+        hosts = {self._placement.host_of(rank) for rank in (source, target)}
+        if self._far is not None and len(hosts) > 1:
+            return CpuLink(FarLink(self._far, self.rank, source, target, slot_bytes, serial))
         return CpuLink(SharedLink(self._host, source, target, slot_bytes, serial))
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        return SharedPool(num_bytes) if shared and self.world_size > 1 else HostPool(num_bytes)
+        readable = shared and self.world_size > 1 and self._far is None
+        return SharedPool(num_bytes) if readable else HostPool(num_bytes)
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
         if not isinstance(pool, SharedPool):
@@ -248,22 +266,32 @@ class CpuBackend(Backend):
     def transfer(
         self,
         bucket_bytes: int,
-        fill: Callable[[np.ndarray], None],
+        fill: Callable[[np.ndarray], int],
         drain: Callable[[Callable[[int], np.ndarray]], None],
     ) -> None:
         buckets = self._buckets_of(bucket_bytes)
-        fill(buckets.of(self.rank))
-        self.world.barrier()
+        used = fill(buckets.of(self.rank))
+        if isinstance(buckets, FarBuckets):
+            buckets.exchange(used)
+        readers = self.group(self._placement.here)
+        readers.barrier()
         drain(buckets.of)
-        self.world.barrier()
+        readers.barrier()
 
-    def _buckets_of(self, bucket_bytes: int) -> SharedBuckets:
+    def _buckets_of(self, bucket_bytes: int) -> SharedBuckets | FarBuckets:
         for buckets in self._buckets:
             if buckets.bucket_bytes >= bucket_bytes:
                 return buckets
         serial = len(self._buckets)
-        self._buckets.append(SharedBuckets(self._host, self.world_size, bucket_bytes, serial))
-        return self._buckets[-1]
+        made: SharedBuckets | FarBuckets
+        if self._far is not None:
+            made = FarBuckets(self._far, self._host, bucket_bytes, serial)
+        else:
+            made = SharedBuckets(self._host, self.world_size, bucket_bytes, serial)
+        self._buckets.append(made)
+        return made
 
     def close(self) -> None:
         self.world.barrier()
+        if self._far is not None:
+            self._far.close()

@@ -155,6 +155,16 @@ class Record:
         return found
 
 
+class Mirror(Record):
+    """The record of a rank of another host, kept here by whoever hears of it, so that all of this host can read it."""
+
+    def show(self, state: Snapshot) -> None:
+        """Its times are by this host's clock."""
+        self._set(state)
+        self.waits(state.waits_since)
+        _BEAT.pack_into(self._memory, _BEAT_AT, state.beats, state.beat_at)
+
+
 class Reader:
     """Another rank's record; mapped at the first `read` that finds it."""
 

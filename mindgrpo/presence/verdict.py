@@ -136,9 +136,9 @@ def find_cause(folder: Path, lost: Mapping[int, int] | None = None) -> Cause | N
     `lost` are processes that msrun saw end, with their codes: all there is of a killed rank that nobody forked.
     """
     endings = read_endings(folder)
-    if endings and endings[0].rank == 0 and endings[0].status == USERS_ERROR:
-        # The user's mistake is every rank's, and rank 0 has told it.
-        return Cause(0, USERS_ERROR, "")
+    if endings and endings[0].status == USERS_ERROR:
+        # The user's mistake is every rank's, and the first rank of this host has told it.
+        return Cause(endings[0].rank, USERS_ERROR, "")
     by_deadline = stopped(folder)
     if by_deadline:
         return by_deadline
@@ -199,12 +199,13 @@ def tell(logs: Path, ended: int) -> tuple[list[str], int]:
     cause = find_cause(folder, seen_by_msrun(logs / "msrun.log"))
     if cause is None and ended == 0:
         return [], 0
-    if cause is None and len(read_endings(folder)) == 1 and not (logs / "scheduler.log").exists():
-        alone = f"rank 0 {ended_by(ended)}{place_of(folder, 0)}"
-        cause = Cause(0, 1 if ended > 128 else ended, alone)
+    known = [ending.rank for ending in read_endings(folder)]
+    if cause is None and known == [0] and not (logs / "scheduler.log").exists():
+        what = f"rank 0 {ended_by(ended)}{place_of(folder, 0)}"
+        cause = Cause(0, 1 if ended > 128 else ended, what)
     if cause is None:
         cause = Cause(None, 1, f"msrun {ended_by(ended)} before a rank did{place_of(folder, 0)}")
-    if cause.status == USERS_ERROR and cause.rank == 0:
+    if cause.status == USERS_ERROR and not cause.what:
         return [], USERS_ERROR
     remedy = "; ".join(words for words in (cause.remedy, f"full logs: {logs}") if words)
     return [*_evidence(logs, cause), f"mindgrpo: {cause.what}; {remedy}"], cause.status

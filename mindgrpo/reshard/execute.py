@@ -140,7 +140,7 @@ class _InRounds:
     def _round(self, index: int) -> int:
         rank, pieces = self._backend.rank, self._rounds[index]
 
-        def fill(bucket: np.ndarray) -> None:
+        def fill(bucket: np.ndarray) -> int:
             if index == len(self._fills):
                 given = [piece for piece in pieces if piece.move.source == rank]
                 pairs = [
@@ -148,6 +148,7 @@ class _InRounds:
                 ]
                 self._fills.append(Copies(pairs, read_soon=True))
             self._fills[index].run()
+            return max((_stop(piece) for piece in pieces if piece.move.source == rank), default=0)
 
         def drain(bucket_of: Callable[[int], np.ndarray]) -> None:
             if index == len(self._drains):
@@ -176,10 +177,12 @@ def _view(weights: Weights, name: str, box: Box) -> np.ndarray:
     return weights.parts[name][box.within(weights.boxes[name]).slices]
 
 
+def _stop(piece: Piece) -> int:
+    return (piece.sender_offset + piece.box.size) * FLOAT_BYTES
+
+
 def _place(bucket: np.ndarray, piece: Piece) -> np.ndarray:
-    start = piece.sender_offset * FLOAT_BYTES
-    stop = start + piece.box.size * FLOAT_BYTES
-    flat = bucket[start:stop].view(np.float32)
+    flat = bucket[piece.sender_offset * FLOAT_BYTES : _stop(piece)].view(np.float32)
     # In the order in which sender and receiver store it, so that both copy whole runs.
     if is_transposed(piece.move.name, len(piece.box.shape)):
         return flat.reshape(piece.box.shape[::-1]).T

@@ -1,5 +1,7 @@
 """One job under scripts/launch.sh in a folder of its own, to be hurt from outside: where its ranks are, what is left.
 
+`before` is what the launcher is started by, such as `ip netns exec NAME`.
+
 What is looked at is what any other program could look at: the records that ranks keep, /proc, ports and folders.
 Refuses to touch a process that is not this job's.
 """
@@ -57,7 +59,12 @@ class Job:
     """`arguments` go to the main program; the run writes to folder/run."""
 
     def __init__(
-        self, folder: Path, ranks: int, arguments: Sequence[str], launcher: Sequence[str] = ()
+        self,
+        folder: Path,
+        ranks: int,
+        arguments: Sequence[str],
+        launcher: Sequence[str] = (),
+        before: Sequence[str] = (),
     ) -> None:
         self.folder, self.ranks = folder.absolute(), ranks
         for name in ("", "tmp", "logs"):
@@ -72,7 +79,15 @@ class Job:
         own = Path(sys.executable).parent
         self._screen = (self.folder / "screen").open("w+")
         self.process = subprocess.Popen(
-            ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", str(ranks), *launcher, "--"]
+            [
+                *before,
+                "bash",
+                str(ROOT / "scripts" / "launch.sh"),
+                "--ranks",
+                str(ranks),
+                *launcher,
+                "--",
+            ]
             + [PROGRAM, "--config", EXAMPLE, "--output_dir", "run", *arguments],
             cwd=self.folder,
             env=os.environ
