@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
+from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_place
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
 from mindgrpo.presence.watchman import Watchman
@@ -37,6 +38,7 @@ class Watch:
         self.notes += self._profile.notes
         self._monitor = self._make_monitor()
         self._probe = self._make_probe()
+        self._log = own_log(os.environ)
         self._watch_deadlines()
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
@@ -89,8 +91,16 @@ class Watch:
         self._backend.presence.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
+        self._rotate_log()
         with self._profile.step(step):
             yield
+
+    def _rotate_log(self) -> None:
+        settings = self._config.monitor_config
+        if self._log is not None:
+            # A log that cannot move (a full disk, somebody's chmod) is no reason to end a run.
+            with suppress(OSError):
+                rotate(self._log, int(settings.log_max_megabytes * 1e6), settings.log_backups)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -217,7 +217,8 @@ start_job() {
     job=$!
     (
         trap '' TERM HUP
-        exec tail -q -n +1 -s 0.2 --pid="$job" -f "$logs/worker_$first.log" "$logs/status/told" 2>/dev/null
+        # By name (-F), as full logs move aside.
+        exec tail -q -n +1 -s 0.2 --pid="$job" -F "$logs/worker_$first.log" "$logs/status/told" 2>/dev/null
     ) &
     tail_job=$!
 }

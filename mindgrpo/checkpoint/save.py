@@ -22,6 +22,7 @@ from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
 from mindgrpo.checkpoint.shard import SUM_MODULUS, Shard, shard_bytes, write_shard
 from mindgrpo.checkpoint.sums import joined
+from mindgrpo.layout.split import Layout
 from mindgrpo.model.weights import Weights
 
 # Left free on the disk: metrics and completions go on.
@@ -52,7 +53,7 @@ class Saver:
     def __init__(self, run: Path, backend: Backend) -> None:
         self._run, self._backend = run, backend
         self._plan: list[list[Piece]] = []
-        self._planned: tuple[str, ...] = ()
+        self._planned: dict[str, Layout] = {}
         self._work: _Work | None = None
 
     @property
@@ -111,10 +112,10 @@ class Saver:
         return total
 
     def _make_plan(self, roles: Mapping[str, Weights]) -> None:
-        if self._planned != tuple(roles):
-            layouts = {role: weights.layout for role, weights in roles.items()}
+        layouts = {role: weights.layout for role, weights in roles.items()}
+        if self._planned != layouts:
             self._plan = plan_pieces(layouts, self._backend.world_size)
-            self._planned = tuple(roles)
+            self._planned = layouts
 
     def _make_room(self, step: int, num_bytes: int) -> str | None:
         """The partial folder, on rank 0; why there is none."""

@@ -84,6 +84,15 @@ class MonitorConfig(Section):
         "the others wait for, or the end of the job with that line",
     )
     phase_deadlines: PhaseDeadlines = PhaseDeadlines()
+    log_max_megabytes: float = Field(
+        64.0,
+        gt=0,
+        description="size at which a rank's log file in the log folder moves aside (worker_0.log.1, "
+        "then .2) and a new one begins, looked at once a step",
+    )
+    log_backups: int = Field(
+        2, ge=0, le=99, description="how many older log files of a rank stay; the oldest goes"
+    )
 
     @field_validator("host_monitor_steps")
     @classmethod

@@ -177,7 +177,11 @@ def _evidence(logs: Path, cause: Cause) -> list[str]:
         return ["mindgrpo: the last lines of msrun:", *lines] if lines else []
     if cause.rank == 0:
         return []
-    lines = _last_lines(logs / f"worker_{cause.rank}.log", NUM_LAST_LINES)
+    log = logs / f"worker_{cause.rank}.log"
+    lines = _last_lines(log, NUM_LAST_LINES)
+    if len(lines) < NUM_LAST_LINES:
+        # Full logs move aside; the newest of them has the same name and .1.
+        lines = _last_lines(log.with_name(f"{log.name}.1"), NUM_LAST_LINES - len(lines)) + lines
     failure = failures.read(logs / "status", cause.rank)
     if failure and failure.traceback in _text(logs / "worker_0.log"):
         return []
