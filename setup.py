@@ -43,6 +43,7 @@ EXTRAS_REQUIRE = {
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
     "dev": [
         "pytest",
+        "pytest-xdist",
         "ruff",
         "mypy",
         "types-PyYAML",

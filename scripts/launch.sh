@@ -157,6 +157,7 @@ signal() { # NAME PIDS...
 
 end_at_once() {
     local pid waited=0
+    : >"$logs/status/ending" # what ends from here on is no cause
     for pid in $(our_processes); do scores "$pid" || signal KILL "$pid"; done
     while [ -n "$(our_processes)" ] && [ $((waited++)) -lt "$sweep_tenths" ]; do sleep 0.1; done
     signal KILL $(our_processes)

@@ -136,7 +136,8 @@ def stand_in(line: socket.socket, launcher: int, record: Path) -> NoReturn:
             os._exit(1)  # the server then kills the rank
     told = line.recv(16)
     if not told:
-        append(record, "orphaned")
+        if not (record.parent / "ending").exists():  # else the launcher ends all, the server first
+            append(record, "orphaned")
         sys.exit("mindgrpo: the process that forks the ranks has ended; fork_server.log says why.")
     status = int(told)
     if status < 0:

@@ -1,0 +1,39 @@
+"""Two processes share the suite (`-n 2 --dist loadgroup`): what starts ranks of its own goes through one of them.
+
+On 2 cores, two jobs of 8 ranks at a time would each look hung to the other's deadlines. A file's other tests stay
+together, as they share what they have built.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Those that take longest first: the two processes then end at about the same time.
+STARTS_RANKS = (
+    "test_distributed",
+    "test_faults_in_numbers",
+    "test_faults",
+    "test_restarts",
+    "test_resume_on_ranks",
+    "test_users_configuration",
+    "test_two_hosts",
+    "test_several_hosts",
+    "test_launch_script",
+    "test_graph_collectives",
+    "test_shared_memory",
+    "test_network",
+    "test_presence",
+    "test_rank_log",
+)
+
+
+def _place(item: pytest.Item) -> tuple[int, str]:
+    name = item.path.stem
+    return (STARTS_RANKS.index(name), "") if name in STARTS_RANKS else (len(STARTS_RANKS), name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_place)
+    for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ranks" if name in STARTS_RANKS else name))
