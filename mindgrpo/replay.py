@@ -6,7 +6,6 @@ the dump.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ import numpy as np
 from mindgrpo import dump
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.finite import NotFinite
+from mindgrpo.arguments import Arguments
+from mindgrpo.arguments import path as path_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 
@@ -26,10 +27,10 @@ ROLES = ("actor_config", "ref_config", "generate_config")
 
 
 def replay(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m mindgrpo replay")
-    parser.add_argument("dump", type=Path, help="a run's dumps/step_* folder")
-    parser.add_argument("--model", type=Path, help="weights to use instead of the dump's own")
-    parser.add_argument("--output", type=Path, help="a new JSON file for what is told")
+    parser = Arguments(prog="python -m mindgrpo replay")
+    parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
+    parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
+    parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")
     given = parser.parse_args(list(argv))
     if given.output and given.output.exists():
         raise UserError(

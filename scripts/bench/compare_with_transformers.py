@@ -23,7 +23,7 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindgrpo.backend import connect
     from mindgrpo.layout.grid import Grid
     from mindgrpo.layout.split import Layout, layers_of_stage
-    from mindgrpo.model.decoder import Head, Shard, Stage
+    from mindgrpo.model.decoder import Shard, Stage
     from mindgrpo.model.families import parameter_specs, read_config
     from mindgrpo.model.pretrained import load_weights
     from mindgrpo.model.weights import Weights
@@ -36,10 +36,13 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     drawn = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens)
     tokens = np.array([ids or drawn], np.int32)
     shard = Shard(config, weights, backend, "compared")
-    stage, head = Stage(shard, tokens.shape[1]), Head(shard, 1.0)
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    hidden = stage(Tensor(tokens), Tensor(positions), Tensor(np.ones_like(tokens)))
-    np.savez(output, input_ids=tokens, logits=head(hidden).asnumpy()[None])
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
+    spans = np.zeros((*tokens.shape, 3), np.int32)
+    stage = Stage(shard, tokens.shape[1])
+    hidden = stage(Tensor(tokens), Tensor(positions), Tensor(spans)).asnumpy()
+    rms = np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
+    logits = hidden / rms * shard["model.norm.weight"].asnumpy() @ shard.head_table.asnumpy().T
+    np.savez(output, input_ids=tokens, logits=logits.reshape(*tokens.shape, -1))
     print(f"{output}: logits of {tokens.shape[1]} tokens")
     return 0
 

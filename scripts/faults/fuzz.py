@@ -131,7 +131,8 @@ def run_words(words: list[str]) -> int:
     if words[0] == "env":
         pairs = [word for word in words[1:] if "=" in word and not word.startswith("--")]
         pairs = pairs[: words.index("check") - 1]
-        os.environ.update(pair.split("=", 1) for pair in pairs)
+        for name, _, value in (pair.partition("=") for pair in pairs):
+            os.environ[name] = value
         words = words[words.index("check") :]
     if words[0] == "convert":
         path = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "rlhf_data.py"

@@ -125,8 +125,8 @@ MAP_BOMB = "a: &a {x: 1, y: 2}\n" + "".join(
 )
 
 
-def mutated_bytes(data: bytes, draw: random.Random) -> bytes:
-    data = bytearray(data)
+def mutated_bytes(given: bytes, draw: random.Random) -> bytes:
+    data = bytearray(given)
     for _ in range(draw.choice((1, 1, 1, 2, 5, 40))):
         place = draw.randrange(len(data) + 1)
         length = draw.choice((1, 1, 2, 4, 8, 100))
