@@ -32,6 +32,7 @@ def _place(item: pytest.Item) -> tuple[int, str]:
     return (STARTS_RANKS.index(name), "") if name in STARTS_RANKS else (len(STARTS_RANKS), name)
 
 
+@pytest.hookimpl(tryfirst=True)  # the plugin reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
     for item in items:
