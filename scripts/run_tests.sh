@@ -17,5 +17,5 @@ check "$MINDGRPO_PYTHON" -m ruff check .
 check "$MINDGRPO_PYTHON" -m mypy
 [ "$status" -eq 0 ] || echo "== lint or types failed (above); the tests follow"
 # Last, so that pytest's closing line is the last line.
-check "$MINDGRPO_PYTHON" -m pytest -q tests -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+check "$MINDGRPO_PYTHON" -m pytest -q tests -n 2 --no-loadscope-reorder "$@"
 exit "$status"

@@ -1,4 +1,4 @@
-"""Two processes share the suite (`-n 2 --dist loadgroup`): what starts ranks of its own goes through one of them.
+"""Two processes share the suite (`-n 2`): what starts ranks of its own goes through one of them.
 
 On 2 cores, two jobs of 8 ranks at a time would each look hung to the other's deadlines. A file's other tests stay
 together, as they share what they have built.
@@ -6,7 +6,11 @@ together, as they share what they have built.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # Those that take longest first: the two processes then end at about the same time.
 STARTS_RANKS = (
@@ -32,9 +36,16 @@ def _place(item: pytest.Item) -> tuple[int, str]:
     return (STARTS_RANKS.index(name), "") if name in STARTS_RANKS else (len(STARTS_RANKS), name)
 
 
-@pytest.hookimpl(tryfirst=True)  # the plugin reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
-    for item in items:
-        name = item.path.stem
-        item.add_marker(pytest.mark.xdist_group("ranks" if name in STARTS_RANKS else name))
+
+
+class _OneForRanks(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "ranks" if Path(file).stem in STARTS_RANKS else file
+
+
+# The marks of `--dist loadgroup` are not seen under pytest 9.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _OneForRanks:
+    return _OneForRanks(config, log)
