@@ -243,7 +243,7 @@ def near(value: Value, draw: random.Random) -> Value:
                 value * 3,
                 value * 10**6,
                 value * 10**12,
-                float(value),
+                float(value) if abs(value) < 2**1000 else -value,
                 str(value),
             )
         )
