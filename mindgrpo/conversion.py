@@ -38,8 +38,13 @@ class CheckpointFiles:
         self._base = base
         self._scale = 0.0
         if manifest.lora is not None:
-            self._scale = manifest.lora["alpha"] / manifest.lora["rank"]
-        self._tensors = manifest.tensors["policy" if base is None else "adapters"]
+            self._scale = manifest.lora.alpha / manifest.lora.rank
+        role = "policy" if base is None else "adapters"
+        if role not in manifest.tensors:
+            raise UserError(
+                f"{folder / MANIFEST} lists no tensors of '{role}', the weights that are to be exported."
+            )
+        self._tensors = manifest.tensors[role]
 
     @property
     def names(self) -> tuple[str, ...]:

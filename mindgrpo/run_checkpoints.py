@@ -13,7 +13,7 @@ from typing import Any
 
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.keep import to_delete
-from mindgrpo.checkpoint.manifest import Identity, Manifest
+from mindgrpo.checkpoint.manifest import Identity, Manifest, StoredAdapters
 from mindgrpo.checkpoint.save import NotWritten, Saver
 from mindgrpo.checkpoint.seen import check_seen
 from mindgrpo.checkpoint.state import Best, RunState
@@ -118,7 +118,7 @@ class RunCheckpoints:
         lora = self._roles.plan.lora
         described = None
         if lora is not None:
-            described = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(lora.targets)}
+            described = StoredAdapters(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
 
         def complete(stored: dict[str, Any]) -> Manifest:
             return Manifest(

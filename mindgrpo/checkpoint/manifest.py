@@ -76,6 +76,14 @@ class Identity(Entry):
     unsaved: dict[str, str]
 
 
+class StoredAdapters(Entry):
+    """What a policy's adapters count, alpha / rank times, and the matrices that have them."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    targets: list[str]
+
+
 class Manifest(Entry):
     """`tensors` by role and global name; `sums` a digest of each role's values, whatever the pieces."""
 
@@ -87,7 +95,7 @@ class Manifest(Entry):
     files: dict[str, StoredFile]
     tensors: dict[str, dict[str, StoredTensor]]
     sums: dict[str, str]
-    lora: dict[str, Any] | None = None
+    lora: StoredAdapters | None = None
 
     @property
     def num_bytes(self) -> int:
