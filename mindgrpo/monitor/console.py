@@ -44,7 +44,9 @@ class Console:
 
     def line(self, text: str = "") -> None:
         if self._stream is not None:
-            print(text, file=self._stream, flush=True)
+            # print writes the end of the line by itself: a rank may be killed in between.
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def banner(self, title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> None:
         """A ruled title, then each section's name in the margin of its lines."""
