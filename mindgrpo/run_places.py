@@ -118,8 +118,6 @@ def _go_on(places: Places, step: int, rows_until: int, keep_model: bool) -> list
     label = f"until_step_{step}"
     for path, last in (
         *((places.directory / name, rows_until) for name in continuing.ROWS),
-        (places.directory / "evaluations.jsonl", rows_until),
-        (places.directory / "eval_completions.jsonl", rows_until),
         ((places.completions or places.directory) / "completions.jsonl", step),
     ):
         rows = continuing.cut_after(path, last) if path.exists() else 0

@@ -96,6 +96,19 @@ def test_rows_after_a_step_are_put_aside_with_the_half_line_of_a_killed_run(tmp_
     assert aside.read_text().endswith('{"st{"step": 4}\n')
 
 
+def test_all_that_a_run_left_without_a_checkpoint_moves_into_a_folder_of_its_own(
+    tmp_path: Path,
+) -> None:
+    for number in (1, 2):
+        for name in continuing.RUN_FILES:
+            (tmp_path / name).write_text(f"{name} {number}")
+        aside = continuing.put_earlier_aside(tmp_path)
+        assert aside == tmp_path / f"earlier_{number}"
+        assert {path.name for path in aside.iterdir()} == set(continuing.RUN_FILES)
+        assert all(path.read_text() == f"{path.name} {number}" for path in aside.iterdir())
+    assert continuing.put_earlier_aside(tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("keep", "best", "deleted"),
     [

@@ -18,8 +18,6 @@ ROWS = ("metrics.jsonl", "evaluations.jsonl", "eval_completions.jsonl")
 RUN_FILES = (
     *ROWS,
     "completions.jsonl",
-    "evaluations.jsonl",
-    "eval_completions.jsonl",
     "config_resolved.yaml",
     "reward_output.txt",
     "reward_curve.png",
