@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import Loader
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -49,3 +50,8 @@ class _OneForRanks(LoadFileScheduling):
 # The marks of `--dist loadgroup` are not seen under pytest 9.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _OneForRanks:
     return _OneForRanks(config, log)
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Loader:
+    return Loader(tmp_path)

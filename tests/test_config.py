@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import Loader, section
 from pydantic import ValidationError
 
 from mindgrpo.config import (
     FLAGS,
     Config,
-    Loaded,
     load_config,
     memory_bytes,
     require_run_keys,
@@ -27,27 +27,6 @@ from mindgrpo.errors import UserError
 TUTORIAL = Path(__file__).parent.parent / "examples/grpo/qwen_grpo_tutorial/grpo_config.yaml"
 
 USERS_CONFIGURATION = (Path(__file__).parent / "data/users_grpo_config.yaml").read_text("utf-8")
-
-
-class Loader:
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "grpo_config.yaml"
-
-    def __call__(self, text: str, *overrides: str, **flags: object) -> Loaded:
-        self.path.write_text(text, encoding="utf-8")
-        return load_config(self.path, overrides, flags)
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Loader:
-    return Loader(tmp_path)
-
-
-def section(key: str, value: str) -> str:
-    """YAML that gives one dotted key."""
-    parts = key.split(".")
-    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
-    return "\n".join(lines) + f" {value}\n"
 
 
 # --- the whole ---------------------------------------------------------------------------------

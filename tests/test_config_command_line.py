@@ -8,30 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import Loader, section
 
-from mindgrpo.config import Config, Loaded, load_config, parse_command_line
+from mindgrpo.config import Config, parse_command_line
 from mindgrpo.errors import UserError
-
-
-class Loader:
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "grpo_config.yaml"
-
-    def __call__(self, text: str, *overrides: str, **flags: object) -> Loaded:
-        self.path.write_text(text, encoding="utf-8")
-        return load_config(self.path, overrides, flags)
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Loader:
-    return Loader(tmp_path)
-
-
-def section(key: str, value: str) -> str:
-    """YAML that gives one dotted key."""
-    parts = key.split(".")
-    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
-    return "\n".join(lines) + f" {value}\n"
 
 
 def test_an_override_wins_and_says_where_it_came_from(load: Loader) -> None:

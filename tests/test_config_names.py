@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import Loader, section
 
-from mindgrpo.config import Loaded, load_config
 from mindgrpo.config.names import KNOWN, SECTIONS
 from mindgrpo.config.neighbours import NEIGHBOUR_SECTIONS, NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
@@ -19,27 +19,6 @@ from mindgrpo.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 USERS_CONFIGURATION = (ROOT / "tests/data/users_grpo_config.yaml").read_text("utf-8")
-
-
-class Loader:
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "grpo_config.yaml"
-
-    def __call__(self, text: str, *overrides: str, **flags: object) -> Loaded:
-        self.path.write_text(text, encoding="utf-8")
-        return load_config(self.path, overrides, flags)
-
-
-@pytest.fixture
-def load(tmp_path: Path) -> Loader:
-    return Loader(tmp_path)
-
-
-def section(key: str, value: str) -> str:
-    """YAML that gives one dotted key."""
-    parts = key.split(".")
-    lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(parts)]
-    return "\n".join(lines) + f" {value}\n"
 
 
 def test_the_users_configuration_loads_as_it_is(load: Loader) -> None:
