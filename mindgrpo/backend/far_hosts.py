@@ -33,6 +33,8 @@ from mindgrpo.presence.rank import Presence
 from mindgrpo.presence.record import Mirror, Snapshot, path_of
 
 BEAT_SECONDS = 1.0
+# Where a rank has ended, msrun soon ends all others of the host; the other hosts are to hear of it before.
+LOOK_SECONDS = 0.05
 LONGEST_BEAT = 1 << 20
 LONGEST_TEXT = 2000
 # What the first rank may need to say why a line broke, before a rank says it in its own words.
@@ -92,7 +94,7 @@ class FarHosts:
         self._closing = False
         self._told: set[int] = set()
         self._mirrors: dict[int, Mirror] = {}
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="far hosts", daemon=True)
         if placement.leads:
             for leader in placement.leaders():
@@ -103,10 +105,17 @@ class FarHosts:
             self._thread.start()
 
     def check(self) -> None:
-        """Raises PeerLost once a rank of another host is lost."""
-        words = self._verdict.read()
+        """Raises PeerLost once a rank is lost that this one cannot go on without, here or on another host."""
+        words = self._known()
         if words is not None:
             raise PeerLost(words)
+
+    def _known(self) -> str | None:
+        """The verdict. Who raises it ends, and the others would miss the one that told of a rank of its host."""
+        missed, words = self._verdict.rank, self._verdict.read()
+        if missed is not None and missed in self.placement.here and words is not None:
+            self.tell(missed, words)
+        return words
 
     @contextmanager
     def waiting(self) -> Iterator[wire.Check]:
@@ -128,7 +137,7 @@ class FarHosts:
         """For who saw a line to `rank` break: the first rank of this host may know why in a moment."""
         until = time.monotonic() + VERDICT_SECONDS
         while time.monotonic() < until:
-            words = self._verdict.read()
+            words = self._known()
             if words is not None:
                 return PeerLost(words)
             time.sleep(0.02)
@@ -145,11 +154,14 @@ class FarHosts:
         So do the ranks of this host: those that wait for another host would else hear of its end, which follows.
         """
         self._verdict.declare(rank, words)
-        if rank in self._told or not self._lines:
+        if not self._lines:
             return
-        self._told.add(rank)
         where = self.network.name_of(self.placement.host)
-        self._send({"lost": rank, "words": f"{words} (on {where})"})
+        # A second caller may end once this returns: not before the first has sent.
+        with self._sending:
+            if rank not in self._told:
+                self._told.add(rank)
+                self._send({"lost": rank, "words": f"{words} (on {where})"})
 
     # -- what only the first rank of a host has lines for --------------------------------------------------------
 
@@ -176,8 +188,8 @@ class FarHosts:
                 if now >= next_beat:
                     next_beat = now + BEAT_SECONDS
                     self._send(self._beat())
-                    self._look_here()
-                for key, _ in selector.select(max(0.0, next_beat - now)):
+                self._look_here()
+                for key, _ in selector.select(min(LOOK_SECONDS, next_beat - now)):
                     speaker: Any = key.fileobj
                     if not self._hear(hosts[speaker], speaker, heard[speaker]):
                         selector.unregister(speaker)
@@ -190,9 +202,7 @@ class FarHosts:
 
     def _look_here(self) -> None:
         """A rank of this host that ended while all others compute, or that another rank here has missed."""
-        missed, words = self._verdict.rank, self._verdict.read()
-        if missed is not None and missed in self.placement.here and words is not None:
-            self.tell(missed, words)
+        self._known()
         for rank in self.placement.here:
             pid = self._host.known_pid(rank)
             if pid and not is_alive(pid) and not self._closing:

@@ -250,16 +250,17 @@ def main() -> int:
     folder = given.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
     good = True
     try:
-        with two_networks() as networks:
-            for case in given.cases:
+        for case in given.cases:
+            # A line that was cut stays so.
+            with two_networks() as networks:
                 if case == "same":
                     told = same(folder, networks, arguments)
                 elif case == "kill":
                     told = kill(folder, networks, arguments)
                 else:
                     told = cut(folder, networks, arguments, given.seconds)
-                print(json.dumps(told), flush=True)
-                good = good and told["good"]
+            print(json.dumps(told), flush=True)
+            good = good and told["good"]
     finally:
         if given.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
