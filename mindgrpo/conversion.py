@@ -18,7 +18,6 @@ from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
 from mindgrpo.export import write_companions
-from mindgrpo.layout.split import Box
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory
 from mindgrpo.model.checkpoint_writing import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
 from mindgrpo.model.families import parameter_specs, read_config
@@ -26,6 +25,7 @@ from mindgrpo.model.lora_plan import adapter_names
 from mindgrpo.model.mindformers_names import to_mindformers
 from mindgrpo.model.pretrained import check_tensors
 from mindgrpo.model.weight_files import WeightFiles, open_weights
+from mindgrpo.parallel.sharding import Box
 
 FORMATS = ("huggingface", "mindformers")
 

@@ -22,7 +22,7 @@ from mindgrpo.experience import Scored, generate, score
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import EVALUATION
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.split import Layout
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reward.score import Scorer
 
 SAMPLED, GREEDY = "sampled", "greedy"

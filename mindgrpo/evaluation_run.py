@@ -25,11 +25,11 @@ from mindgrpo.experience import check_rewards
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import DecoderConfig, parameter_specs
 from mindgrpo.model.pretrained import check_tensors, load_weights
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.evaluations import details, table, write_completions
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.preflight import (
     dry_run_rewards,
     held_out_prompts,

@@ -20,7 +20,7 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.split import Layout
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reward.call import own_columns
 from mindgrpo.reward.score import Scorer
 from mindgrpo.reward.scores import Scores

@@ -14,12 +14,12 @@ from safetensors.numpy import save_file
 
 from mindgrpo.backend import Backend
 from mindgrpo.delivery import Delivery
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.decoder import Adapters
 from mindgrpo.model.families import read_config
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reshard.execute import Resharder
 from mindgrpo.reshard.plan import plan_reshard
 

@@ -15,10 +15,15 @@ from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.generate.room import Footprint, Room
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, ParameterSpec, layers_of_stage, local_shape
 from mindgrpo.model.families import DecoderConfig, parameter_specs
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import (
+    Layout,
+    ParameterSpec,
+    layers_of_stage,
+    local_shape,
+)
 from mindgrpo.reshard.plan import Plan, plan_reshard
 from mindgrpo.residency import PHASES
 

@@ -17,12 +17,12 @@ from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.samples import LENGTH, Samples
 from mindgrpo.backend import Backend
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
 from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.model.pretrained import load_weights
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.policy import Policy, UpdateSettings
 

@@ -16,11 +16,11 @@ from mindgrpo.backend.plain_kernels import PlainKernels
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 
 VOCAB, GROUP, VERSION = 67, 4, 7
 MAX_PROMPT, MAX_TOKENS = 6, 10

@@ -23,7 +23,7 @@ from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.manifest import read_manifest
 from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
 from mindgrpo.checkpoint.sums import values_digest
-from mindgrpo.layout.split import Box
+from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 

@@ -68,7 +68,7 @@ LEVELS = (
     "trainer",
     "__main__",
 )
-FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
+FORBIDDEN_IMPORTS = (("config", "mindgrpo.parallel"),)
 WITHOUT_MINDSPORE = (
     "errors",
     "documents",

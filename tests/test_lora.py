@@ -19,12 +19,12 @@ from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.experience import sample_logps
 from mindgrpo.export import export_adapters
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import parameter_specs
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_names, adapter_specs
 from mindgrpo.model.pretrained import fill_random
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import update
 from mindgrpo.update.policy import Policy
 

@@ -13,11 +13,11 @@ from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_kernels import NativeKernels
 from mindgrpo.backend.native_library import library_path
 from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.optimizer import AdamW, AdamWSettings
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.__main__ import main
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, ParameterSpec
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, ParameterSpec
 from mindgrpo.reshard.link_time import Links, busiest_link
 from mindgrpo.reshard.plan import Plan, plan_reshard
 

@@ -16,12 +16,12 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Recompute, Shard, Stage
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 
 NUM_LAYERS, TOKENS = 3, 8
 RAW = {

@@ -16,8 +16,14 @@ import pytest
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Box, Layout, ParameterSpec, Place, layers_of_stage
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import (
+    Box,
+    Layout,
+    ParameterSpec,
+    Place,
+    layers_of_stage,
+)
 from mindgrpo.reshard.plan import Move, Plan, plan_reshard
 from mindgrpo.reshard.rounds import Piece, rounds
 

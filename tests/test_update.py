@@ -18,11 +18,11 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.samples import Samples
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.policy import Policy, UpdateSettings

@@ -19,7 +19,7 @@ from mindgrpo.checkpoint.plan import FLOAT_BYTES
 from mindgrpo.checkpoint.state import Count, Entry, RunState
 from mindgrpo.documents import NotJson, parse_json, read_bytes
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
+from mindgrpo.parallel.sharding import Box
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "mindgrpo checkpoint", 1

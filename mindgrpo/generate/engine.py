@@ -21,10 +21,10 @@ from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.slots import SlotDecoder
 from mindgrpo.generate.usage import Usage
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Shard
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.sharding import Layout
 
 
 @dataclass(frozen=True)

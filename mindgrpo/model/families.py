@@ -15,7 +15,7 @@ from typing import Any
 
 from mindgrpo.documents import read_object
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import ParameterSpec
+from mindgrpo.parallel.sharding import ParameterSpec
 
 MAX_CONFIG_BYTES = 1 << 20
 # Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import ParameterSpec
+from mindgrpo.parallel.sharding import ParameterSpec
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 A, B = "lora_A", "lora_B"

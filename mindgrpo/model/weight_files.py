@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mindgrpo.layout.split import Box
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory
 from mindgrpo.model.ckpt_files import CkptDirectory
 from mindgrpo.model.mindformers_names import are_mindformers, check_apart, to_huggingface
+from mindgrpo.parallel.sharding import Box
 
 
 class WeightFiles(Protocol):

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindgrpo.backend import Backend, PeerView, Pool
-from mindgrpo.layout.split import Box, Layout, ParameterSpec, local_shape
+from mindgrpo.parallel.sharding import (
+    Box,
+    Layout,
+    ParameterSpec,
+    local_shape,
+)
 
 FUSED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

@@ -14,8 +14,8 @@ import numpy as np
 
 from mindgrpo.backend import Backend, PeerView
 from mindgrpo.backend.copies import Copies
-from mindgrpo.layout.split import Box
 from mindgrpo.model.weights import FLOAT_BYTES, Weights, is_transposed
+from mindgrpo.parallel.sharding import Box
 from mindgrpo.reshard.plan import Plan, RankPlan
 from mindgrpo.reshard.rounds import Piece, rounds
 

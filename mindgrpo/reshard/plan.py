@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box, Layout, ParameterSpec
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
 
 Ranks = tuple[int, ...]
 

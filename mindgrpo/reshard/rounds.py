@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
+from mindgrpo.parallel.sharding import Box
 from mindgrpo.reshard.plan import Move, Part, Plan
 
 

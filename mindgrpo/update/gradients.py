@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mindgrpo.backend import Backend
-from mindgrpo.layout.split import ParameterSpec, num_replicas
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.sharding import ParameterSpec, num_replicas
 
 
 class GradientSync:

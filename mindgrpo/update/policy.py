@@ -15,11 +15,11 @@ from mindgrpo.algorithm.finite import NonFinite, in_arrays
 from mindgrpo.algorithm.objective import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
-from mindgrpo.layout.split import Layout
 from mindgrpo.model.decoder import Adapters, Recompute, Shard
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.gradients import GradientSync
 from mindgrpo.update.loss_cell import PolicyLoss
 from mindgrpo.update.optimizer import AdamW, AdamWSettings

@@ -21,12 +21,12 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
     from mindgrpo.backend import connect
-    from mindgrpo.layout.grid import Grid
-    from mindgrpo.layout.split import Layout, layers_of_stage
     from mindgrpo.model.decoder import Shard, Stage
     from mindgrpo.model.families import parameter_specs, read_config
     from mindgrpo.model.pretrained import load_weights
     from mindgrpo.model.weights import Weights
+    from mindgrpo.parallel.mesh import Grid
+    from mindgrpo.parallel.sharding import Layout, layers_of_stage
 
     config = read_config(model)
     layers = tuple(layers_of_stage(config.num_hidden_layers, 1))

@@ -15,9 +15,9 @@ from typing import Any
 
 from launching import degrees
 
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
 from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs, read_config
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.reshard.plan import plan_reshard
 
 QWEN2_5_72B = {

@@ -157,8 +157,8 @@ def make_checkpoint(folder: Path) -> None:
     from mindgrpo.checkpoint.shard import write_shard
     from mindgrpo.checkpoint.state import RunState
     from mindgrpo.config import load_config
-    from mindgrpo.layout.split import Box
     from mindgrpo.model.families import parameter_specs
+    from mindgrpo.parallel.sharding import Box
     from mindgrpo.preflight import prepare
     from mindgrpo.run_start import identity_of
 

@@ -35,14 +35,14 @@ from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import EVALUATION, ROLLOUT
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
 from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
 from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill
 from mindgrpo.reshard.execute import Resharder, checksums
 from mindgrpo.reshard.plan import plan_reshard

@@ -30,12 +30,12 @@ from mindgrpo.algorithm.samples import STOPPED, Samples  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.backend import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.layout.grid import Grid  # noqa: E402
-from mindgrpo.layout.split import Layout, layers_of_stage  # noqa: E402
 from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
 from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
 from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
 from mindgrpo.model.pretrained import fill_random  # noqa: E402
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.batches import update  # noqa: E402
 from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
 from mindgrpo.update.policy import Policy, UpdateSettings  # noqa: E402

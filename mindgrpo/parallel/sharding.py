@@ -16,7 +16,7 @@ from operator import le, sub
 from typing import Literal
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.grid import Grid
+from mindgrpo.parallel.mesh import Grid
 
 Place = int | Literal["first", "last", "first_and_last"]
 
