@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend import Backend
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.errors import UserError
 
 FORMAT = "mindgrpo dump 1"

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.backend import Backend
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt

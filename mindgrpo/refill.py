@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import zero_std_groups
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.advantages import zero_std_groups
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.experience import Scored
 
 # (round from 1, numbers of the groups to replace) -> their new samples, in that order, and scores.

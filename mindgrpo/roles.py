@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from mindgrpo.algorithm.finite import in_arrays
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.config import memory_bytes

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindgrpo
-from mindgrpo.algorithm.samples import Samples
 from mindgrpo.algorithm.summary import algorithm_lines
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend import Backend
 from mindgrpo.checkpoint.find import Candidate, Start
 from mindgrpo.checkpoint.state import RunState

@@ -17,9 +17,9 @@ from mindgrpo.agreement import agree, check_alike, digest, step_digests
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.credit import assign_credit
 from mindgrpo.algorithm.finite import NonFinite, NotFinite
-from mindgrpo.algorithm.mismatch import Mismatch
-from mindgrpo.algorithm.objective import Credit
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.loss_config import Credit
+from mindgrpo.algorithm.rollout_correction import Mismatch
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw
 from mindgrpo.generate.noise import ROLLOUT

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import zero_std_groups
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.advantages import zero_std_groups
+from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.memory import process_rss
 from mindgrpo.roles import Roles

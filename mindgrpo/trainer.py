@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
 from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.backend import Backend
 from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config

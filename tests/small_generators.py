@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.samples import Completion
+from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend import Backend
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.native_kernels import NativeKernels

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.algorithm import AlgorithmKeys

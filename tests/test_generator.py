@@ -32,7 +32,12 @@ from small_generators import (
 )
 
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion, Samples
+from mindgrpo.algorithm.types import (
+    LENGTH,
+    STOPPED,
+    Completion,
+    Samples,
+)
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.experience import sample_logps

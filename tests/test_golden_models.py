@@ -24,7 +24,7 @@ from golden_models import (
 )
 
 from mindgrpo.algorithm.packing import Row
-from mindgrpo.algorithm.samples import LENGTH, STOPPED
+from mindgrpo.algorithm.types import LENGTH, STOPPED
 from mindgrpo.backend import Backend, connect
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room

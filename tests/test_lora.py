@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 from test_update import CONFIG, LAYOUT, SETTINGS, samples
 
-from mindgrpo.algorithm import loss, packing
+from mindgrpo.algorithm import losses as loss
+from mindgrpo.algorithm import packing
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError

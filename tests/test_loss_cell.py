@@ -15,8 +15,8 @@ import pytest
 from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 
-from mindgrpo.algorithm.loss import Tokens, policy_loss
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import Tokens, policy_loss
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.update.loss_cell import PolicyLoss
 

@@ -10,7 +10,7 @@ import pytest
 
 from mindgrpo.agreement import RanksDisagree, check_alike, different_ranks, digest, step_digests
 from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.model.checksum import part_sums, total_sums
 from mindgrpo.model.families import decoder_config, parameter_specs

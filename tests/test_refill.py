@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.experience import Scored
 from mindgrpo.refill import DrawGroups, Refills, refill
 from mindgrpo.reward.scores import Report, Scores

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.experience import ScoringFailed, check_rewards, score

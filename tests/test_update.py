@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.finite import NotFinite
-from mindgrpo.algorithm.loss import Tokens, policy_loss, token_weights
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu import CpuBackend
 from mindgrpo.backend.plain_kernels import PlainKernels
 from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS

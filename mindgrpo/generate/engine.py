@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion
+from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend import Backend, Pool
 from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.rollout import Job

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm import finite, loss, packing
+from mindgrpo.algorithm import finite, packing
+from mindgrpo.algorithm import losses as loss
 from mindgrpo.algorithm.finite import NonFinite, NotFinite
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroBatch
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.update.policy import Policy
 
 PerToken = dict[int, np.ndarray]

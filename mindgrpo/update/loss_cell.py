@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 
 
 class PolicyLoss(nn.Cell):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.algorithm.finite import NonFinite, in_arrays
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend import Backend
 from mindgrpo.model.decoder import Adapters, Recompute, Shard

@@ -24,9 +24,9 @@ from carried import communication, sum_in_graph
 from saving import saved_and_loaded
 
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend import Backend, connect
 from mindgrpo.backend.host import job_name
 from mindgrpo.delivery import Delivery

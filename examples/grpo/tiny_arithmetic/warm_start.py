@@ -24,10 +24,10 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm.objective import Objective  # noqa: E402
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
-from mindgrpo.algorithm.samples import STOPPED, Samples  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
+from mindgrpo.algorithm.types import STOPPED, Samples
 from mindgrpo.backend import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402

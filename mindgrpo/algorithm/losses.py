@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 
 
 def token_weights(
