@@ -41,7 +41,7 @@ def train(argv: Sequence[str]) -> None:
     require_run_keys(loaded)
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         # msrun's scheduler runs this program too; it serves the cluster, if there is one, from here.
-        from mindgrpo.backend import connect
+        from mindgrpo.backend.connect import connect
 
         context = loaded.config.context
         connect(context.device_target, context.transport, dict(os.environ))
@@ -90,7 +90,7 @@ def check(argv: Sequence[str]) -> None:
     path, overrides = parse_command_line(words)
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
-    from mindgrpo.backend import check_target
+    from mindgrpo.backend.connect import check_target
     from mindgrpo.capacity import refuse_what_cannot_run
     from mindgrpo.monitor.run_directory import check_free
     from mindgrpo.preflight import prepare

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from mindgrpo.backend import keeps_weights_on_host
+from mindgrpo.backend.connect import keeps_weights_on_host
 from mindgrpo.doctor import Finding, needs
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.memory import format_bytes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import Adapters
 from mindgrpo.model.lora import merge
 from mindgrpo.model.weights import Weights

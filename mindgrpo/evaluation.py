@@ -14,7 +14,7 @@ from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
 from mindgrpo.algorithm.types import LENGTH, Samples
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.tokenizer import Tokenizer

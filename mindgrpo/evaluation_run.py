@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config, Loaded, load_config, memory_bytes, require_run_keys
 from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig

@@ -14,7 +14,7 @@ import numpy as np
 from mindgrpo.agreement import RanksDisagree, different_ranks, digest
 from mindgrpo.algorithm import packing
 from mindgrpo.algorithm.types import Samples, collect
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.delivery import Delivery
 from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.decoder import Adapters

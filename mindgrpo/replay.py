@@ -108,7 +108,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
             f"'{folder}' was kept without weights (rl_config.dump_weights); give those to use with --model."
         )
     # What computes is imported only where something is computed.
-    from mindgrpo.backend import connect
+    from mindgrpo.backend.connect import connect
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.experience import sample_logps
     from mindgrpo.model.families import read_config

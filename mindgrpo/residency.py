@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from mindgrpo.backend import Pool
+from mindgrpo.backend.contract import Pool
 from mindgrpo.errors import UserError
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mindgrpo.algorithm.finite import in_arrays
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import memory_bytes
 from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError

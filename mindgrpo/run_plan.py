@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mindgrpo.backend import keeps_slots
+from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig

@@ -13,7 +13,7 @@ from typing import Any
 import mindgrpo
 from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.find import Candidate, Start
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.config import Loaded, write_resolved

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.find import Candidate, Start
 from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.manifest import DamagedCheckpoint, Identity

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import mindgrpo
 from mindgrpo.agreement import different_ranks, digest
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
 

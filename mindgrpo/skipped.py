@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo import dump
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.step import Skip, StepOutcome
 

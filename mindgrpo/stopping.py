@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

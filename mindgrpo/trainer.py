@@ -16,7 +16,7 @@ import numpy as np
 
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend import connect
+from mindgrpo.backend.connect import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor

@@ -47,7 +47,7 @@ def start_check(ranks: str, arguments: list[str]) -> None:
 def start_building() -> None:
     """The C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
     if os.fork() == 0:
-        from mindgrpo.backend.native_library import library_path
+        from mindgrpo.backend.kernels.contract.native.library import library_path
 
         library_path()
         os._exit(0)
@@ -90,7 +90,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
         return False  # the check tells
     for name in ("mindgrpo.trainer", *FIRST_COMPILE):
         importlib.import_module(name)
-    importlib.import_module("mindgrpo.backend.native_library").library_path()
+    importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
     return num_threads() == threads
 
 
@@ -166,7 +166,7 @@ class Server:
         """Nobody is left who would."""
         for pid in self._lines:
             os.kill(pid, signal.SIGKILL)
-        importlib.import_module("mindgrpo.backend.host").remove_board(os.environ)
+        importlib.import_module("mindgrpo.backend.cpu.host").remove_board(os.environ)
 
     def _hand_on(self, pid: int, status: int) -> None:
         line = self._lines.pop(pid)

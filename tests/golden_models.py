@@ -16,7 +16,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.types import LENGTH, Samples
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.model.pretrained import load_weights

@@ -15,9 +15,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindgrpo.backend.kernels import Heads, Vocabulary
-from mindgrpo.backend.native_rollout import NativeSlots
-from mindgrpo.backend.rollout import Job, Memory, Partition, Share
+from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.contract.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.contract.rollout import (
+    Job,
+    Memory,
+    Partition,
+    Share,
+)
 from mindgrpo.generate.settings import SamplingSettings
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.types import Completion
-from mindgrpo.backend import Backend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo import doctor
-from mindgrpo.backend import native_library
+from mindgrpo.backend.kernels.contract.native import library as native_library
 
 
 def finding(word: str) -> doctor.Finding:

@@ -27,8 +27,8 @@ from small_generators import (
 )
 
 from mindgrpo.__main__ import main
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.native_library import library_path
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.config import Config, load_config
 from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig

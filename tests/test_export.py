@@ -18,7 +18,8 @@ from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
 from safetensors import safe_open
 
 from mindgrpo.__main__ import main
-from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.export import export_policy
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory
 from mindgrpo.model.families import read_config

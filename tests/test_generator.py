@@ -38,8 +38,8 @@ from mindgrpo.algorithm.types import (
     Completion,
     Samples,
 )
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.experience import sample_logps
 from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
 from mindgrpo.generate.settings import SamplingSettings

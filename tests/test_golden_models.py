@@ -25,7 +25,8 @@ from golden_models import (
 
 from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.types import LENGTH, STOPPED
-from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings

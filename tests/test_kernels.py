@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.backend.kernels.contract.contract import Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.rotary import rotary_table
 

@@ -14,7 +14,7 @@ import pytest
 from golden_models import Golden, each_in_its_row, logits_of, read_golden, train
 from mindspore import Tensor
 
-from mindgrpo.backend import connect
+from mindgrpo.backend.connect import connect
 from mindgrpo.model.checkpoint_files import SafetensorsDirectory
 
 LOGITS, LOGPS = 1e-4, 1e-5

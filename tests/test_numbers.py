@@ -11,7 +11,7 @@ import pytest
 from mindgrpo.agreement import RanksDisagree, check_alike, different_ranks, digest, step_digests
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.model.checksum import part_sums, total_sums
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random

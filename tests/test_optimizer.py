@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.model.families import decoder_config, parameter_specs
 from mindgrpo.model.pretrained import fill_random
 from mindgrpo.model.weights import Weights

@@ -25,8 +25,8 @@ from small_generators import (
     run_by,
 )
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.weights import Weights
 

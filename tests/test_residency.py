@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 import pytest
 
-from mindgrpo.backend import Pool
-from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.residency import PHASES, Place, Residency
 

@@ -26,7 +26,7 @@ from small_generators import (
     run,
 )
 
-from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.generate import room, slots
 from mindgrpo.generate.engine import Generator, Request
 from mindgrpo.generate.room import Footprint, Room

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mindgrpo.backend import native_library
 from mindgrpo.backend.graph import CompileLog, Graph
-from mindgrpo.backend.kernels import Kernels
+from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.kernels.contract.native import library as native_library
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.errors import UserError
@@ -243,10 +243,10 @@ def may_fork(device_target: str | None) -> bool:
 def load(device_target: str | None) -> type[Backend]:
     """The device's backend. Its libraries, MindSpore among them, are imported here and no earlier."""
     if check_target(device_target, None) == "Ascend":
-        from mindgrpo.backend.ascend import AscendBackend
+        from mindgrpo.backend.device.ascend import AscendBackend
 
         return AscendBackend
-    from mindgrpo.backend.cpu import CpuBackend
+    from mindgrpo.backend.cpu.backend.backend import CpuBackend
 
     return CpuBackend
 

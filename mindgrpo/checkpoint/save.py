@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.plan import plan_pieces
 from mindgrpo.checkpoint.shard import SUM_MODULUS, word_sum
 from mindgrpo.model.weights import Weights

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
-from mindgrpo.backend import Backend, Pool
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.rollout import Job
+from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.kernels.contract.rollout import Job
 from mindgrpo.generate.noise import uniforms
 from mindgrpo.generate.plain import PlainDecoder
 from mindgrpo.generate.room import Room

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
-from mindgrpo.backend import Backend, Pool
-from mindgrpo.backend.rollout import Job
+from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.kernels.contract.rollout import Job
 from mindgrpo.generate.cells import Decode, Prefill
 from mindgrpo.generate.room import FLOAT_BYTES, Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings

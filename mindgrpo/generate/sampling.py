@@ -12,7 +12,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend import Group
+from mindgrpo.backend.contract import Group
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import NEVER
 from mindgrpo.model.parallel_cells import GatherColumns

@@ -13,8 +13,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend import Backend, Pool
-from mindgrpo.backend.rollout import Job, Memory, Partition, Rules, Share, Slots
+from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.kernels.contract.rollout import (
+    Job,
+    Memory,
+    Partition,
+    Rules,
+    Share,
+    Slots,
+)
 from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.usage import Usage

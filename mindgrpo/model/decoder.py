@@ -13,8 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend import Backend, Group
-from mindgrpo.backend.kernels import Heads, Vocabulary
+from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.logprobs import TokenLogProbs
 from mindgrpo.model.lora import LowRankLinear, fused_parts

@@ -10,8 +10,8 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from mindgrpo.backend import Group
-from mindgrpo.backend.kernels import Kernels, Vocabulary
+from mindgrpo.backend.contract import Group
+from mindgrpo.backend.kernels.contract.contract import Kernels, Vocabulary
 from mindgrpo.model.parallel_cells import GatherColumns
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend import Group
+from mindgrpo.backend.contract import Group
 
 
 class CopyTo(nn.Cell):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.backend import Backend, PeerView, Pool
+from mindgrpo.backend.contract import Backend, PeerView, Pool
 from mindgrpo.parallel.sharding import (
     Box,
     Layout,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.backend import Backend, PeerView
+from mindgrpo.backend.contract import Backend, PeerView
 from mindgrpo.backend.copies import Copies
 from mindgrpo.model.weights import FLOAT_BYTES, Weights, is_transposed
 from mindgrpo.parallel.sharding import Box

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import ParameterSpec, num_replicas
 

@@ -12,9 +12,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.graph import Graph
-from mindgrpo.backend.kernels import AdamWNumbers
+from mindgrpo.backend.kernels.contract.contract import AdamWNumbers
 from mindgrpo.model.weights import Weights
 
 

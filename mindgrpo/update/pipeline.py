@@ -14,7 +14,7 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.algorithm.schedule import one_forward_one_backward
-from mindgrpo.backend import Backend, Link
+from mindgrpo.backend.contract import Backend, Link
 from mindgrpo.model.decoder import KEEP_ALL, LogProbStage, Recompute, Shard, Stage
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.

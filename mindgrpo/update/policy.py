@@ -14,7 +14,7 @@ import numpy as np
 from mindgrpo.algorithm.finite import NonFinite, in_arrays
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import Adapters, Recompute, Shard
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.lora_plan import LoraSettings, adapter_specs

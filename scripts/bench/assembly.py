@@ -13,7 +13,8 @@ from typing import Any
 
 from work import Work
 
-from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import DecoderConfig, decoder_config, read_config

@@ -21,7 +21,7 @@ import launching
 import moving
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest

@@ -20,7 +20,7 @@ SEED = 0
 def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
-    from mindgrpo.backend import connect
+    from mindgrpo.backend.connect import connect
     from mindgrpo.model.decoder import Shard, Stage
     from mindgrpo.model.families import parameter_specs, read_config
     from mindgrpo.model.pretrained import load_weights

@@ -27,8 +27,9 @@ from mindgrpo.algorithm.credit import assign_credit
 from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend import Backend, connect
-from mindgrpo.backend.host import job_name
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.cpu.backend.host import job_name
 from mindgrpo.delivery import Delivery
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator

@@ -9,7 +9,7 @@ from typing import Any
 import cases as c
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver

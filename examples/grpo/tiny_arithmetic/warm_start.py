@@ -28,7 +28,7 @@ from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.algorithm.types import STOPPED, Samples
-from mindgrpo.backend import connect  # noqa: E402
+from mindgrpo.backend.connect import connect
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
 from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402

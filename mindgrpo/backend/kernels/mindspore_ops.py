@@ -11,7 +11,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract.contract import (
+    AdamWNumbers,
+    Heads,
+    Kernels,
+    Vocabulary,
+)
 
 NEVER = -1e30
 # Elements of an array that the host works on at once.

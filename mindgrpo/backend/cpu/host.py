@@ -20,8 +20,8 @@ from typing import Protocol
 
 import numpy as np
 
-from mindgrpo.backend import PeerLost
-from mindgrpo.backend.waiting import (
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.backend.waiting import (
     LINE,
     Counters,
     PolledCounters,

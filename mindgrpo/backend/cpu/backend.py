@@ -16,18 +16,26 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindgrpo.backend import Backend, Group, Link, Pool, group_cells, native_library, needs_cluster
-from mindgrpo.backend.far_group import check_library, far_group
-from mindgrpo.backend.far_hosts import FarHosts
-from mindgrpo.backend.far_memory import FarBuckets, FarLink
+from mindgrpo.backend import group_cells
+from mindgrpo.backend.connect import needs_cluster
+from mindgrpo.backend.contract import (
+    Backend,
+    Group,
+    Link,
+    Pool,
+)
+from mindgrpo.backend.cpu.backend.far_group import check_library, far_group
+from mindgrpo.backend.cpu.backend.far_hosts import FarHosts
+from mindgrpo.backend.cpu.backend.far_memory import FarBuckets, FarLink
+from mindgrpo.backend.cpu.backend.host import Host, job_name
+from mindgrpo.backend.cpu.backend.placement import Placement, placement_of
+from mindgrpo.backend.cpu.backend.shared_group import NativeGroup, SharedGroup, shared_group
+from mindgrpo.backend.cpu.backend.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.backend.graph import CompileLog, Graph
-from mindgrpo.backend.host import Host, job_name
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.placement import Placement, placement_of
-from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.shared_memory import SharedBuckets, SharedLink
+from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.kernels.contract.native import library as native_library
+from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 
@@ -170,10 +178,10 @@ class CpuBackend(Backend):
     def _choose_kernels(compiled: bool) -> Kernels:
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:
-            from mindgrpo.backend.plain_kernels import PlainKernels
+            from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 
             return PlainKernels()
-        from mindgrpo.backend.native_kernels import NativeKernels
+        from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
 
         return NativeKernels()
 

@@ -12,10 +12,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import AdamWNumbers, Heads, Kernels, Vocabulary
-from mindgrpo.backend.native_library import library, operation
-from mindgrpo.backend.native_rollout import NativeSlots
-from mindgrpo.backend.rollout import Memory, Rules, Share
+from mindgrpo.backend.kernels.contract.contract import (
+    AdamWNumbers,
+    Heads,
+    Kernels,
+    Vocabulary,
+)
+from mindgrpo.backend.kernels.contract.native.library import library, operation
+from mindgrpo.backend.kernels.contract.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.contract.rollout import Memory, Rules, Share
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.

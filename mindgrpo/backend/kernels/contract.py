@@ -15,7 +15,12 @@ import numpy as np
 if TYPE_CHECKING:
     from mindspore import nn
 
-    from mindgrpo.backend.rollout import Memory, Rules, Share, Slots
+    from mindgrpo.backend.kernels.contract.rollout import (
+        Memory,
+        Rules,
+        Share,
+        Slots,
+    )
 
 
 @dataclass(frozen=True)

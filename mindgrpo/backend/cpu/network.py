@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mindgrpo
-from mindgrpo.backend import PeerLost, wire
-from mindgrpo.backend.placement import TOKEN_KEY, Placement
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.backend import wire
+from mindgrpo.backend.cpu.backend.placement import TOKEN_KEY, Placement
 from mindgrpo.errors import UserError
 
 MEET_SECONDS = 300.0

@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend import PeerLost, wire
-from mindgrpo.backend.host import Host, is_alive
-from mindgrpo.backend.network import Network
-from mindgrpo.backend.placement import Placement
-from mindgrpo.backend.shared_memory import Segment
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.backend import wire
+from mindgrpo.backend.cpu.backend.host import Host, is_alive
+from mindgrpo.backend.cpu.backend.network import Network
+from mindgrpo.backend.cpu.backend.placement import Placement
+from mindgrpo.backend.cpu.backend.shared_memory import Segment
 from mindgrpo.presence.rank import Presence
 from mindgrpo.presence.record import Mirror, Snapshot, path_of
 

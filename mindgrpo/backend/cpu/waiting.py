@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from mindgrpo.backend import PeerLost
+from mindgrpo.backend.contract import PeerLost
 
 LINE = 64  # bytes between two counters: a cache line each
 YIELDS_BEFORE_SLEEP = 40

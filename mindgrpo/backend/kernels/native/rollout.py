@@ -14,8 +14,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.native_library import library, operation
-from mindgrpo.backend.rollout import Job, Memory, Partition, Rules, Share, Slots
+from mindgrpo.backend.kernels.contract.native.library import library, operation
+from mindgrpo.backend.kernels.contract.rollout import (
+    Job,
+    Memory,
+    Partition,
+    Rules,
+    Share,
+    Slots,
+)
 
 # In the order of native/rollout.h; every field is 8 bytes wide.
 _SIZES = "hidden inner queries kv dim vocab first_token ways index greedy top_k candidates min_tokens num_stops"

@@ -10,7 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.host import Host, Joined, header_bytes, nameless
+from mindgrpo.backend.cpu.backend.host import (
+    Host,
+    Joined,
+    header_bytes,
+    nameless,
+)
 
 
 class Segment(Joined):

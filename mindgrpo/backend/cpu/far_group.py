@@ -9,10 +9,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from mindgrpo.backend.far_hosts import FarHosts
-from mindgrpo.backend.host import Host
-from mindgrpo.backend.placement import Placement
-from mindgrpo.backend.shared_group import NativeGroup
+from mindgrpo.backend.cpu.backend.far_hosts import FarHosts
+from mindgrpo.backend.cpu.backend.host import Host
+from mindgrpo.backend.cpu.backend.placement import Placement
+from mindgrpo.backend.cpu.backend.shared_group import NativeGroup
 from mindgrpo.errors import UserError
 
 

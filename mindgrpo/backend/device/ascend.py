@@ -18,11 +18,16 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group, get_group_size, get_rank, init
 
-from mindgrpo.backend import Backend, Group, Link, Pool
+from mindgrpo.backend.contract import (
+    Backend,
+    Group,
+    Link,
+    Pool,
+)
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool
-from mindgrpo.backend.plain_kernels import PlainKernels
+from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.presence.rank import Presence
 
