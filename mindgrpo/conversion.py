@@ -18,14 +18,14 @@ from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
 from mindgrpo.export import write_companions
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
-from mindgrpo.model.checkpoint_writing import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
 from mindgrpo.model.families import parameter_specs, read_config
 from mindgrpo.model.lora_plan import adapter_names
-from mindgrpo.model.mindformers_names import to_mindformers
-from mindgrpo.model.pretrained import check_tensors
-from mindgrpo.model.weight_files import WeightFiles, open_weights
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.mindformers_names import to_mindformers
+from mindgrpo.weights.model_files import WeightFiles, open_weights
+from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.safetensors_writer import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
 
 FORMATS = ("huggingface", "mindformers")
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import Adapters
 from mindgrpo.model.lora import merge
-from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Resharder, Traffic
 from mindgrpo.reshard.plan import Plan, plan_reshard
+from mindgrpo.weights.local_weights import Weights
 
 
 class Delivery:

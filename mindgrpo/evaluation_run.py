@@ -27,7 +27,6 @@ from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import DecoderConfig, parameter_specs
-from mindgrpo.model.pretrained import check_tensors, load_weights
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.evaluations import details, table, write_completions
 from mindgrpo.parallel.sharding import Layout
@@ -43,6 +42,7 @@ from mindgrpo.preflight import (
 from mindgrpo.residency import Residency
 from mindgrpo.reward.score import Scorer
 from mindgrpo.run_plan import check_positions, layout_of
+from mindgrpo.weights.pretrained import check_tensors, load_weights
 
 EVALUATION_KEYS: dict[str, str] = {
     "actor_config.load": "the Hugging Face directory of the model, also --model",

@@ -14,14 +14,14 @@ from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.delivery import Delivery
-from mindgrpo.model.checkpoint_files import SafetensorsWriter
 from mindgrpo.model.decoder import Adapters
 from mindgrpo.model.families import read_config
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reshard.execute import Resharder
 from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.safetensors_files import SafetensorsWriter
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (

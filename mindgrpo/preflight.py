@@ -20,12 +20,12 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
-from mindgrpo.model.pretrained import check_tensors
 from mindgrpo.model.shapes import check_agreement
 from mindgrpo.reward.call import own_columns
 from mindgrpo.reward.limits import Limits
 from mindgrpo.reward.score import Scorer
 from mindgrpo.run_plan import RunPlan, plan_run
+from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]
 

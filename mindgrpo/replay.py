@@ -112,12 +112,12 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.experience import sample_logps
     from mindgrpo.model.families import read_config
-    from mindgrpo.model.pretrained import load_weights
     from mindgrpo.preflight import sampling_settings
     from mindgrpo.roles import update_settings
     from mindgrpo.run_plan import plan_run
     from mindgrpo.update.batches import update
     from mindgrpo.update.policy import Policy
+    from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)

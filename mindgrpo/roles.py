@@ -21,8 +21,6 @@ from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import Recompute, Shard
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import adapter_names
-from mindgrpo.model.pretrained import fill_random, load_weights
-from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import Traffic
 from mindgrpo.reshard.plan import Plan
 from mindgrpo.residency import Place, Residency
@@ -31,6 +29,8 @@ from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
 from mindgrpo.update.policy import Policy, UpdateSettings
 from mindgrpo.weight_check import WeightCheck
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random, load_weights
 
 
 @dataclass

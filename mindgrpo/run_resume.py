@@ -16,9 +16,9 @@ from mindgrpo.checkpoint.manifest import DamagedCheckpoint, Identity
 from mindgrpo.checkpoint.sums import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.model.weights import Weights
 from mindgrpo.roles import Roles
 from mindgrpo.run_start import compare
+from mindgrpo.weights.local_weights import Weights
 
 Result = TypeVar("Result")
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.checksum import part_sums, total_sums
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.checksum import part_sums, total_sums
+from mindgrpo.weights.local_weights import Weights
 
 
 class WeightsDiffer(RuntimeError):

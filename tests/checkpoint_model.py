@@ -12,9 +12,9 @@ from mindgrpo.checkpoint.manifest import Identity, Manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.weights.local_weights import Weights
 
 MODEL = {
     "model_type": "qwen2",

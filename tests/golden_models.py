@@ -19,12 +19,12 @@ from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
-from mindgrpo.model.pretrained import load_weights
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 FAMILIES = ("qwen2", "llama", "qwen3")

@@ -17,10 +17,10 @@ from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 VOCAB, GROUP, VERSION = 67, 4, 7
 MAX_PROMPT, MAX_TOKENS = 6, 10

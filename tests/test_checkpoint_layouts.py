@@ -125,7 +125,7 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
 
     def other(backend: Any, change: dict[str, Any]) -> None:
-        from mindgrpo.model.weights import Weights
+        from mindgrpo.weights.local_weights import Weights
 
         place = layout((1, 1, 1), MODEL | change)
         check_tensors(folder, manifest, {r: Weights(place, 0, backend) for r in ROLES})

@@ -44,8 +44,8 @@ from mindgrpo.experience import sample_logps
 from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.model.decoder import Shard
-from mindgrpo.model.weights import Weights
 from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., Generator]
 TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]

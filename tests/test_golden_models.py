@@ -30,7 +30,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.pretrained import load_weights
+from mindgrpo.weights.pretrained import load_weights
 
 LOGITS, LOGPS = 1e-4, 1e-5
 # Of a tensor's largest gradient.

@@ -23,11 +23,11 @@ from mindgrpo.export import export_adapters
 from mindgrpo.model.families import parameter_specs
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_names, adapter_specs
-from mindgrpo.model.pretrained import fill_random
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import update
 from mindgrpo.update.policy import Policy
+from mindgrpo.weights.pretrained import fill_random
 
 
 def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = True) -> Policy:

@@ -14,11 +14,11 @@ from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.optimizer import AdamW, AdamWSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 RAW = {

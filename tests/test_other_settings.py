@@ -28,7 +28,7 @@ from small_generators import (
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
 
 OTHERS = {
     "greedy": replace(SETTINGS, temperature=0.0),

@@ -31,7 +31,7 @@ from mindgrpo.generate import room, slots
 from mindgrpo.generate.engine import Generator, Request
 from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C
 

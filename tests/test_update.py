@@ -20,12 +20,12 @@ from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.weights.pretrained import fill_random
 
 CONFIG = decoder_config(
     {

@@ -22,8 +22,8 @@ from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
 from mindgrpo.checkpoint.shard import SUM_MODULUS, Shard, shard_bytes, write_shard
 from mindgrpo.checkpoint.sums import joined
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.local_weights import Weights
 
 # Left free on the disk: metrics and completions go on.
 SPARE_BYTES = 16 << 20

@@ -23,8 +23,8 @@ from mindgrpo.generate.slots import SlotDecoder
 from mindgrpo.generate.usage import Usage
 from mindgrpo.model.decoder import Shard
 from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.local_weights import Weights
 
 
 @dataclass(frozen=True)

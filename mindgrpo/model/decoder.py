@@ -21,7 +21,7 @@ from mindgrpo.model.lora import LowRankLinear, fused_parts
 from mindgrpo.model.lora_plan import LoraSettings, adapter_names
 from mindgrpo.model.parallel_cells import CopyTo, Linear, ReduceFrom
 from mindgrpo.model.rotary import rotary_table
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
 
 NEVER = -1e30
 

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from mindgrpo.model.lora_plan import A, LoraSettings, adapter_names
-from mindgrpo.model.weights import FUSED, Weights
+from mindgrpo.weights.local_weights import FUSED, Weights
 
 
 def fill_adapters(adapters: Weights, seed: int) -> None:

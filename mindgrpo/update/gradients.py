@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import ParameterSpec, num_replicas
+from mindgrpo.weights.local_weights import Weights
 
 
 class GradientSync:

@@ -15,7 +15,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.graph import Graph
 from mindgrpo.backend.kernels.contract.contract import AdamWNumbers
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.model.decoder import Adapters, Recompute, Shard
 from mindgrpo.model.families import DecoderConfig
 from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.gradients import GradientSync
 from mindgrpo.update.loss_cell import PolicyLoss
 from mindgrpo.update.optimizer import AdamW, AdamWSettings
 from mindgrpo.update.pipeline import Pipeline, StepResult
 from mindgrpo.update.stage_graphs import FirstBackward, LossStep, MiddleBackward
+from mindgrpo.weights.local_weights import Weights
 
 
 @dataclass(frozen=True)

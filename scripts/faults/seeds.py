@@ -44,8 +44,8 @@ def make_seeds(folder: Path) -> None:
 
 def make_models(folder: Path) -> None:
     """A model in one file and in shards."""
-    from mindgrpo.model.checkpoint_files import SafetensorsWriter
     from mindgrpo.model.families import decoder_config, parameter_specs
+    from mindgrpo.weights.safetensors_files import SafetensorsWriter
 
     for name, most in (("model", 1 << 30), ("sharded", 4000)):
         model = folder / name

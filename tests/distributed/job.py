@@ -40,8 +40,6 @@ from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
 from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
 from mindgrpo.model.lora import fill_adapters
 from mindgrpo.model.lora_plan import TARGETS, LoraSettings
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill
@@ -52,6 +50,8 @@ from mindgrpo.update.batches import UpdateReport, update
 from mindgrpo.update.optimizer import AdamWSettings
 from mindgrpo.update.pipeline import Pipeline
 from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
 BUCKET_BYTES = 32 << 10  # several rounds a pair

@@ -15,8 +15,8 @@ from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.checkpoint.sums import values_digest
-from mindgrpo.model.weights import Weights
 from mindgrpo.reshard.execute import checksums
+from mindgrpo.weights.local_weights import Weights
 
 Grid3 = tuple[int, int, int]
 IDENTITY = Identity(code="", config={}, model={}, data="", batch={}, unsaved={})

@@ -30,15 +30,15 @@ from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.algorithm.types import STOPPED, Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
 from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
 from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
-from mindgrpo.model.pretrained import fill_random  # noqa: E402
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.batches import update  # noqa: E402
 from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
 from mindgrpo.update.policy import Policy, UpdateSettings  # noqa: E402
+from mindgrpo.weights.pretrained import fill_random
+from mindgrpo.weights.safetensors_files import SafetensorsWriter
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

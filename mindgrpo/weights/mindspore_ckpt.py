@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.model.checkpoint_files import as_float32, slices_within
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.safetensors_files import as_float32, slices_within
 
 # MindSpore's name of a type -> (safetensors' name, how its bytes are read).
 _TYPES = {"Float32": ("F32", "<f4"), "Float16": ("F16", "<f2"), "BFloat16": ("BF16", "<u2")}

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from mindgrpo.documents import NotJson, is_inside, parse_json, read_object
 from mindgrpo.errors import UserError
-from mindgrpo.model.checkpoint_writing import (
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.safetensors_writer import (
     INDEX_FILE,
     NAME_MAP_FILE,
     SINGLE_FILE,
     SafetensorsWriter,
 )
-from mindgrpo.parallel.sharding import Box
 
 __all__ = ["SafetensorsDirectory", "SafetensorsWriter"]
 

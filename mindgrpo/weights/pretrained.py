@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.model.weight_files import WeightFiles, open_weights
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import WeightFiles, open_weights
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)

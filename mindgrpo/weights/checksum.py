@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindgrpo.model.weights import Weights
 from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.local_weights import Weights
 
 ROWS_AT_ONCE = 64
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -11,10 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
-from mindgrpo.model.ckpt_files import CkptDirectory
-from mindgrpo.model.mindformers_names import are_mindformers, check_apart, to_huggingface
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.mindformers_names import are_mindformers, check_apart, to_huggingface
+from mindgrpo.weights.mindspore_ckpt import CkptDirectory
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 
 class WeightFiles(Protocol):
