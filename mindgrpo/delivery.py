@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.decoder import Adapters
-from mindgrpo.model.lora import merge
+from mindgrpo.models.decoder import Adapters
+from mindgrpo.models.lora import merge
 from mindgrpo.reshard.execute import Resharder, Traffic
 from mindgrpo.reshard.plan import Plan, plan_reshard
 from mindgrpo.weights.local_weights import Weights

@@ -26,7 +26,7 @@ from mindgrpo.experience import check_rewards
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import DecoderConfig, parameter_specs
+from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.evaluations import details, table, write_completions
 from mindgrpo.parallel.sharding import Layout

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.delivery import Delivery
-from mindgrpo.model.decoder import Adapters
-from mindgrpo.model.families import read_config
+from mindgrpo.models.decoder import Adapters
+from mindgrpo.models.families import read_config
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reshard.execute import Resharder

@@ -13,8 +13,8 @@ from pathlib import Path
 from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.config import Config, Loaded
 from mindgrpo.errors import UserError
-from mindgrpo.model.families import DecoderConfig, read_config
-from mindgrpo.model.shapes import read_model_yaml
+from mindgrpo.models.families import DecoderConfig, read_config
+from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.reshard.link_time import GIGA, Links, busiest_link
 from mindgrpo.run_plan import RunPlan, plan_run
 

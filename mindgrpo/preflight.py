@@ -19,8 +19,8 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
-from mindgrpo.model.shapes import check_agreement
+from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.reward.call import own_columns
 from mindgrpo.reward.limits import Limits
 from mindgrpo.reward.score import Scorer

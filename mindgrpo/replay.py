@@ -111,7 +111,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.backend.connect import connect
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.experience import sample_logps
-    from mindgrpo.model.families import read_config
+    from mindgrpo.models.families import read_config
     from mindgrpo.preflight import sampling_settings
     from mindgrpo.roles import update_settings
     from mindgrpo.run_plan import plan_run

@@ -18,9 +18,9 @@ from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import Recompute, Shard
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import adapter_names
+from mindgrpo.models.decoder import Recompute, Shard
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.reshard.execute import Traffic
 from mindgrpo.reshard.plan import Plan
 from mindgrpo.residency import Place, Residency

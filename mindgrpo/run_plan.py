@@ -15,8 +15,8 @@ from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.generate.room import Footprint, Room
-from mindgrpo.model.families import DecoderConfig, parameter_specs
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import (
     Layout,

@@ -17,8 +17,8 @@ from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
-from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
+from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.optimizer import AdamWSettings

@@ -16,7 +16,7 @@ from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.generate.engine import Draw, Generator, Request
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights

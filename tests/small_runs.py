@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.config import load_config
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 

@@ -28,7 +28,7 @@ from mindgrpo.data.template_sandbox import Sandbox, rendered
 from mindgrpo.documents import NotJson, is_inside, parse_json, read_text
 from mindgrpo.environment import wrong_variables
 from mindgrpo.errors import UserError
-from mindgrpo.model.families import decoder_config
+from mindgrpo.models.families import decoder_config
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ from mindgrpo.__main__ import main
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.export import export_policy
-from mindgrpo.model.families import read_config
+from mindgrpo.models.families import read_config
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 

@@ -43,7 +43,7 @@ from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.experience import sample_logps
 from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import Shard
+from mindgrpo.models.decoder import Shard
 from mindgrpo.update.pipeline import Pipeline
 from mindgrpo.weights.local_weights import Weights
 

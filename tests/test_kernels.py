@@ -17,8 +17,8 @@ from mindgrpo.backend.kernels.contract.contract import Heads, Kernels, Vocabular
 from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.contract.native.library import library_path
-from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.rotary import rotary_table
+from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.rotary import rotary_table
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 

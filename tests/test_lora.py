@@ -20,9 +20,14 @@ from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.experience import sample_logps
 from mindgrpo.export import export_adapters
-from mindgrpo.model.families import parameter_specs
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_names, adapter_specs
+from mindgrpo.models.families import parameter_specs
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import (
+    TARGETS,
+    LoraSettings,
+    adapter_names,
+    adapter_specs,
+)
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import update

@@ -12,7 +12,7 @@ from mindgrpo.agreement import RanksDisagree, check_alike, different_ranks, dige
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.checksum import part_sums, total_sums

@@ -13,7 +13,7 @@ from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.contract.native.library import library_path
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.optimizer import AdamW, AdamWSettings

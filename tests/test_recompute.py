@@ -16,8 +16,8 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.model.decoder import Recompute, Shard, Stage
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder import Recompute, Shard, Stage
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights

@@ -18,8 +18,8 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
-from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.batches import UpdateReport, update

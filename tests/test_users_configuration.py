@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from mindgrpo.__main__ import main
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindgrpo.generate.plain_layers import GatedMlp, Head, Layer, Projections, RMSNorm
 from mindgrpo.generate.sampling import Sampler
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import NEVER, Shard
-from mindgrpo.model.parallel_cells import Linear, ReduceFrom, VocabParallelEmbedding
-from mindgrpo.model.rotary import rotary_table
+from mindgrpo.models.decoder import NEVER, Shard
+from mindgrpo.models.parallel_cells import Linear, ReduceFrom, VocabParallelEmbedding
+from mindgrpo.models.rotary import rotary_table
 
 
 class CachedLayer(nn.Cell):

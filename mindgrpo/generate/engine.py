@@ -21,8 +21,8 @@ from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.slots import SlotDecoder
 from mindgrpo.generate.usage import Usage
-from mindgrpo.model.decoder import Shard
-from mindgrpo.model.families import DecoderConfig
+from mindgrpo.models.decoder import Shard
+from mindgrpo.models.families import DecoderConfig
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
 

@@ -18,7 +18,7 @@ from mindgrpo.generate.cells import Decode, Prefill
 from mindgrpo.generate.room import FLOAT_BYTES, Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.usage import Usage
-from mindgrpo.model.decoder import Shard
+from mindgrpo.models.decoder import Shard
 
 PREFILL_TOKENS = 1024
 IDLE = -1

@@ -6,8 +6,8 @@ from typing import Any
 
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.model.decoder import Shard
-from mindgrpo.model.parallel_cells import CopyTo, Linear, ReduceFrom
+from mindgrpo.models.decoder import Shard
+from mindgrpo.models.parallel_cells import CopyTo, Linear, ReduceFrom
 
 
 class RMSNorm(nn.Cell):

@@ -14,8 +14,8 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import NEVER
-from mindgrpo.model.parallel_cells import GatherColumns
+from mindgrpo.models.decoder import NEVER
+from mindgrpo.models.parallel_cells import GatherColumns
 
 
 class Sampler(nn.Cell):

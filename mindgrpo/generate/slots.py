@@ -25,8 +25,8 @@ from mindgrpo.backend.kernels.contract.rollout import (
 from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.generate.usage import Usage
-from mindgrpo.model.decoder import Shard
-from mindgrpo.model.rotary import rotary_table
+from mindgrpo.models.decoder import Shard
+from mindgrpo.models.rotary import rotary_table
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
 DECODE_STEPS = 8

@@ -15,9 +15,9 @@ from mindgrpo.algorithm.finite import NonFinite, in_arrays
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.decoder import Adapters, Recompute, Shard
-from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.lora_plan import LoraSettings, adapter_specs
+from mindgrpo.models.decoder import Adapters, Recompute, Shard
+from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.update.gradients import GradientSync
 from mindgrpo.update.loss_cell import PolicyLoss

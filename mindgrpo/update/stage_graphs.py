@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from mindgrpo.model.decoder import LogProbStage, Stage
+from mindgrpo.models.decoder import LogProbStage, Stage
 from mindgrpo.update.loss_cell import PolicyLoss
 
 

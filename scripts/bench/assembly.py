@@ -17,7 +17,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.families import DecoderConfig, decoder_config, read_config
 from mindgrpo.roles import Roles
 from mindgrpo.run_plan import RunPlan, plan_run
 

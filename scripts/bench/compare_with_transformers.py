@@ -21,8 +21,8 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
     from mindgrpo.backend.connect import connect
-    from mindgrpo.model.decoder import Shard, Stage
-    from mindgrpo.model.families import parameter_specs, read_config
+    from mindgrpo.models.decoder import Shard, Stage
+    from mindgrpo.models.families import parameter_specs, read_config
     from mindgrpo.parallel.mesh import Grid
     from mindgrpo.parallel.sharding import Layout, layers_of_stage
     from mindgrpo.weights.local_weights import Weights

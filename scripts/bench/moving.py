@@ -16,7 +16,12 @@ import numpy as np
 from work import read_work
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs, read_config
+from mindgrpo.models.families import (
+    DecoderConfig,
+    decoder_config,
+    parameter_specs,
+    read_config,
+)
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 

@@ -15,7 +15,12 @@ from typing import Any
 
 from launching import degrees
 
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs, read_config
+from mindgrpo.models.families import (
+    DecoderConfig,
+    decoder_config,
+    parameter_specs,
+    read_config,
+)
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.reshard.plan import plan_reshard

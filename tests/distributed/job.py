@@ -36,10 +36,10 @@ from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import EVALUATION, ROLLOUT
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
+from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill

@@ -30,8 +30,8 @@ from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.algorithm.types import STOPPED, Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
-from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
+from mindgrpo.models.decoder import KEEP_ALL
+from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.update.batches import update  # noqa: E402

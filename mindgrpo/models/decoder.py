@@ -15,12 +15,12 @@ from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
-from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.logprobs import TokenLogProbs
-from mindgrpo.model.lora import LowRankLinear, fused_parts
-from mindgrpo.model.lora_plan import LoraSettings, adapter_names
-from mindgrpo.model.parallel_cells import CopyTo, Linear, ReduceFrom
-from mindgrpo.model.rotary import rotary_table
+from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.log_probs import TokenLogProbs
+from mindgrpo.models.lora import LowRankLinear, fused_parts
+from mindgrpo.models.lora_specs import LoraSettings, adapter_names
+from mindgrpo.models.parallel_cells import CopyTo, Linear, ReduceFrom
+from mindgrpo.models.rotary import rotary_table
 from mindgrpo.weights.local_weights import Weights
 
 NEVER = -1e30

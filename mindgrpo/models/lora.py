@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn, ops
 
-from mindgrpo.model.lora_plan import A, LoraSettings, adapter_names
+from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
 from mindgrpo.weights.local_weights import FUSED, Weights
 
 

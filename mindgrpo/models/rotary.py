@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.model.families import DecoderConfig
+from mindgrpo.models.families import DecoderConfig
 
 
 def rotary_table(config: DecoderConfig, num_positions: int) -> np.ndarray:

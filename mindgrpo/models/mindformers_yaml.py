@@ -14,7 +14,7 @@ import yaml
 from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
 from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
-from mindgrpo.model.families import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."
 # MindFormers' key -> config.json's key.

@@ -12,7 +12,7 @@ from mindspore import nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract.contract import Kernels, Vocabulary
-from mindgrpo.model.parallel_cells import GatherColumns
+from mindgrpo.models.parallel_cells import GatherColumns
 
 
 class TokenLogProbs(nn.Cell):
