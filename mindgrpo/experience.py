@@ -24,7 +24,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reward.call import own_columns
 from mindgrpo.reward.score import Scorer
 from mindgrpo.reward.scores import Scores
-from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.training.pipeline import Pipeline
 
 
 class ScoringFailed(RuntimeError):

@@ -115,8 +115,8 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.preflight import sampling_settings
     from mindgrpo.roles import update_settings
     from mindgrpo.run_plan import plan_run
-    from mindgrpo.update.batches import update
-    from mindgrpo.update.policy import Policy
+    from mindgrpo.training.policy import Policy
+    from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)

@@ -25,9 +25,9 @@ from mindgrpo.reshard.execute import Traffic
 from mindgrpo.reshard.plan import Plan
 from mindgrpo.residency import Place, Residency
 from mindgrpo.run_plan import RunPlan
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.pipeline import Pipeline
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.pipeline import Pipeline
+from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_check import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights

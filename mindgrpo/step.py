@@ -26,7 +26,7 @@ from mindgrpo.generate.noise import ROLLOUT
 from mindgrpo.generate.usage import Usage
 from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
-from mindgrpo.update.batches import UpdateReport, update
+from mindgrpo.training.update import UpdateReport, update
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
 DIFFERENT_SAMPLES = (

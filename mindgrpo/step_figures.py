@@ -17,7 +17,7 @@ from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.memory import process_rss
 from mindgrpo.roles import Roles
 from mindgrpo.step import StepOutcome
-from mindgrpo.update.batches import UpdateReport
+from mindgrpo.training.update import UpdateReport
 
 
 class GapTooLarge(RuntimeError):

@@ -21,8 +21,8 @@ from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 

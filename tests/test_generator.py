@@ -44,7 +44,7 @@ from mindgrpo.experience import sample_logps
 from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import Shard
-from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., Generator]

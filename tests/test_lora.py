@@ -30,8 +30,8 @@ from mindgrpo.models.lora_specs import (
 )
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.update.batches import update
-from mindgrpo.update.policy import Policy
+from mindgrpo.training.policy import Policy
+from mindgrpo.training.update import update
 from mindgrpo.weights.pretrained import fill_random
 
 

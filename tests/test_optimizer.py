@@ -16,7 +16,7 @@ from mindgrpo.backend.kernels.contract.native.library import library_path
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.update.optimizer import AdamW, AdamWSettings
+from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

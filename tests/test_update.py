@@ -22,9 +22,9 @@ from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.update.batches import UpdateReport, update
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.pretrained import fill_random
 
 CONFIG = decoder_config(
@@ -163,7 +163,7 @@ def test_a_head_in_chunks_learns_the_same(
     policy_of: PolicyOf, packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Seven rows a chunk, the last one short.
-    monkeypatch.setattr("mindgrpo.update.pipeline.LOGITS_BYTES", 7 * 4 * 67)
+    monkeypatch.setattr("mindgrpo.training.pipeline.LOGITS_BYTES", 7 * 4 * 67)
     chunked = replace(SETTINGS, temperature=SETTINGS.temperature, max_grad_norm=0.5 + 1e-12)
     assert_same(one_update(policy_of(chunked), samples()), packed)
 

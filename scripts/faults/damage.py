@@ -20,8 +20,8 @@ from mindgrpo import __main__, step
 from mindgrpo.delivery import Delivery
 from mindgrpo.reshard.execute import Traffic
 from mindgrpo.step import Stepper
-from mindgrpo.update import batches
-from mindgrpo.update.policy import Policy
+from mindgrpo.training import update as batches
+from mindgrpo.training.policy import Policy
 
 Change = Callable[[Any], Any]
 

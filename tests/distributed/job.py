@@ -46,10 +46,10 @@ from mindgrpo.refill import refill
 from mindgrpo.reshard.execute import Resharder, checksums
 from mindgrpo.reshard.plan import plan_reshard
 from mindgrpo.reward.scores import Scores
-from mindgrpo.update.batches import UpdateReport, update
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.pipeline import Pipeline
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.pipeline import Pipeline
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

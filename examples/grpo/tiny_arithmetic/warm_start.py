@@ -34,9 +34,9 @@ from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.update.batches import update  # noqa: E402
-from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
-from mindgrpo.update.policy import Policy, UpdateSettings  # noqa: E402
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import update
 from mindgrpo.weights.pretrained import fill_random
 from mindgrpo.weights.safetensors_files import SafetensorsWriter
 

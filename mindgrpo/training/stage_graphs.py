@@ -11,7 +11,7 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.models.decoder import LogProbStage, Stage
-from mindgrpo.update.loss_cell import PolicyLoss
+from mindgrpo.training.loss_cell import PolicyLoss
 
 
 class MiddleBackward(nn.Cell):

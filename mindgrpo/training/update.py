@@ -16,7 +16,7 @@ from mindgrpo.algorithm.finite import NonFinite, NotFinite
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.update.policy import Policy
+from mindgrpo.training.policy import Policy
 
 PerToken = dict[int, np.ndarray]
 

@@ -19,11 +19,11 @@ from mindgrpo.models.decoder import Adapters, Recompute, Shard
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.update.gradients import GradientSync
-from mindgrpo.update.loss_cell import PolicyLoss
-from mindgrpo.update.optimizer import AdamW, AdamWSettings
-from mindgrpo.update.pipeline import Pipeline, StepResult
-from mindgrpo.update.stage_graphs import FirstBackward, LossStep, MiddleBackward
+from mindgrpo.training.gradient_sync import GradientSync
+from mindgrpo.training.loss_cell import PolicyLoss
+from mindgrpo.training.optimizer import AdamW, AdamWSettings
+from mindgrpo.training.pipeline import Pipeline, StepResult
+from mindgrpo.training.stage_graphs import FirstBackward, LossStep, MiddleBackward
 from mindgrpo.weights.local_weights import Weights
 
 
