@@ -13,13 +13,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.delivery import Delivery
 from mindgrpo.models.decoder import Adapters
 from mindgrpo.models.families import read_config
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.reshard.execute import Resharder
-from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.weight_sync.execute import Resharder
+from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.syncer import Delivery
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.safetensors_files import SafetensorsWriter
 

@@ -15,8 +15,8 @@ from mindgrpo.config import Config, Loaded
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
-from mindgrpo.reshard.link_time import GIGA, Links, busiest_link
 from mindgrpo.run_plan import RunPlan, plan_run
+from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"
 LINK_FLAGS = (LINK, PER_HOST, LOCAL)

@@ -14,21 +14,21 @@ from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import memory_bytes
-from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import Recompute, Shard
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
-from mindgrpo.reshard.execute import Traffic
-from mindgrpo.reshard.plan import Plan
 from mindgrpo.residency import Place, Residency
 from mindgrpo.run_plan import RunPlan
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings
-from mindgrpo.weight_check import WeightCheck
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.verify import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
 

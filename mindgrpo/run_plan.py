@@ -24,8 +24,8 @@ from mindgrpo.parallel.sharding import (
     layers_of_stage,
     local_shape,
 )
-from mindgrpo.reshard.plan import Plan, plan_reshard
 from mindgrpo.residency import PHASES
+from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4
 

@@ -16,7 +16,6 @@ from test_update import CONFIG, LAYOUT, SETTINGS, samples
 from mindgrpo.algorithm import losses as loss
 from mindgrpo.algorithm import packing
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.delivery import Delivery
 from mindgrpo.errors import UserError
 from mindgrpo.experience import sample_logps
 from mindgrpo.export import export_adapters
@@ -32,6 +31,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import update
+from mindgrpo.weight_sync.syncer import Delivery
 from mindgrpo.weights.pretrained import fill_random
 
 

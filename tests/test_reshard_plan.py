@@ -24,8 +24,8 @@ from mindgrpo.parallel.sharding import (
     Place,
     layers_of_stage,
 )
-from mindgrpo.reshard.plan import Move, Plan, plan_reshard
-from mindgrpo.reshard.rounds import Piece, rounds
+from mindgrpo.weight_sync.plan import Move, Plan, plan_reshard
+from mindgrpo.weight_sync.rounds import Piece, rounds
 
 Weights = dict[str, NDArray[np.float32]]
 

@@ -23,7 +23,7 @@ from mindgrpo.models.families import (
 )
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.weight_sync.plan import plan_reshard
 
 QWEN2_5_72B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from mindgrpo import __main__, step
-from mindgrpo.delivery import Delivery
-from mindgrpo.reshard.execute import Traffic
 from mindgrpo.step import Stepper
 from mindgrpo.training import update as batches
 from mindgrpo.training.policy import Policy
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.syncer import Delivery
 
 Change = Callable[[Any], Any]
 

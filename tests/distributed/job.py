@@ -30,7 +30,6 @@ from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.backend.host import job_name
-from mindgrpo.delivery import Delivery
 from mindgrpo.experience import Scored, generate, sample_logps
 from mindgrpo.generate.engine import Draw, Generator
 from mindgrpo.generate.noise import EVALUATION, ROLLOUT
@@ -43,13 +42,14 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill
-from mindgrpo.reshard.execute import Resharder, checksums
-from mindgrpo.reshard.plan import plan_reshard
 from mindgrpo.reward.scores import Scores
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.syncer import Delivery
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

@@ -15,7 +15,7 @@ from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.checkpoint.sums import values_digest
-from mindgrpo.reshard.execute import checksums
+from mindgrpo.weight_sync.execute import checksums
 from mindgrpo.weights.local_weights import Weights
 
 Grid3 = tuple[int, int, int]

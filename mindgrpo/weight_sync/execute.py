@@ -15,8 +15,8 @@ import numpy as np
 from mindgrpo.backend.contract import Backend, PeerView
 from mindgrpo.backend.copies import Copies
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.reshard.plan import Plan, RankPlan
-from mindgrpo.reshard.rounds import Piece, rounds
+from mindgrpo.weight_sync.plan import Plan, RankPlan
+from mindgrpo.weight_sync.rounds import Piece, rounds
 from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights, is_transposed
 
 DEFAULT_BUCKET_BYTES = 16 << 20

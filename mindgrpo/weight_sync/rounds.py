@@ -16,7 +16,7 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.reshard.plan import Move, Part, Plan
+from mindgrpo.weight_sync.plan import Move, Part, Plan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Adapters
 from mindgrpo.models.lora import merge
-from mindgrpo.reshard.execute import Resharder, Traffic
-from mindgrpo.reshard.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.execute import Resharder, Traffic
+from mindgrpo.weight_sync.plan import Plan, plan_reshard
 from mindgrpo.weights.local_weights import Weights
 
 

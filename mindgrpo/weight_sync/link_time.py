@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mindgrpo.reshard.plan import Plan
+from mindgrpo.weight_sync.plan import Plan
 
 GIGA = 10**9
 
