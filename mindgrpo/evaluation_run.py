@@ -26,6 +26,7 @@ from mindgrpo.experience import check_rewards
 from mindgrpo.generate.engine import Generator
 from mindgrpo.generate.room import Room
 from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.evaluations import details, table, write_completions
@@ -39,7 +40,6 @@ from mindgrpo.preflight import (
     sampling_settings,
     scorer_of,
 )
-from mindgrpo.residency import Residency
 from mindgrpo.reward.score import Scorer
 from mindgrpo.run_plan import check_positions, layout_of
 from mindgrpo.weights.pretrained import check_tensors, load_weights

@@ -15,6 +15,7 @@ from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.generate.room import Footprint, Room
+from mindgrpo.memory.residency import PHASES
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.parallel.mesh import Grid
@@ -24,7 +25,6 @@ from mindgrpo.parallel.sharding import (
     layers_of_stage,
     local_shape,
 )
-from mindgrpo.residency import PHASES
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4

@@ -14,7 +14,7 @@ import pytest
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.residency import PHASES, Place, Residency
+from mindgrpo.memory.residency import PHASES, Place, Residency
 
 MIB = 1 << 20
 
