@@ -19,11 +19,11 @@ from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.experience import Scored, generate, score
-from mindgrpo.generate.engine import Draw, Generator
-from mindgrpo.generate.noise import EVALUATION
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.reward.score import Scorer
+from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 SAMPLED, GREEDY = "sampled", "greedy"
 PREFIXES = {SAMPLED: "eval", GREEDY: "eval_greedy"}

@@ -23,9 +23,6 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.evaluation import Evaluator, Mode, Outcome, modes_of
 from mindgrpo.experience import check_rewards
-from mindgrpo.generate.engine import Generator
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.monitor.console import Console
@@ -41,6 +38,9 @@ from mindgrpo.preflight import (
     scorer_of,
 )
 from mindgrpo.reward.score import Scorer
+from mindgrpo.rollout.embedded.engine import Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run_plan import check_positions, layout_of
 from mindgrpo.weights.pretrained import check_tensors, load_weights
 

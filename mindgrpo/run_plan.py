@@ -14,7 +14,6 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.generate.room import Footprint, Room
 from mindgrpo.memory.residency import PHASES
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
@@ -25,6 +24,7 @@ from mindgrpo.parallel.sharding import (
     layers_of_stage,
     local_shape,
 )
+from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4

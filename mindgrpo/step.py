@@ -21,11 +21,11 @@ from mindgrpo.algorithm.loss_config import Credit
 from mindgrpo.algorithm.rollout_correction import Mismatch
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.experience import Scored, generate, sample_logps
-from mindgrpo.generate.engine import Draw
-from mindgrpo.generate.noise import ROLLOUT
-from mindgrpo.generate.usage import Usage
 from mindgrpo.refill import Refills, refill
 from mindgrpo.roles import Roles
+from mindgrpo.rollout.embedded.engine import Draw
+from mindgrpo.rollout.noise import ROLLOUT
+from mindgrpo.rollout.stats import Usage
 from mindgrpo.training.update import UpdateReport, update
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"

@@ -13,9 +13,9 @@ import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.types import LENGTH, Samples
-from mindgrpo.generate.usage import Usage
 from mindgrpo.monitor.memory import process_rss
 from mindgrpo.roles import Roles
+from mindgrpo.rollout.stats import Usage
 from mindgrpo.step import StepOutcome
 from mindgrpo.training.update import UpdateReport
 

@@ -23,7 +23,7 @@ from mindgrpo.backend.kernels.contract.rollout import (
     Partition,
     Share,
 )
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact

@@ -13,12 +13,12 @@ from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.contract.native.library import library_path
-from mindgrpo.generate.engine import Draw, Generator, Request
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

@@ -35,11 +35,11 @@ from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome, modes_of
 from mindgrpo.evaluation_run import grid_for
-from mindgrpo.generate.engine import Draw, Request
-from mindgrpo.generate.noise import EVALUATION
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.rollout.embedded.engine import Draw, Request
+from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

@@ -41,9 +41,14 @@ from mindgrpo.algorithm.types import (
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.experience import sample_logps
-from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import Shard
+from mindgrpo.rollout.embedded.engine import (
+    Draw,
+    Generator,
+    Request,
+    StaleWeights,
+)
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.weights.local_weights import Weights
 

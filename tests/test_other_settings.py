@@ -27,7 +27,7 @@ from small_generators import (
 
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.contract import Kernels
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
 OTHERS = {

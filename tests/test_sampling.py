@@ -16,8 +16,8 @@ from slots_by_hand import Ranks
 
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.native.library import library_path
-from mindgrpo.generate.sampling import Sampler
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.rollout.embedded.sampling import Sampler
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 ROWS, VOCAB = 128, 67
 PLAIN = SamplingSettings(stop_ids=(3, 40))

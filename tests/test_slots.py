@@ -27,10 +27,11 @@ from small_generators import (
 )
 
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.generate import room, slots
-from mindgrpo.generate.engine import Generator, Request
-from mindgrpo.generate.room import Footprint, Room
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.rollout.embedded import kv_cache as room
+from mindgrpo.rollout.embedded import slots
+from mindgrpo.rollout.embedded.engine import Generator, Request
+from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.evaluation import Outcome, figure
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 def write_evaluation(

@@ -145,7 +145,7 @@ def stale_generator(at: int) -> None:
 
 def token(at: int) -> None:
     """One drawn token."""
-    from mindgrpo.generate.engine import Generator
+    from mindgrpo.rollout.embedded.engine import Generator
 
     def change(completions: list[Any], *_: Any) -> Any:
         completions[0].tokens[0] ^= 1
@@ -156,7 +156,7 @@ def token(at: int) -> None:
 
 def noise(at: int) -> None:
     """Another seed, for the draws alone."""
-    from mindgrpo.generate import engine
+    from mindgrpo.rollout.embedded import engine
 
     original = engine.uniforms
 

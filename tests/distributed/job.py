@@ -31,10 +31,6 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.backend.host import job_name
 from mindgrpo.experience import Scored, generate, sample_logps
-from mindgrpo.generate.engine import Draw, Generator
-from mindgrpo.generate.noise import EVALUATION, ROLLOUT
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
 from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
 from mindgrpo.models.lora import fill_adapters
@@ -43,6 +39,10 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill
 from mindgrpo.reward.scores import Scores
+from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
+from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings

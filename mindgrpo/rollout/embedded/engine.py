@@ -15,15 +15,15 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract.contract import Kernels
 from mindgrpo.backend.kernels.contract.rollout import Job
-from mindgrpo.generate.noise import uniforms
-from mindgrpo.generate.plain import PlainDecoder
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.generate.slots import SlotDecoder
-from mindgrpo.generate.usage import Usage
 from mindgrpo.models.decoder import Shard
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.plain import PlainDecoder
+from mindgrpo.rollout.embedded.slots import SlotDecoder
+from mindgrpo.rollout.noise import uniforms
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.stats import Usage
 from mindgrpo.weights.local_weights import Weights
 
 

@@ -12,12 +12,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindgrpo.generate.plain_layers import GatedMlp, Head, Layer, Projections, RMSNorm
-from mindgrpo.generate.sampling import Sampler
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import NEVER, Shard
 from mindgrpo.models.parallel_cells import Linear, ReduceFrom, VocabParallelEmbedding
 from mindgrpo.models.rotary import rotary_table
+from mindgrpo.rollout.embedded.plain_layers import (
+    GatedMlp,
+    Head,
+    Layer,
+    Projections,
+    RMSNorm,
+)
+from mindgrpo.rollout.embedded.sampling import Sampler
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class CachedLayer(nn.Cell):

@@ -22,11 +22,11 @@ from mindgrpo.backend.kernels.contract.rollout import (
     Share,
     Slots,
 )
-from mindgrpo.generate.room import Footprint, Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.generate.usage import Usage
 from mindgrpo.models.decoder import Shard
 from mindgrpo.models.rotary import rotary_table
+from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.stats import Usage
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
 DECODE_STEPS = 8

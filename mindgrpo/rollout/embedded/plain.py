@@ -14,11 +14,11 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract.rollout import Job
-from mindgrpo.generate.cells import Decode, Prefill
-from mindgrpo.generate.room import FLOAT_BYTES, Footprint, Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.generate.usage import Usage
 from mindgrpo.models.decoder import Shard
+from mindgrpo.rollout.embedded.cells import Decode, Prefill
+from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.stats import Usage
 
 PREFILL_TOKENS = 1024
 IDLE = -1

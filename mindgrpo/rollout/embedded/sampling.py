@@ -13,9 +13,9 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
-from mindgrpo.generate.settings import SamplingSettings
 from mindgrpo.models.decoder import NEVER
 from mindgrpo.models.parallel_cells import GatherColumns
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Sampler(nn.Cell):
