@@ -162,7 +162,7 @@ def export(argv: Sequence[str]) -> None:
 
 
 def score(argv: Sequence[str]) -> None:
-    from mindgrpo.reward.trial import try_rewards
+    from mindgrpo.rewards.trial import try_rewards
 
     try_rewards(argv)
 

@@ -20,7 +20,7 @@ from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.experience import Scored, generate, score
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.engine import Draw, Generator
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings

@@ -37,7 +37,7 @@ from mindgrpo.preflight import (
     sampling_settings,
     scorer_of,
 )
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.engine import Generator
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.sampling_params import SamplingSettings

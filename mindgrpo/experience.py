@@ -19,9 +19,9 @@ from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.reward.call import own_columns
-from mindgrpo.reward.score import Scorer
-from mindgrpo.reward.scores import Scores
+from mindgrpo.rewards.call import own_columns
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.pipeline import Pipeline

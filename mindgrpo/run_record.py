@@ -26,7 +26,7 @@ from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.preflight import Inputs
-from mindgrpo.reward.scores import Scores
+from mindgrpo.rewards.scores import Scores
 from mindgrpo.run_places import Places, continue_files, label_of, make_places
 from mindgrpo.run_plan import RunPlan
 

@@ -36,7 +36,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome, modes_of
 from mindgrpo.evaluation_run import grid_for
 from mindgrpo.monitor.evaluations import write_evaluation
-from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.embedded.engine import Draw, Request
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings

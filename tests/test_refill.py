@@ -12,7 +12,7 @@ import numpy as np
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.experience import Scored
 from mindgrpo.refill import DrawGroups, Refills, refill
-from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.rewards.scores import Report, Scores
 
 GROUP = 2
 

@@ -18,8 +18,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.experience import ScoringFailed, check_rewards, score
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.preflight import Inputs, prepare
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

@@ -71,7 +71,7 @@ def measure(given: argparse.Namespace) -> None:
     import assembly
 
     from mindgrpo.experience import Scored
-    from mindgrpo.reward.score import Scores
+    from mindgrpo.rewards.score import Scores
     from mindgrpo.step import Stepper
 
     work = read_work(given.work)

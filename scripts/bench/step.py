@@ -39,7 +39,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
     from mindgrpo.experience import Scored
-    from mindgrpo.reward.scores import Scores
+    from mindgrpo.rewards.scores import Scores
     from mindgrpo.step import StepOutcome, Stepper
 
     backend = assembly.join_ranks()

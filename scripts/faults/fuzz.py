@@ -209,7 +209,7 @@ def warm_up() -> None:
     for name in (
         "mindgrpo.preflight",
         "mindgrpo.export",
-        "mindgrpo.reward.trial",
+        "mindgrpo.rewards.trial",
         "mindgrpo.planning",
         "pyarrow",
     ):

@@ -38,7 +38,7 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.refill import refill
-from mindgrpo.reward.scores import Scores
+from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.embedded.engine import Draw, Generator
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.noise import EVALUATION, ROLLOUT

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin import sandbox
+from mindgrpo.rewards.builtin import sandbox
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")

@@ -13,8 +13,13 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from mindgrpo.reward.builtin.accuracy import first_of
-from mindgrpo.reward.builtin.numerals import GOLD_MARK, answer_content, box_content, gold_number
+from mindgrpo.rewards.builtin.accuracy import first_of
+from mindgrpo.rewards.builtin.numerals import (
+    GOLD_MARK,
+    answer_content,
+    box_content,
+    gold_number,
+)
 
 # What is looked at of a text that marks no answer, in characters: its conclusion.
 TAIL = 1000

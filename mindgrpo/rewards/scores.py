@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindgrpo.reward.outcome import Tally
+from mindgrpo.rewards.outcome import Tally
 
 Figure = float | int | None
 

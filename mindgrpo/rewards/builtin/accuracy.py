@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from mindgrpo.reward.builtin.numerals import (
+from mindgrpo.rewards.builtin.numerals import (
     answer_content,
     box_content,
     gold_number,

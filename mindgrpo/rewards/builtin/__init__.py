@@ -22,7 +22,7 @@ class Builtin:
 
     def load(self) -> Callable[..., Any]:
         # Late, because most runs use two of them and each worker one.
-        return getattr(import_module(f"mindgrpo.reward.builtin.{self.module}"), self.function)
+        return getattr(import_module(f"mindgrpo.rewards.builtin.{self.module}"), self.function)
 
 
 BUILTINS: dict[str, Builtin] = {

@@ -17,8 +17,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from mindgrpo.reward.workers import processes
-from mindgrpo.reward.workers.worker import be_worker
+from mindgrpo.rewards.workers import processes
+from mindgrpo.rewards.workers.worker import be_worker
 
 RANK_CHECK_SECONDS = 1.0
 LONGEST_ORDER = 4096

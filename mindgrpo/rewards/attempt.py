@@ -9,9 +9,21 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.call import BadResult, Samples, call_reward, is_usable
-from mindgrpo.reward.load import RewardFunction, describe
-from mindgrpo.reward.outcome import BAD_RESULT, MEMORY, NOT_FINITE, RAISED, REFUSED, Failure
+from mindgrpo.rewards.call import (
+    BadResult,
+    Samples,
+    call_reward,
+    is_usable,
+)
+from mindgrpo.rewards.load import RewardFunction, describe
+from mindgrpo.rewards.outcome import (
+    BAD_RESULT,
+    MEMORY,
+    NOT_FINITE,
+    RAISED,
+    REFUSED,
+    Failure,
+)
 
 if TYPE_CHECKING:
     import asyncio

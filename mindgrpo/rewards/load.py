@@ -18,8 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin import BUILTINS
-from mindgrpo.reward.spec import WHERE, Spec, nearest, parse
+from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.rewards.spec import (
+    WHERE,
+    Spec,
+    nearest,
+    parse,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin.accuracy import accuracy_reward
+from mindgrpo.rewards.builtin.accuracy import accuracy_reward
 
 # A sign of Chinese, Japanese or Korean is a word by itself: those do not put spaces between words.
 IDEOGRAPHS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"

@@ -14,11 +14,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from mindgrpo.reward.attempt import Attempts, judged
-from mindgrpo.reward.call import Samples, Signature
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.load import RewardFunction
-from mindgrpo.reward.outcome import RAISED, TIMEOUT, Failure, Tally
+from mindgrpo.rewards.attempt import Attempts, judged
+from mindgrpo.rewards.call import Samples, Signature
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.load import RewardFunction
+from mindgrpo.rewards.outcome import (
+    RAISED,
+    TIMEOUT,
+    Failure,
+    Tally,
+)
 
 TICK_MILLISECONDS = 50
 

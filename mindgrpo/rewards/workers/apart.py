@@ -19,8 +19,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mindgrpo.reward.outcome import EXIT, MEMORY, TIMEOUT, Failure
-from mindgrpo.reward.workers import processes
+from mindgrpo.rewards.outcome import (
+    EXIT,
+    MEMORY,
+    TIMEOUT,
+    Failure,
+)
+from mindgrpo.rewards.workers import processes
 
 TICK = 0.05
 # When nothing has ended for so long, so many times as many may run.

@@ -16,11 +16,11 @@ from mindgrpo.arguments import path as path_of
 from mindgrpo.config import memory_bytes
 from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin.numerals import GOLD_MARK
-from mindgrpo.reward.call import Columns
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
-from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.rewards.builtin.numerals import GOLD_MARK
+from mindgrpo.rewards.call import Columns
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Report, Scores
 
 STEP = 64
 ROWS_SHOWN = 20

@@ -15,16 +15,32 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin import BUILTINS
-from mindgrpo.reward.call import CONTRACT, Columns, Samples, Signature
-from mindgrpo.reward.lanes import DirectLane, Lane, ThreadLane, run_all, wait_for_any
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.load import from_callable, name_of, resolve
-from mindgrpo.reward.outcome import BAD_RESULT, REFUSED, Tally
-from mindgrpo.reward.scores import Scores, added_up
-from mindgrpo.reward.spec import WHERE, Spec, parse, reference_to
-from mindgrpo.reward.workers.pool import Pool
-from mindgrpo.reward.workers.process_lane import ProcessLane
+from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.rewards.call import (
+    CONTRACT,
+    Columns,
+    Samples,
+    Signature,
+)
+from mindgrpo.rewards.lanes import (
+    DirectLane,
+    Lane,
+    ThreadLane,
+    run_all,
+    wait_for_any,
+)
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.load import from_callable, name_of, resolve
+from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, Tally
+from mindgrpo.rewards.scores import Scores, added_up
+from mindgrpo.rewards.spec import (
+    WHERE,
+    Spec,
+    parse,
+    reference_to,
+)
+from mindgrpo.rewards.workers.pool import Pool
+from mindgrpo.rewards.workers.process_lane import ProcessLane
 
 Given = str | Callable[..., Any]
 

@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.attempt import Attempts, judged
-from mindgrpo.reward.call import Samples, Signature
-from mindgrpo.reward.load import describe, resolve
-from mindgrpo.reward.outcome import MEMORY, Failure
-from mindgrpo.reward.spec import Spec
-from mindgrpo.reward.workers import processes
-from mindgrpo.reward.workers.apart import Apart
-from mindgrpo.reward.workers.channel import Closed, WorkerEnd
+from mindgrpo.rewards.attempt import Attempts, judged
+from mindgrpo.rewards.call import Samples, Signature
+from mindgrpo.rewards.load import describe, resolve
+from mindgrpo.rewards.outcome import MEMORY, Failure
+from mindgrpo.rewards.spec import Spec
+from mindgrpo.rewards.workers import processes
+from mindgrpo.rewards.workers.apart import Apart
+from mindgrpo.rewards.workers.channel import Closed, WorkerEnd
 
 TOGETHER, EACH, APART = "together", "each", "apart"
 

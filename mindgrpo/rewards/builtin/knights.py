@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from mindgrpo.reward.builtin.formats import TAGS, opened
-from mindgrpo.reward.builtin.numerals import answer_content
+from mindgrpo.rewards.builtin.formats import TAGS, opened
+from mindgrpo.rewards.builtin.numerals import answer_content
 
 FORMAT_RIGHT, FORMAT_WRONG = 1.0, -1.0
 ANSWER_RIGHT, ANSWER_WRONG, ANSWER_UNREADABLE = 2.0, -1.5, -2.0

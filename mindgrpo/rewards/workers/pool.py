@@ -16,12 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.reward.call import Signature
-from mindgrpo.reward.spec import Spec
-from mindgrpo.reward.workers.channel import Output, RankEnd
-from mindgrpo.reward.workers.worker import Order
+from mindgrpo.rewards.call import Signature
+from mindgrpo.rewards.spec import Spec
+from mindgrpo.rewards.workers.channel import Output, RankEnd
+from mindgrpo.rewards.workers.worker import Order
 
-START = "import sys; sys.path.insert(0, sys.argv[2]); from mindgrpo.reward.workers.keeper import main; main()"
+START = "import sys; sys.path.insert(0, sys.argv[2]); from mindgrpo.rewards.workers.keeper import main; main()"
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # A worker scores beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

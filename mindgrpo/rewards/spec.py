@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin import BUILTINS
+from mindgrpo.rewards.builtin import BUILTINS
 
 WHERE = "reward_config.verifier_function"
 CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)

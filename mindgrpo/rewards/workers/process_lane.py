@@ -12,14 +12,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.call import Samples, Signature
-from mindgrpo.reward.lanes import Lane
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.outcome import EXIT, MEMORY, TIMEOUT, Failure
-from mindgrpo.reward.spec import WHERE, Spec
-from mindgrpo.reward.workers import processes
-from mindgrpo.reward.workers.pool import Pool, RankWorker
-from mindgrpo.reward.workers.worker import APART, EACH, TOGETHER, Task
+from mindgrpo.rewards.call import Samples, Signature
+from mindgrpo.rewards.lanes import Lane
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.outcome import (
+    EXIT,
+    MEMORY,
+    TIMEOUT,
+    Failure,
+)
+from mindgrpo.rewards.spec import WHERE, Spec
+from mindgrpo.rewards.workers import processes
+from mindgrpo.rewards.workers.pool import Pool, RankWorker
+from mindgrpo.rewards.workers.worker import (
+    APART,
+    EACH,
+    TOGETHER,
+    Task,
+)
 
 # A function that is late by so much of its time gets a second process, ready if the first must go.
 LATE_SHARE = 0.4

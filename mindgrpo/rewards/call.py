@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.load import RewardFunction
-from mindgrpo.reward.spec import WHERE
+from mindgrpo.rewards.load import RewardFunction
+from mindgrpo.rewards.spec import WHERE
 
 Columns = Mapping[str, Sequence[Any]]
 CONTRACT = "a list with one float or None for each completion"
