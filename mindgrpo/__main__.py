@@ -146,7 +146,7 @@ def doctor(argv: Sequence[str]) -> None:
 
 def export(argv: Sequence[str]) -> None:
     from mindgrpo.conversion import FORMATS, convert
-    from mindgrpo.export import MAX_SHARD_BYTES
+    from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES
 
     parser = Arguments(prog="python -m mindgrpo export")
     parser.add_argument("--from", dest="source", required=True, type=path_of)

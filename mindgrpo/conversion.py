@@ -17,7 +17,7 @@ from mindgrpo.checkpoint.load import read_box
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
-from mindgrpo.export import write_companions
+from mindgrpo.grpo.hf_export import write_companions
 from mindgrpo.models.families import parameter_specs, read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.parallel.sharding import Box

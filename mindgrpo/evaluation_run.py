@@ -21,8 +21,14 @@ from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.evaluation import Evaluator, Mode, Outcome, modes_of
-from mindgrpo.experience import check_rewards
+from mindgrpo.grpo.evaluation import (
+    Evaluator,
+    Mode,
+    Outcome,
+    modes_of,
+)
+from mindgrpo.grpo.rollout import check_rewards
+from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.monitor.console import Console
@@ -41,7 +47,6 @@ from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.engine import Generator
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.run_plan import check_positions, layout_of
 from mindgrpo.weights.pretrained import check_tensors, load_weights
 
 EVALUATION_KEYS: dict[str, str] = {

@@ -110,11 +110,11 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     # What computes is imported only where something is computed.
     from mindgrpo.backend.connect import connect
     from mindgrpo.data.tokenizer import load_tokenizer
-    from mindgrpo.experience import sample_logps
+    from mindgrpo.grpo.roles import update_settings
+    from mindgrpo.grpo.rollout import sample_logps
+    from mindgrpo.grpo.run_plan import plan_run
     from mindgrpo.models.families import read_config
     from mindgrpo.preflight import sampling_settings
-    from mindgrpo.roles import update_settings
-    from mindgrpo.run_plan import plan_run
     from mindgrpo.training.policy import Policy
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights

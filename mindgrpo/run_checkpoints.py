@@ -19,8 +19,8 @@ from mindgrpo.checkpoint.seen import check_seen
 from mindgrpo.checkpoint.state import Best, RunState
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.metrics import finite_or_null
-from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
 from mindgrpo.run_resume import saved_roles
 

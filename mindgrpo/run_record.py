@@ -11,15 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindgrpo
-from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.find import Candidate, Start
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.evaluation import Figure, Outcome, figure, number
-from mindgrpo.experience import Scored
+from mindgrpo.grpo.algorithm_summary import algorithm_lines
+from mindgrpo.grpo.evaluation import (
+    Figure,
+    Outcome,
+    figure,
+    number,
+)
+from mindgrpo.grpo.rollout import Scored
+from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
@@ -28,7 +34,6 @@ from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.preflight import Inputs
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run_places import Places, continue_files, label_of, make_places
-from mindgrpo.run_plan import RunPlan
 
 STEPS_BETWEEN_PICTURES = 10
 

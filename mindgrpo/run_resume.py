@@ -16,7 +16,7 @@ from mindgrpo.checkpoint.manifest import DamagedCheckpoint, Identity
 from mindgrpo.checkpoint.sums import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.roles import Roles
+from mindgrpo.grpo.roles import Roles
 from mindgrpo.run_start import compare
 from mindgrpo.weights.local_weights import Weights
 

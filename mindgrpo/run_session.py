@@ -9,8 +9,8 @@ from typing import Any
 
 from mindgrpo.checkpoint.find import Start
 from mindgrpo.data.cursor import Cursor
+from mindgrpo.grpo.roles import Roles
 from mindgrpo.preflight import Inputs
-from mindgrpo.roles import Roles
 from mindgrpo.run_checkpoints import Phase, RunCheckpoints
 from mindgrpo.run_record import RunRecord
 from mindgrpo.run_resume import restore, unsaved_digests

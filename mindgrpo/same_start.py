@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mindgrpo
-from mindgrpo.agreement import different_ranks, digest
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.rank_consistency import different_ranks, digest
 
 SOURCES = (".py", ".c", ".h")
 

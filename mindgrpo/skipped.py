@@ -12,7 +12,7 @@ from typing import Any
 from mindgrpo import dump
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
-from mindgrpo.step import Skip, StepOutcome
+from mindgrpo.grpo.step import Skip, StepOutcome
 
 MOST_DUMPS = 5
 

@@ -23,12 +23,14 @@ from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
 from mindgrpo.data.tokenizer_files import write_tokenizer
-from mindgrpo.evaluation import Evaluator, modes_of
-from mindgrpo.experience import check_rewards, score
-from mindgrpo.export import export_adapters, export_policy
+from mindgrpo.grpo.evaluation import Evaluator, modes_of
+from mindgrpo.grpo.hf_export import export_adapters, export_policy
+from mindgrpo.grpo.metrics import figures_of, resources
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.rollout import check_rewards, score
+from mindgrpo.grpo.step import StepOutcome, Stepper
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.preflight import Reward, prepare, runtime_settings
-from mindgrpo.roles import Roles
 from mindgrpo.run_record import RunRecord
 from mindgrpo.run_resume import on_first_rank, restored_roles
 from mindgrpo.run_session import Session
@@ -36,8 +38,6 @@ from mindgrpo.run_start import find_start
 from mindgrpo.run_watch import Watch
 from mindgrpo.same_start import check_same_start
 from mindgrpo.skipped import SkippedUpdates
-from mindgrpo.step import StepOutcome, Stepper
-from mindgrpo.step_figures import figures_of, resources
 from mindgrpo.stopping import Stop, Stopping
 
 

@@ -14,9 +14,9 @@ import yaml
 from pydantic import ValidationError
 
 from mindgrpo.algorithm.loss_config import Credit, Objective
-from mindgrpo.algorithm.summary import algorithm_lines
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.grpo.algorithm_summary import algorithm_lines
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 

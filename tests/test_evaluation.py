@@ -33,8 +33,15 @@ from mindgrpo.config import Config, load_config
 from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome, modes_of
 from mindgrpo.evaluation_run import grid_for
+from mindgrpo.grpo.evaluation import (
+    GREEDY,
+    SAMPLED,
+    Evaluator,
+    Mode,
+    Outcome,
+    modes_of,
+)
 from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.embedded.engine import Draw, Request

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from mindgrpo.__main__ import main
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.export import export_policy
+from mindgrpo.grpo.hf_export import export_policy
 from mindgrpo.models.families import read_config
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 

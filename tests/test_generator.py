@@ -40,7 +40,7 @@ from mindgrpo.algorithm.types import (
 )
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.backend.kernels.contract.contract import Kernels
-from mindgrpo.experience import sample_logps
+from mindgrpo.grpo.rollout import sample_logps
 from mindgrpo.models.decoder import Shard
 from mindgrpo.rollout.embedded.engine import (
     Draw,

@@ -17,8 +17,8 @@ from mindgrpo.algorithm import losses as loss
 from mindgrpo.algorithm import packing
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.experience import sample_logps
-from mindgrpo.export import export_adapters
+from mindgrpo.grpo.hf_export import export_adapters
+from mindgrpo.grpo.rollout import sample_logps
 from mindgrpo.models.families import parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (

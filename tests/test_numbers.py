@@ -8,10 +8,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.agreement import RanksDisagree, check_alike, different_ranks, digest, step_digests
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.grpo.rank_consistency import (
+    RanksDisagree,
+    check_alike,
+    different_ranks,
+    digest,
+    step_digests,
+)
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.experience import Scored
-from mindgrpo.refill import DrawGroups, Refills, refill
+from mindgrpo.grpo.dynamic_sampling import DrawGroups, Refills, refill
+from mindgrpo.grpo.rollout import Scored
 from mindgrpo.rewards.scores import Report, Scores
 
 GROUP = 2

@@ -15,7 +15,7 @@ import pytest
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.experience import ScoringFailed, check_rewards, score
+from mindgrpo.grpo.rollout import ScoringFailed, check_rewards, score
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.preflight import Inputs, prepare
 from mindgrpo.rewards.limits import Limits

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.evaluation import Outcome, figure
+from mindgrpo.grpo.evaluation import Outcome, figure
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo import __main__, step
-from mindgrpo.step import Stepper
+from mindgrpo import __main__
+from mindgrpo.grpo import step
+from mindgrpo.grpo.step import Stepper
 from mindgrpo.training import update as batches
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic

@@ -208,7 +208,7 @@ def warm_up() -> None:
     """Everything that a case imports, so that the fork of it costs little."""
     for name in (
         "mindgrpo.preflight",
-        "mindgrpo.export",
+        "mindgrpo.grpo.hf_export",
         "mindgrpo.rewards.trial",
         "mindgrpo.planning",
         "pyarrow",

@@ -30,14 +30,14 @@ from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.backend.host import job_name
-from mindgrpo.experience import Scored, generate, sample_logps
+from mindgrpo.grpo.dynamic_sampling import refill
+from mindgrpo.grpo.rollout import Scored, generate, sample_logps
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
 from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.refill import refill
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.embedded.engine import Draw, Generator
 from mindgrpo.rollout.embedded.kv_cache import Room

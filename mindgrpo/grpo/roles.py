@@ -15,13 +15,13 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import memory_bytes
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.memory.residency import Place, Residency
 from mindgrpo.models.decoder import Recompute, Shard
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.rollout.embedded.engine import Generator
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.run_plan import RunPlan
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings

@@ -13,16 +13,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.agreement import agree, check_alike, digest, step_digests
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.credit import assign_credit
 from mindgrpo.algorithm.finite import NonFinite, NotFinite
 from mindgrpo.algorithm.loss_config import Credit
 from mindgrpo.algorithm.rollout_correction import Mismatch
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.experience import Scored, generate, sample_logps
-from mindgrpo.refill import Refills, refill
-from mindgrpo.roles import Roles
+from mindgrpo.grpo.dynamic_sampling import Refills, refill
+from mindgrpo.grpo.rank_consistency import (
+    agree,
+    check_alike,
+    digest,
+    step_digests,
+)
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.rollout import Scored, generate, sample_logps
 from mindgrpo.rollout.embedded.engine import Draw
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.stats import Usage

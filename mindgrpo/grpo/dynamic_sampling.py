@@ -13,7 +13,7 @@ import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.experience import Scored
+from mindgrpo.grpo.rollout import Scored
 
 # (round from 1, numbers of the groups to replace) -> their new samples, in that order, and scores.
 DrawGroups = Callable[[int, Sequence[int]], tuple[Samples, Scored]]

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.agreement import RanksDisagree, different_ranks, digest
 from mindgrpo.algorithm import packing
 from mindgrpo.algorithm.types import Samples, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.score import Scorer

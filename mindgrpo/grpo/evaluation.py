@@ -18,7 +18,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.experience import Scored, generate, score
+from mindgrpo.grpo.rollout import Scored, generate, score
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.engine import Draw, Generator

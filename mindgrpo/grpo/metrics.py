@@ -13,10 +13,10 @@ import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.step import StepOutcome
 from mindgrpo.monitor.memory import process_rss
-from mindgrpo.roles import Roles
 from mindgrpo.rollout.stats import Usage
-from mindgrpo.step import StepOutcome
 from mindgrpo.training.update import UpdateReport
 
 
