@@ -91,10 +91,10 @@ def check(argv: Sequence[str]) -> None:
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
     from mindgrpo.backend.connect import check_target
-    from mindgrpo.capacity import refuse_what_cannot_run
     from mindgrpo.monitor.run_directory import check_free
-    from mindgrpo.preflight import prepare
-    from mindgrpo.run_start import find_start
+    from mindgrpo.run.host_limits import refuse_what_cannot_run
+    from mindgrpo.run.preflight import prepare
+    from mindgrpo.run.start import find_start
 
     context = loaded.config.context
     check_target(context.device_target, context.transport)
@@ -134,7 +134,7 @@ def config(argv: Sequence[str]) -> None:
 
 
 def doctor(argv: Sequence[str]) -> None:
-    from mindgrpo.doctor import findings
+    from mindgrpo.run.machine_checks import findings
 
     if argv:
         raise UserError(f"doctor takes no arguments, but was given '{argv[0]}'.")

@@ -32,9 +32,13 @@ from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.evaluations import details, table, write_completions
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.preflight import (
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.embedded.engine import Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.evaluation_log import details, table, write_completions
+from mindgrpo.run.preflight import (
     dry_run_rewards,
     held_out_prompts,
     read_model,
@@ -43,10 +47,6 @@ from mindgrpo.preflight import (
     sampling_settings,
     scorer_of,
 )
-from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.engine import Generator
-from mindgrpo.rollout.embedded.kv_cache import Room
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.pretrained import check_tensors, load_weights
 
 EVALUATION_KEYS: dict[str, str] = {

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo import dump
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.finite import NotFinite
 from mindgrpo.arguments import Arguments
 from mindgrpo.arguments import path as path_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
+from mindgrpo.run import batch_dump as dump
 
 ALONE = {"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1}
 ROLES = ("actor_config", "ref_config", "generate_config")
@@ -114,7 +114,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.grpo.rollout import sample_logps
     from mindgrpo.grpo.run_plan import plan_run
     from mindgrpo.models.families import read_config
-    from mindgrpo.preflight import sampling_settings
+    from mindgrpo.run.preflight import sampling_settings
     from mindgrpo.training.policy import Policy
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights

@@ -30,15 +30,15 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import check_rewards, score
 from mindgrpo.grpo.step import StepOutcome, Stepper
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
-from mindgrpo.preflight import Reward, prepare, runtime_settings
-from mindgrpo.run_record import RunRecord
-from mindgrpo.run_resume import on_first_rank, restored_roles
-from mindgrpo.run_session import Session
-from mindgrpo.run_start import find_start
-from mindgrpo.run_watch import Watch
-from mindgrpo.same_start import check_same_start
-from mindgrpo.skipped import SkippedUpdates
-from mindgrpo.stopping import Stop, Stopping
+from mindgrpo.run.nan_guard import SkippedUpdates
+from mindgrpo.run.preflight import Reward, prepare, runtime_settings
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import on_first_rank, restored_roles
+from mindgrpo.run.same_start import check_same_start
+from mindgrpo.run.session import Session
+from mindgrpo.run.start import find_start
+from mindgrpo.run.stop_signals import Stop, Stopping
+from mindgrpo.run.watch import Watch
 
 
 class GRPOTrainer:

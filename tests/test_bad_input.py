@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindgrpo import capacity, doctor
 from mindgrpo.arguments import Arguments
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.source import read_yaml
@@ -29,6 +28,8 @@ from mindgrpo.documents import NotJson, is_inside, parse_json, read_text
 from mindgrpo.environment import wrong_variables
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import decoder_config
+from mindgrpo.run import host_limits as capacity
+from mindgrpo.run import machine_checks as doctor
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent

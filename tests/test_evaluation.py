@@ -42,11 +42,11 @@ from mindgrpo.grpo.evaluation import (
     Outcome,
     modes_of,
 )
-from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.embedded.engine import Draw, Request
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.evaluation_log import write_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

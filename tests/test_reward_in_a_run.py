@@ -17,9 +17,9 @@ from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.rollout import ScoringFailed, check_rewards, score
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
-from mindgrpo.preflight import Inputs, prepare
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.run.preflight import Inputs, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

@@ -179,7 +179,7 @@ def prompts(at: int) -> None:
 
 def code(at: int) -> None:
     """Another version of the program."""
-    from mindgrpo import same_start
+    from mindgrpo.run import same_start
 
     put(same_start, "code_digest", lambda: "0" * 16)
 

@@ -207,7 +207,7 @@ def outcomes(
 def warm_up() -> None:
     """Everything that a case imports, so that the fork of it costs little."""
     for name in (
-        "mindgrpo.preflight",
+        "mindgrpo.run.preflight",
         "mindgrpo.grpo.hf_export",
         "mindgrpo.rewards.trial",
         "mindgrpo.planning",

@@ -159,8 +159,8 @@ def make_checkpoint(folder: Path) -> None:
     from mindgrpo.config import load_config
     from mindgrpo.models.families import parameter_specs
     from mindgrpo.parallel.sharding import Box
-    from mindgrpo.preflight import prepare
-    from mindgrpo.run_start import identity_of
+    from mindgrpo.run.preflight import prepare
+    from mindgrpo.run.start import identity_of
 
     here = os.getcwd()
     os.chdir(folder)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindgrpo import dump
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.grpo.step import Skip, StepOutcome
+from mindgrpo.run import batch_dump as dump
 
 MOST_DUMPS = 5
 

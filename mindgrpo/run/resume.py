@@ -17,7 +17,7 @@ from mindgrpo.checkpoint.sums import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.run_start import compare
+from mindgrpo.run.start import compare
 from mindgrpo.weights.local_weights import Weights
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from mindgrpo.checkpoint.find import Candidate, Start, find
 from mindgrpo.checkpoint.manifest import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.run_directory import ROOT
-from mindgrpo.preflight import Inputs
+from mindgrpo.run.preflight import Inputs
 
 
 def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:

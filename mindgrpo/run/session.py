@@ -10,12 +10,12 @@ from typing import Any
 from mindgrpo.checkpoint.find import Start
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.preflight import Inputs
-from mindgrpo.run_checkpoints import Phase, RunCheckpoints
-from mindgrpo.run_record import RunRecord
-from mindgrpo.run_resume import restore, unsaved_digests
-from mindgrpo.run_start import identity_of
-from mindgrpo.stopping import Stop, Stopping
+from mindgrpo.run.checkpoints import Phase, RunCheckpoints
+from mindgrpo.run.preflight import Inputs
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import restore, unsaved_digests
+from mindgrpo.run.start import identity_of
+from mindgrpo.run.stop_signals import Stop, Stopping
 
 
 class Session:

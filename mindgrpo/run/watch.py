@@ -25,7 +25,7 @@ from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_place
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
 from mindgrpo.presence.watchman import Watchman
-from mindgrpo.run_record import RunRecord
+from mindgrpo.run.recorder import RunRecord
 
 
 class Watch:

@@ -29,11 +29,16 @@ from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.evaluations import write_evaluation
 from mindgrpo.monitor.metrics import MetricsWriter
-from mindgrpo.preflight import Inputs
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.run_places import Places, continue_files, label_of, make_places
+from mindgrpo.run.evaluation_log import write_evaluation
+from mindgrpo.run.output_paths import (
+    Places,
+    continue_files,
+    label_of,
+    make_places,
+)
+from mindgrpo.run.preflight import Inputs
 
 STEPS_BETWEEN_PICTURES = 10
 

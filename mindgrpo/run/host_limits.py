@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 
 from mindgrpo.backend.connect import keeps_weights_on_host
-from mindgrpo.doctor import Finding, needs
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.run.machine_checks import Finding, needs
 
 # What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.
 RANK_BYTES = 300 << 20

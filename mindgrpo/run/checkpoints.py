@@ -21,8 +21,8 @@ from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.metrics import finite_or_null
-from mindgrpo.run_record import RunRecord
-from mindgrpo.run_resume import saved_roles
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import saved_roles
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
