@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mindgrpo.arguments import Arguments
-from mindgrpo.arguments import path as path_of
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import load_config, parse_command_line, require_run_keys, split_overrides
 from mindgrpo.environment import check_environment
 from mindgrpo.errors import UserError
@@ -61,7 +61,7 @@ def _run_name(path: Path) -> str:
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    from mindgrpo.evaluation_run import evaluate
+    from mindgrpo.cli.eval import evaluate
 
     evaluate(argv)
 
@@ -83,7 +83,7 @@ def check(argv: Sequence[str]) -> None:
         words = words[2:]
     check_environment(os.environ)
     if words and words[0] == "eval":
-        from mindgrpo import evaluation_run
+        from mindgrpo.cli import eval as evaluation_run
 
         evaluation_run.check(words[1:], world_size or 1)
         return
@@ -111,7 +111,7 @@ def check(argv: Sequence[str]) -> None:
 
 
 def plan(argv: Sequence[str]) -> None:
-    from mindgrpo.planning import print_plan, read_links
+    from mindgrpo.cli.plan import print_plan, read_links
 
     links, rest = read_links(split_overrides(argv))
     path, overrides = parse_command_line([f"{flag}={value}" for flag, value in rest])
@@ -145,7 +145,7 @@ def doctor(argv: Sequence[str]) -> None:
 
 
 def export(argv: Sequence[str]) -> None:
-    from mindgrpo.conversion import FORMATS, convert
+    from mindgrpo.cli.export import FORMATS, convert
     from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES
 
     parser = Arguments(prog="python -m mindgrpo export")
@@ -162,13 +162,13 @@ def export(argv: Sequence[str]) -> None:
 
 
 def score(argv: Sequence[str]) -> None:
-    from mindgrpo.rewards.trial import try_rewards
+    from mindgrpo.cli.score import try_rewards
 
     try_rewards(argv)
 
 
 def replay(argv: Sequence[str]) -> None:
-    from mindgrpo.replay import replay as replay_dump
+    from mindgrpo.cli.replay import replay as replay_dump
 
     replay_dump(argv)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindgrpo.arguments import Arguments
+from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.source import read_yaml
 from mindgrpo.data.directories import FOR_TRAINING, files_of

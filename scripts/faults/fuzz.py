@@ -209,8 +209,8 @@ def warm_up() -> None:
     for name in (
         "mindgrpo.run.preflight",
         "mindgrpo.grpo.hf_export",
-        "mindgrpo.rewards.trial",
-        "mindgrpo.planning",
+        "mindgrpo.cli.score",
+        "mindgrpo.cli.plan",
         "pyarrow",
     ):
         try:

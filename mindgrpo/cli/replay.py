@@ -16,8 +16,8 @@ import numpy as np
 
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.finite import NotFinite
-from mindgrpo.arguments import Arguments
-from mindgrpo.arguments import path as path_of
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.run import batch_dump as dump

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.arguments import Arguments
-from mindgrpo.arguments import path as path_of
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
 from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
