@@ -14,7 +14,7 @@ from pathlib import Path
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import load_config, parse_command_line, require_run_keys, split_overrides
-from mindgrpo.environment import check_environment
+from mindgrpo.config.environment import check_environment
 from mindgrpo.errors import UserError
 
 USAGE = """usage: python -m mindgrpo VERB ...

@@ -9,8 +9,8 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
-from mindgrpo.documents import no_path
 from mindgrpo.errors import UserError, one_line
+from mindgrpo.strict_files import no_path
 
 
 def path(text: str) -> Path:

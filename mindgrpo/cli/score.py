@@ -14,13 +14,13 @@ from typing import Any
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
-from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report, Scores
+from mindgrpo.strict_files import NotJson, parse_json
 
 STEP = 64
 ROWS_SHOWN = 20

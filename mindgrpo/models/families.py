@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.documents import read_object
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.strict_files import read_object
 
 MAX_CONFIG_BYTES = 1 << 20
 # Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
-from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.strict_files import read_text
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."
 # MindFormers' key -> config.json's key.

@@ -18,7 +18,7 @@ from typing import Literal
 import psutil
 
 from mindgrpo.backend.cpu.backend.host import BOARD_FOLDERS
-from mindgrpo.environment import wrong_variables
+from mindgrpo.config.environment import wrong_variables
 from mindgrpo.monitor.memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]

@@ -14,9 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mindgrpo.documents import NotJson, is_inside, parse_json, read_object
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.strict_files import (
+    NotJson,
+    is_inside,
+    parse_json,
+    read_object,
+)
 from mindgrpo.weights.safetensors_writer import (
     INDEX_FILE,
     NAME_MAP_FILE,
