@@ -90,7 +90,7 @@ def check(argv: Sequence[str]) -> None:
     path, overrides = parse_command_line(words)
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
-    from mindgrpo.backend.connect import check_target
+    from mindgrpo.backend.targets import check_target
     from mindgrpo.monitor.run_directory import check_free
     from mindgrpo.run.host_limits import refuse_what_cannot_run
     from mindgrpo.run.preflight import prepare

@@ -47,7 +47,7 @@ def start_check(ranks: str, arguments: list[str]) -> None:
 def start_building() -> None:
     """The C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
     if os.fork() == 0:
-        from mindgrpo.backend.kernels.contract.native.library import library_path
+        from mindgrpo.backend.kernels.native.library import library_path
 
         library_path()
         os._exit(0)
@@ -75,7 +75,8 @@ def import_for_ranks(arguments: list[str]) -> bool:
     threads = (
         num_threads()
     )  # those of OpenBLAS, which it ends before a fork and starts again after it
-    from mindgrpo import backend, config
+    from mindgrpo import config
+    from mindgrpo.backend import connect, targets
     from mindgrpo.errors import UserError
 
     target = None
@@ -83,9 +84,9 @@ def import_for_ranks(arguments: list[str]) -> bool:
         if has_config(arguments):
             given = config.load_config(*config.configuration_words(arguments))
             target = given.config.context.device_target
-        if os.environ.get("MINDGRPO_FORK") == "0" or not backend.may_fork(target):
+        if os.environ.get("MINDGRPO_FORK") == "0" or not targets.may_fork(target):
             return False
-        backend.load(target)
+        connect.load(target)
     except UserError:
         return False  # the check tells
     for name in ("mindgrpo.trainer", *FIRST_COMPILE):

@@ -15,9 +15,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
-from mindgrpo.backend.kernels.contract.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.contract.rollout import (
+from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.rollout import (
     Job,
     Memory,
     Partition,

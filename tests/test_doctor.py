@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.backend.kernels.contract.native import library as native_library
+from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.run import machine_checks as doctor
 
 

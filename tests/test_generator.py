@@ -38,8 +38,8 @@ from mindgrpo.algorithm.types import (
     Completion,
     Samples,
 )
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.grpo.rollout import sample_logps
 from mindgrpo.models.decoder import Shard
 from mindgrpo.rollout.embedded.engine import (

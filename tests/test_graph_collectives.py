@@ -17,9 +17,9 @@ from mindspore import Tensor
 from ranks_as_processes import native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend.backend import CpuBackend, CpuGraph
-from mindgrpo.backend.cpu.backend.host import Host
-from mindgrpo.backend.cpu.backend.shared_group import (
+from mindgrpo.backend.cpu.backend import CpuBackend, CpuGraph
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_group import (
     KINDS,
     NativeGroup,
     SharedGroup,

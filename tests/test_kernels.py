@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract.contract import Heads, Kernels, Vocabulary
-from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
-from mindgrpo.backend.kernels.contract.native.library import library_path
+from mindgrpo.backend.kernels.contract import Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.models.rotary import rotary_table
 

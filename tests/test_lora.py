@@ -15,7 +15,7 @@ from test_update import CONFIG, LAYOUT, SETTINGS, samples
 
 from mindgrpo.algorithm import losses as loss
 from mindgrpo.algorithm import packing
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
 from mindgrpo.grpo.rollout import sample_logps

@@ -17,7 +17,7 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.losses import Tokens, policy_loss
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.training.loss_cell import PolicyLoss
 
 Result = tuple[float, np.ndarray, np.ndarray]

@@ -12,7 +12,7 @@ import pytest
 
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import decoder_config
-from mindgrpo.models.mindformers_yaml import check_agreement, read_model_yaml
+from mindgrpo.run.mindformers_yaml import check_agreement, read_model_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
 # From the models' cards; tied embeddings are counted once.

@@ -17,9 +17,9 @@ import pytest
 from hosts_as_processes import TOKEN, free_port
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend import network, wire
-from mindgrpo.backend.cpu.backend.network import Network, in_words
-from mindgrpo.backend.cpu.backend.placement import Placement
+from mindgrpo.backend.cpu import network, wire
+from mindgrpo.backend.cpu.network import Network, in_words
+from mindgrpo.backend.cpu.placement import Placement
 from mindgrpo.errors import UserError
 
 HERE = "127.0.0.1"

@@ -10,7 +10,7 @@ import pytest
 
 from mindgrpo.algorithm import finite
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.grpo.rank_consistency import (
     RanksDisagree,
     check_alike,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.backend.kernels.contract.contract import Kernels
-from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
-from mindgrpo.backend.kernels.contract.native.library import library_path
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout

@@ -25,8 +25,8 @@ from small_generators import (
     run_by,
 )
 
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.backend.kernels.contract.contract import Kernels
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
 from mindgrpo.models.decoder import Recompute, Shard, Stage
 from mindgrpo.models.families import decoder_config, parameter_specs

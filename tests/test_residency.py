@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from mindgrpo.backend.contract import Pool
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import PHASES, Place, Residency
 

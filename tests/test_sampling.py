@@ -14,8 +14,8 @@ import pytest
 from mindspore import Tensor
 from slots_by_hand import Ranks
 
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.backend.kernels.contract.native.library import library_path
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.rollout.embedded.sampling import Sampler
 from mindgrpo.rollout.sampling_params import SamplingSettings
 

@@ -18,9 +18,9 @@ from hosts_as_processes import Rank, run
 from ranks_as_processes import numbers
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend.far_group import by_host
-from mindgrpo.backend.cpu.backend.far_memory import FarBuckets, FarLink
-from mindgrpo.backend.cpu.backend.placement import Placement, placement_of
+from mindgrpo.backend.cpu.far_group import by_host
+from mindgrpo.backend.cpu.far_memory import FarBuckets, FarLink
+from mindgrpo.backend.cpu.placement import Placement, placement_of
 from mindgrpo.errors import UserError
 
 

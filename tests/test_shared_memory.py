@@ -19,10 +19,10 @@ import pytest
 from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend import host as host_module
-from mindgrpo.backend.cpu.backend.host import Host
-from mindgrpo.backend.cpu.backend.shared_group import SharedGroup, shared_group
-from mindgrpo.backend.cpu.backend.shared_memory import Segment, SharedBuckets, SharedLink
+from mindgrpo.backend.cpu import host as host_module
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
+from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 

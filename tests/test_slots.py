@@ -26,7 +26,7 @@ from small_generators import (
     run,
 )
 
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import Generator, Request

@@ -16,8 +16,8 @@ from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
-from mindgrpo.backend.cpu.backend.backend import CpuBackend
-from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid

@@ -15,7 +15,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.models.families import DecoderConfig, read_config
-from mindgrpo.models.mindformers_yaml import read_model_yaml
+from mindgrpo.run.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"

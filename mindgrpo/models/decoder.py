@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.models.log_probs import TokenLogProbs
 from mindgrpo.models.lora import LowRankLinear, fused_parts

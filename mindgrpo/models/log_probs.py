@@ -11,7 +11,7 @@ from typing import Any
 from mindspore import nn, ops
 
 from mindgrpo.backend.contract import Group
-from mindgrpo.backend.kernels.contract.contract import Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
 from mindgrpo.models.parallel_cells import GatherColumns
 
 

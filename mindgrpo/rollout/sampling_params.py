@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindgrpo.backend.kernels.contract.rollout import Rules
+from mindgrpo.backend.kernels.rollout import Rules
 
 
 @dataclass(frozen=True)

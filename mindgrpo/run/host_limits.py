@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from mindgrpo.backend.connect import keeps_weights_on_host
+from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.monitor.memory import format_bytes

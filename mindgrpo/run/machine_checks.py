@@ -17,7 +17,7 @@ from typing import Literal
 
 import psutil
 
-from mindgrpo.backend.cpu.backend.host import BOARD_FOLDERS
+from mindgrpo.backend.cpu.host import BOARD_FOLDERS
 from mindgrpo.config.environment import wrong_variables
 from mindgrpo.monitor.memory import format_bytes
 
@@ -104,7 +104,7 @@ def _numpy() -> Finding:
 
 def _kernels() -> Finding:
     try:
-        from mindgrpo.backend.kernels.contract.native import library as native_library
+        from mindgrpo.backend.kernels.native import library as native_library
     except ImportError as error:
         what = f"whether C kernels can be compiled is not known ({error})"
         return Finding("warn", what, "mend what is missing first")

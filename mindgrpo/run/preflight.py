@@ -20,11 +20,11 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
-from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]

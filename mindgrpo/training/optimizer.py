@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.graph import Graph
-from mindgrpo.backend.kernels.contract.contract import AdamWNumbers
+from mindgrpo.backend.kernels.contract import AdamWNumbers
 from mindgrpo.weights.local_weights import Weights
 
 

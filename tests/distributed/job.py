@@ -29,7 +29,7 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.cpu.backend.host import job_name
+from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.grpo.dynamic_sampling import refill
 from mindgrpo.grpo.rollout import Scored, generate, sample_logps
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard

@@ -24,21 +24,21 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import Objective  # noqa: E402
 from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
-from mindgrpo.algorithm.types import STOPPED, Samples
-from mindgrpo.backend.connect import connect
+from mindgrpo.algorithm.types import STOPPED, Samples  # noqa: E402
+from mindgrpo.backend.connect import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.models.decoder import KEEP_ALL
-from mindgrpo.models.families import decoder_config, parameter_specs
-from mindgrpo.parallel.mesh import Grid
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.training.optimizer import AdamWSettings
-from mindgrpo.training.policy import Policy, UpdateSettings
-from mindgrpo.training.update import update
-from mindgrpo.weights.pretrained import fill_random
-from mindgrpo.weights.safetensors_files import SafetensorsWriter
+from mindgrpo.models.decoder import KEEP_ALL  # noqa: E402
+from mindgrpo.models.families import decoder_config, parameter_specs  # noqa: E402
+from mindgrpo.parallel.mesh import Grid  # noqa: E402
+from mindgrpo.parallel.sharding import Layout, layers_of_stage  # noqa: E402
+from mindgrpo.training.optimizer import AdamWSettings  # noqa: E402
+from mindgrpo.training.policy import Policy, UpdateSettings  # noqa: E402
+from mindgrpo.training.update import update  # noqa: E402
+from mindgrpo.weights.pretrained import fill_random  # noqa: E402
+from mindgrpo.weights.safetensors_files import SafetensorsWriter  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

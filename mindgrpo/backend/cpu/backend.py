@@ -17,25 +17,25 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend import group_cells
-from mindgrpo.backend.connect import needs_cluster
 from mindgrpo.backend.contract import (
     Backend,
     Group,
     Link,
     Pool,
 )
-from mindgrpo.backend.cpu.backend.far_group import check_library, far_group
-from mindgrpo.backend.cpu.backend.far_hosts import FarHosts
-from mindgrpo.backend.cpu.backend.far_memory import FarBuckets, FarLink
-from mindgrpo.backend.cpu.backend.host import Host, job_name
-from mindgrpo.backend.cpu.backend.placement import Placement, placement_of
-from mindgrpo.backend.cpu.backend.shared_group import NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.cpu.backend.shared_memory import SharedBuckets, SharedLink
+from mindgrpo.backend.cpu.far_group import check_library, far_group
+from mindgrpo.backend.cpu.far_hosts import FarHosts
+from mindgrpo.backend.cpu.far_memory import FarBuckets, FarLink
+from mindgrpo.backend.cpu.host import Host, job_name
+from mindgrpo.backend.cpu.placement import Placement, placement_of
+from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
+from mindgrpo.backend.cpu.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
-from mindgrpo.backend.kernels.contract.contract import Kernels
-from mindgrpo.backend.kernels.contract.native import library as native_library
-from mindgrpo.backend.kernels.contract.native.library import library_path
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.targets import needs_cluster
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 
@@ -178,10 +178,10 @@ class CpuBackend(Backend):
     def _choose_kernels(compiled: bool) -> Kernels:
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:
-            from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+            from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 
             return PlainKernels()
-        from mindgrpo.backend.kernels.contract.native.kernels import NativeKernels
+        from mindgrpo.backend.kernels.native.kernels import NativeKernels
 
         return NativeKernels()
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from mindgrpo.backend.cpu.backend.far_hosts import FarHosts
-from mindgrpo.backend.cpu.backend.host import Host
-from mindgrpo.backend.cpu.backend.placement import Placement
-from mindgrpo.backend.cpu.backend.shared_group import NativeGroup
+from mindgrpo.backend.cpu.far_hosts import FarHosts
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.placement import Placement
+from mindgrpo.backend.cpu.shared_group import NativeGroup
 from mindgrpo.errors import UserError
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend import wire
-from mindgrpo.backend.cpu.backend.host import Host, is_alive
-from mindgrpo.backend.cpu.backend.network import Network
-from mindgrpo.backend.cpu.backend.placement import Placement
-from mindgrpo.backend.cpu.backend.shared_memory import Segment
+from mindgrpo.backend.cpu import wire
+from mindgrpo.backend.cpu.host import Host, is_alive
+from mindgrpo.backend.cpu.network import Network
+from mindgrpo.backend.cpu.placement import Placement
+from mindgrpo.backend.cpu.shared_memory import Segment
 from mindgrpo.presence.rank import Presence
 from mindgrpo.presence.record import Mirror, Snapshot, path_of
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.cpu.backend import wire
-from mindgrpo.backend.cpu.backend.far_hosts import FarHosts
-from mindgrpo.backend.cpu.backend.host import Host
-from mindgrpo.backend.cpu.backend.shared_memory import Segment
+from mindgrpo.backend.cpu import wire
+from mindgrpo.backend.cpu.far_hosts import FarHosts
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_memory import Segment
 
 _HEAD = struct.Struct("!QQ")
 

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend.waiting import (
+from mindgrpo.backend.cpu.waiting import (
     LINE,
     Counters,
     PolledCounters,

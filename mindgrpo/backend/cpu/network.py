@@ -18,8 +18,8 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.backend.contract import PeerLost
-from mindgrpo.backend.cpu.backend import wire
-from mindgrpo.backend.cpu.backend.placement import TOKEN_KEY, Placement
+from mindgrpo.backend.cpu import wire
+from mindgrpo.backend.cpu.placement import TOKEN_KEY, Placement
 from mindgrpo.errors import UserError
 
 MEET_SECONDS = 300.0

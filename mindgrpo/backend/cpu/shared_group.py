@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mindgrpo.backend.cpu.backend.host import Host
-from mindgrpo.backend.cpu.backend.shared_memory import Segment
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_memory import Segment
 
 SMALL_BYTES = 32 * 1024
 # The enums of native/collective.h and .c.

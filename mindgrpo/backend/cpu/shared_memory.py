@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.cpu.backend.host import (
+from mindgrpo.backend.cpu.host import (
     Host,
     Joined,
     header_bytes,

@@ -27,7 +27,7 @@ from mindgrpo.backend.contract import (
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool
-from mindgrpo.backend.kernels.contract.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.presence.rank import Presence
 

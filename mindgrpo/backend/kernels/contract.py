@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mindspore import nn
 
-    from mindgrpo.backend.kernels.contract.rollout import (
+    from mindgrpo.backend.kernels.rollout import (
         Memory,
         Rules,
         Share,

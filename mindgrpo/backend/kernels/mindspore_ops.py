@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract.contract import (
+from mindgrpo.backend.kernels.contract import (
     AdamWNumbers,
     Heads,
     Kernels,

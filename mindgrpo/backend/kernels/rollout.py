@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mindgrpo.backend.kernels.contract.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 
 if TYPE_CHECKING:
     from mindspore import nn

@@ -13,8 +13,8 @@ import numpy as np
 
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
-from mindgrpo.backend.kernels.contract.contract import Kernels
-from mindgrpo.backend.kernels.contract.rollout import Job
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.rollout import Job
 from mindgrpo.models.decoder import Shard
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.parallel.sharding import Layout

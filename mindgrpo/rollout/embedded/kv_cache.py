@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindgrpo.backend.kernels.contract.rollout import Partition
+from mindgrpo.backend.kernels.rollout import Partition
 
 FLOAT_BYTES = 4
 # Rooms are whole vectors of the kernels.

@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
-from mindgrpo.backend.kernels.contract.rollout import Job
+from mindgrpo.backend.kernels.rollout import Job
 from mindgrpo.models.decoder import Shard
 from mindgrpo.rollout.embedded.cells import Decode, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, Pool
-from mindgrpo.backend.kernels.contract.rollout import (
+from mindgrpo.backend.kernels.rollout import (
     Job,
     Memory,
     Partition,

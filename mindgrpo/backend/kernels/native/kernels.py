@@ -12,15 +12,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract.contract import (
+from mindgrpo.backend.kernels.contract import (
     AdamWNumbers,
     Heads,
     Kernels,
     Vocabulary,
 )
-from mindgrpo.backend.kernels.contract.native.library import library, operation
-from mindgrpo.backend.kernels.contract.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.contract.rollout import Memory, Rules, Share
+from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.

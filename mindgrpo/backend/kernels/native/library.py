@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCES = Path(__file__).resolve().parent / "native"
+SOURCES = Path(__file__).resolve().parent
 FLAGS = (
     "-O3",
     "-march=native",

@@ -14,8 +14,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.contract.native.library import library, operation
-from mindgrpo.backend.kernels.contract.rollout import (
+from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.rollout import (
     Job,
     Memory,
     Partition,
