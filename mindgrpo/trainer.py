@@ -25,7 +25,7 @@ from mindgrpo.data.sources import Ranks
 from mindgrpo.data.tokenizer_files import write_tokenizer
 from mindgrpo.grpo.evaluation import Evaluator, modes_of
 from mindgrpo.grpo.hf_export import export_adapters, export_policy
-from mindgrpo.grpo.metrics import figures_of, resources
+from mindgrpo.grpo.metrics import resources, step_metrics
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import check_rewards, score
 from mindgrpo.grpo.step import StepOutcome, Stepper
@@ -244,7 +244,7 @@ class GRPOTrainer:
 
     def _figures(self, step: int, outcome: StepOutcome) -> dict[str, Any]:
         rl, policy = self.config.rl_config, self.roles.policy
-        figures = figures_of(
+        figures = step_metrics(
             outcome, rl.num_generations, rl.logprob_gap_limit, self.cursor.position
         )
         figures["weights_version"] = policy.version

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.backend.contract import Backend
@@ -90,7 +90,7 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(len(rows), length)
-    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, Objective(), 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, LossConfig(), 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     samples = golden.samples

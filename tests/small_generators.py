@@ -16,7 +16,7 @@ from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.models.families import decoder_config, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.engine import Generator, Request, SeedKey
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
@@ -90,7 +90,7 @@ def requests_of(group: int = GROUP) -> list[Request]:
 
 
 def run(generator: Generator, requests: Sequence[Request], step: int = 0) -> list[Completion]:
-    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION)
+    return generator.generate(requests, SeedKey(seed=0, purpose=0, step=step), VERSION)
 
 
 def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
@@ -114,4 +114,4 @@ def run_by(
     generator: Generator, settings: SamplingSettings, requests: Sequence[Request], step: int = 0
 ) -> list[Completion]:
     """The same with other settings than the generator was made with."""
-    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION, settings)
+    return generator.generate(requests, SeedKey(seed=0, purpose=0, step=step), VERSION, settings)

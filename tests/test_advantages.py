@@ -17,8 +17,8 @@ from mindgrpo.algorithm.advantages import (
     zero_std_groups,
 )
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.loss_config import Credit
-from mindgrpo.algorithm.rollout_correction import correct_mismatch
+from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.rollout_correction import correct_rollout
 from mindgrpo.algorithm.types import Samples
 
 
@@ -135,7 +135,7 @@ def test_reinforce_plus_plus_of_equal_rewards_is_finite_and_zero() -> None:
 def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
     trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3])]
     generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15])]
-    found = correct_mismatch(trainer, generator, mode, 1.9)
+    found = correct_rollout(trainer, generator, mode, 1.9)
     above = 1.9 if mode == "token_truncate" else 0.0
     np.testing.assert_allclose(found.factors[0], [above, 5 / 6, above], rtol=1e-6)
     np.testing.assert_allclose(found.factors[1], [above], rtol=1e-6)
@@ -147,7 +147,7 @@ def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
 def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None:
     trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3, 0.1])]
     generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15, 0.4])]
-    found = correct_mismatch(trainer, generator, mode, 1.9)
+    found = correct_rollout(trainer, generator, mode, 1.9)
     above = 1.9 if mode == "sequence_truncate" else 0.0
     np.testing.assert_allclose(found.factors[0], [above] * 3, rtol=1e-6)
     np.testing.assert_allclose(found.factors[1], [0.5, 0.5], rtol=1e-6)
@@ -156,12 +156,12 @@ def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_a_ratio_beyond_all_numbers_is_capped_and_empty_samples_are_passed(mode: str) -> None:
-    found = correct_mismatch(
+    found = correct_rollout(
         [np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], mode, 2
     )
     assert found.factors[0].tolist() == [2.0 if mode == "token_truncate" else 0.0]
     assert (found.factors[1].size, found.capped) == (0, 1.0)
-    assert correct_mismatch([], [], mode, 2).mean == 1.0
+    assert correct_rollout([], [], mode, 2).mean == 1.0
 
 
 def samples() -> Samples:
@@ -186,7 +186,7 @@ REWARDS = np.array([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
 def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, estimator: str) -> None:
     given = samples()
     assert given.old_logps and given.reference_logps
-    assign_credit(given, REWARDS, Credit(3, name, reward_beta=0.1, kl_estimator=estimator))
+    assign_credit(given, REWARDS, AdvantageConfig(3, name, reward_beta=0.1, kl_estimator=estimator))
     totals = []
     for i, reward in enumerate(REWARDS):
         d = given.old_logps[i].astype(float) - given.reference_logps[i]
@@ -208,7 +208,7 @@ def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
 ) -> None:
     given = samples()
     assert given.old_logps and given.reference_logps
-    credit = Credit(3, name, "batch", beta, "k1", mask_truncated=True)
+    credit = AdvantageConfig(3, name, "batch", beta, "k1", mask_truncated=True)
     assign_credit(given, REWARDS, credit)
     pairs = zip(given.old_logps, given.reference_logps, strict=True)
     penalty = [beta * (own.astype(float) - reference) for own, reference in pairs]
@@ -225,7 +225,9 @@ def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
 
 def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_not_count() -> None:
     given = samples()
-    credit = Credit(3, correction="token_truncate", correction_cap=1.5, mask_truncated=True)
+    credit = AdvantageConfig(
+        3, correction="token_truncate", correction_cap=1.5, mask_truncated=True
+    )
     measured = assign_credit(given, REWARDS, credit)
     assert measured is not None and given.factors is not None and given.old_logps is not None
     for i, factors in enumerate(given.factors):
@@ -236,9 +238,9 @@ def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_no
 
 
 @pytest.mark.parametrize(
-    "credit", [Credit(3, reward_beta=0.1), Credit(3, correction="sequence_mask")]
+    "credit", [AdvantageConfig(3, reward_beta=0.1), AdvantageConfig(3, correction="sequence_mask")]
 )
-def test_credit_without_the_log_probs_it_needs_is_refused(credit: Credit) -> None:
+def test_credit_without_the_log_probs_it_needs_is_refused(credit: AdvantageConfig) -> None:
     given = samples()
     given.old_logps = None
     assert credit.needs_old

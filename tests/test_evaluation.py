@@ -43,7 +43,7 @@ from mindgrpo.grpo.evaluation import (
     modes_of,
 )
 from mindgrpo.rewards.scores import Report, Scores
-from mindgrpo.rollout.embedded.engine import Draw, Request
+from mindgrpo.rollout.embedded.engine import Request, SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import write_evaluation
@@ -102,7 +102,7 @@ def test_the_samples_of_a_prompt_have_the_evaluations_noise_in_order(
         Request(prompt.ids, tuple(range(i * num_samples, (i + 1) * num_samples)))
         for i, prompt in enumerate(asked())
     ]
-    expected = evaluator.generator.generate(requests, Draw(SEED, EVALUATION, STEP), VERSION)
+    expected = evaluator.generator.generate(requests, SeedKey(SEED, EVALUATION, STEP), VERSION)
     assert [tokens.tolist() for tokens in found.samples.completions] == [
         completion.tokens.tolist() for completion in expected
     ]

@@ -43,9 +43,9 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.grpo.rollout import sample_logps
 from mindgrpo.models.decoder import Shard
 from mindgrpo.rollout.embedded.engine import (
-    Draw,
     Generator,
     Request,
+    SeedKey,
     StaleWeights,
 )
 from mindgrpo.rollout.sampling_params import SamplingSettings
@@ -254,13 +254,13 @@ def test_weights_of_another_version_are_refused_with_both_versions(
     generator_of: MakeGenerator, wanted: int
 ) -> None:
     with pytest.raises(StaleWeights, match=f"weights {VERSION}, the policy {wanted}"):
-        generator_of().generate(requests_of(), Draw(0, 0, 0), wanted)
+        generator_of().generate(requests_of(), SeedKey(0, 0, 0), wanted)
 
 
 def test_a_generator_without_weights_refuses_to_run(backend: CpuBackend) -> None:
     empty = Generator(CONFIG, LAYOUT, backend, SETTINGS, room_of(4, 4))
     with pytest.raises(StaleWeights, match="weights None"):
-        empty.generate(requests_of(), Draw(0, 0, 0), 0)
+        empty.generate(requests_of(), SeedKey(0, 0, 0), 0)
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_cut(generator_of: MakeGenerator) -> None:

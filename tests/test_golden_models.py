@@ -27,7 +27,7 @@ from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.types import LENGTH, STOPPED
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.engine import Generator, Request, SeedKey
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.pretrained import load_weights
@@ -110,7 +110,7 @@ def check_tokens(golden: Golden, backend: Backend, name: str) -> None:
     load_weights(generator.weights, golden.directory)
     generator.version = 0
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]
-    completions = generator.generate(requests, Draw(0, 0, 0), 0)
+    completions = generator.generate(requests, SeedKey(0, 0, 0), 0)
     assert [completion.sample for completion in completions] == list(range(6))
     for completion in completions:
         expected = golden.values[f"{name}/{completion.sample // 2}"]

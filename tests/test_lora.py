@@ -99,7 +99,7 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
     given = samples()
     rows = packing.pack(given, range(len(given)), SETTINGS.shape)
     batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
-    weights = loss.token_weights(given.completion_lengths, SETTINGS.objective)
+    weights = loss.token_weights(given.completion_lengths, SETTINGS.loss_config)
     for policy in (adapted, whole):
         policy.clear_gradients()
         extras = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm import finite
+from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.grpo.rank_consistency import (
@@ -58,10 +58,10 @@ def samples() -> Samples:
 
 
 def test_finite_samples_have_nothing_to_tell() -> None:
-    assert finite.in_rollout(samples(), np.zeros(3)) is None
-    assert finite.in_credit(samples()) is None
-    assert finite.in_logps({0: np.zeros(3), 2: np.zeros(4)}) is None
-    assert finite.in_arrays([("x", np.zeros((2, 3))), ("y", 1.0)]) is None
+    assert non_finite.in_rollout(samples(), np.zeros(3)) is None
+    assert non_finite.in_credit(samples()) is None
+    assert non_finite.in_logps({0: np.zeros(3), 2: np.zeros(4)}) is None
+    assert non_finite.in_arrays([("x", np.zeros((2, 3))), ("y", 1.0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -77,18 +77,20 @@ def test_finite_samples_have_nothing_to_tell() -> None:
 def test_a_number_of_a_token_is_named(name: str, words: str) -> None:
     given = samples()
     getattr(given, name)[2][1] = np.nan
-    found = finite.in_rollout(given, np.zeros(3)) or finite.in_credit(given)
+    found = non_finite.in_rollout(given, np.zeros(3)) or non_finite.in_credit(given)
     assert str(found) == words
 
 
 def test_a_number_of_a_sample_is_named() -> None:
     given = samples()
-    assert str(finite.in_rollout(given, np.array([0, -np.inf, 0]))) == "rewards of sample 1: -inf"
+    assert (
+        str(non_finite.in_rollout(given, np.array([0, -np.inf, 0]))) == "rewards of sample 1: -inf"
+    )
     given.advantages[0] = np.nan
-    assert str(finite.in_credit(given)) == "advantages of sample 0: nan"
-    found = finite.in_logps({4: np.zeros(3), 7: np.array([0, np.inf])})
+    assert str(non_finite.in_credit(given)) == "advantages of sample 0: nan"
+    found = non_finite.in_logps({4: np.zeros(3), 7: np.array([0, np.inf])})
     assert str(found) == "the policy's log-probs of sample 7, token 1: inf"
-    assert str(finite.in_arrays([("x", 1.0), ("the loss", np.nan)])) == "the loss: nan"
+    assert str(non_finite.in_arrays([("x", 1.0), ("the loss", np.nan)])) == "the loss: nan"
 
 
 def test_a_digest_sees_bits_shapes_types_and_order() -> None:

@@ -104,9 +104,9 @@ def test_a_shared_prompt_gives_what_a_prompt_for_each_sample_gives(native: Gener
     shared = requests_of()
     single = [Request(r.prompt, (sample,)) for r in shared for sample in r.samples]
     together = run(native, shared)
-    assert native.usage.prompt_tokens == sum(len(r.prompt) for r in shared)
+    assert native.stats.prompt_tokens == sum(len(r.prompt) for r in shared)
     assert_same(run(native, single), together, atol=0)
-    assert native.usage.prompt_tokens == GROUP * sum(len(r.prompt) for r in shared)
+    assert native.stats.prompt_tokens == GROUP * sum(len(r.prompt) for r in shared)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -147,7 +147,7 @@ def test_two_graphs_are_compiled_whatever_is_asked(backend: CpuBackend, weights:
 
 def test_no_row_is_computed_that_makes_no_token(native: Generator) -> None:
     completions = run(native, ragged(requests_of()))
-    usage = native.usage
+    usage = native.stats
     assert usage.tokens == usage.rows == sum(len(c.tokens) for c in completions)
     assert usage.wasted == 0.0 and 0.5 < usage.occupancy < 1.0
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.finite import NotFinite
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
+from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -46,7 +46,7 @@ SETTINGS = UpdateSettings(
     num_positions=24,
     temperature=0.9,
     recompute=KEEP_ALL,
-    objective=Objective(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
+    loss_config=LossConfig(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
     max_grad_norm=0.5,
     adamw=AdamWSettings(0.9, 0.95, 1e-2, 0.1),
 )
@@ -191,10 +191,10 @@ def test_old_log_probs_that_are_the_policys_own_change_nothing(
 
 
 def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) -> None:
-    given, objective = samples(), SETTINGS.objective
+    given, loss_config = samples(), SETTINGS.loss_config
     assert given.reference_logps is not None
     lengths = given.completion_lengths
-    weights = token_weights(lengths, objective)
+    weights = token_weights(lengths, loss_config)
     logps = np.concatenate([packed.report.logps[i] for i in range(len(given))])
     numbers = (
         np.concatenate(given.reference_logps),
@@ -203,7 +203,7 @@ def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) ->
         np.repeat(weights, lengths),
         np.ones(logps.size),
     )
-    total = policy_loss(Tokens(logps, logps, *numbers, lengths=lengths), objective)
+    total = policy_loss(Tokens(logps, logps, *numbers, lengths=lengths), loss_config)
     assert packed.report.loss == pytest.approx(total, abs=1e-6)
 
 
@@ -220,7 +220,7 @@ def elaborate(packed: Outcome) -> Samples:
     return given
 
 
-ALL_TERMS = Objective(
+ALL_TERMS = LossConfig(
     epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True
 )
 VARIANTS = {
@@ -242,7 +242,7 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
         given.token_advantages = [rng.normal(size=c).astype(np.float32) for _, c in LENGTHS]
     found = []
     for shape in (MicroShape(2, 24), MicroShape(2, 24, 1)):
-        settings = replace(SETTINGS, shape=shape, objective=VARIANTS[name])
+        settings = replace(SETTINGS, shape=shape, loss_config=VARIANTS[name])
         found.append(one_update(policy_of(settings), given))
     assert_same(found[0], found[1])
     assert found[0].report.clip_fraction == found[1].report.clip_fraction > 0
@@ -252,7 +252,7 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
 def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
-    settings = replace(SETTINGS, objective=VARIANTS["dapo"])
+    settings = replace(SETTINGS, loss_config=VARIANTS["dapo"])
     outcomes = []
     for reward in (0.0, 1e6):
         given = elaborate(packed)
@@ -285,7 +285,7 @@ def test_an_infinite_gradient_leaves_weights_and_moments_untouched(policy_of: Po
     before = {name: part.copy() for name, part in policy.weights.parts.items()}
     given = samples()
     given.advantages[0] = np.inf
-    with pytest.raises(NotFinite, match="the update was not made"):
+    with pytest.raises(NonFiniteUpdate, match="the update was not made"):
         one_update(policy, given)
     for name, part in policy.weights.parts.items():
         np.testing.assert_array_equal(part, before[name])

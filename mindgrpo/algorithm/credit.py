@@ -8,13 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from mindgrpo.algorithm.advantages import group_advantages, leave_one_out, reinforce_plus_plus
-from mindgrpo.algorithm.loss_config import Credit
+from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.losses import kl_estimate
-from mindgrpo.algorithm.rollout_correction import Mismatch, correct_mismatch
+from mindgrpo.algorithm.rollout_correction import RolloutCorrection, correct_rollout
 from mindgrpo.algorithm.types import LENGTH, Samples
 
 
-def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mismatch | None:
+def assign_credit(
+    samples: Samples, rewards: np.ndarray, credit: AdvantageConfig
+) -> RolloutCorrection | None:
     """Sets `advantages`, `token_advantages`, `factors` and `counted` of `samples`; what the correction measured.
 
     `rewards` float [samples]. Raises ValueError on rewards that are not finite, and without log-probs it needs.
@@ -43,7 +45,7 @@ def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mism
     return _correct(samples, credit)
 
 
-def _penalties(samples: Samples, credit: Credit) -> list[np.ndarray]:
+def _penalties(samples: Samples, credit: AdvantageConfig) -> list[np.ndarray]:
     """float64 [completion length] a sample: beta KL_t of the policy that drew it; zeros without KL in the reward."""
     if credit.reward_beta <= 0:
         return [np.zeros(n) for n in samples.completion_lengths]
@@ -57,12 +59,12 @@ def _penalties(samples: Samples, credit: Credit) -> list[np.ndarray]:
     ]
 
 
-def _correct(samples: Samples, credit: Credit) -> Mismatch | None:
+def _correct(samples: Samples, credit: AdvantageConfig) -> RolloutCorrection | None:
     if credit.correction == "none":
         return None
     if samples.old_logps is None:
         raise ValueError("the correction for the generator's mismatch needs the policy's log-probs")
-    mismatch = correct_mismatch(
+    mismatch = correct_rollout(
         samples.old_logps, samples.generator_logps, credit.correction, credit.correction_cap
     )
     samples.factors = mismatch.factors

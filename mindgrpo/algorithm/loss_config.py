@@ -1,4 +1,4 @@
-"""What a configuration asks of the algorithm, as plain values: the loss (Objective) and what the loss is fed (Credit).
+"""What a configuration asks of the algorithm, as plain values: LossConfig, and AdvantageConfig for what it is fed.
 
 Refuses nothing: the configuration's checks have refused what does not go together.
 """
@@ -11,7 +11,7 @@ from mindgrpo.config import Config
 
 
 @dataclass(frozen=True)
-class Objective:
+class LossConfig:
     """Everything that the graph of the loss depends on; names are those of rl_config.
 
     `beta` is the weight of the KL term in the loss: 0 where there is none, or where it is part of the reward.
@@ -32,7 +32,7 @@ class Objective:
     max_completion_length: int = 1
 
     @classmethod
-    def of(cls, config: Config) -> Objective:
+    def of(cls, config: Config) -> LossConfig:
         rl = config.rl_config
         return cls(
             loss_type=rl.loss_type,
@@ -54,7 +54,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Credit:
+class AdvantageConfig:
     """How rewards become what each token is pushed by; names are those of rl_config.
 
     `reward_beta` is the weight of the KL term in the reward, 0 where there is none.
@@ -70,7 +70,7 @@ class Credit:
     mask_truncated: bool = False
 
     @classmethod
-    def of(cls, config: Config) -> Credit:
+    def of(cls, config: Config) -> AdvantageConfig:
         rl = config.rl_config
         return cls(
             num_generations=rl.num_generations,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 
 
 def token_weights(
     lengths: Sequence[int] | np.ndarray,
-    objective: Objective,
+    loss_config: LossConfig,
     counted: np.ndarray | None = None,
 ) -> np.ndarray:
     """float32 [samples], the weight of each token of a sample, over the whole of an update.
@@ -33,10 +33,10 @@ def token_weights(
     sizes = np.asarray(lengths, np.float64)
     mask = np.ones(sizes.size) if counted is None else np.asarray(counted, np.float64)
     number = max(1.0, mask.sum())
-    if objective.loss_type == "grpo":
+    if loss_config.loss_type == "grpo":
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
-    elif objective.loss_type == "dr_grpo":
-        weights = np.full(sizes.size, 1.0 / (number * objective.max_completion_length))
+    elif loss_config.loss_type == "dr_grpo":
+        weights = np.full(sizes.size, 1.0 / (number * loss_config.max_completion_length))
     else:
         weights = np.full(sizes.size, 1.0 / max(1.0, float((sizes * mask).sum())))
     return (weights * mask).astype(np.float32)
@@ -85,69 +85,69 @@ def importance_ratio(
     return np.exp(difference)
 
 
-def surrogate(ratio: np.ndarray, advantages: np.ndarray, objective: Objective) -> np.ndarray:
+def surrogate(ratio: np.ndarray, advantages: np.ndarray, loss_config: LossConfig) -> np.ndarray:
     """What is maximised, a token; ends of the clip apart (DAPO, arXiv:2503.14476, equation 10).
 
     min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3). Two-sided: rho in the first term is
     min(rho, delta) (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0
     (arXiv:1912.09729, equation 5).
     """
-    bounded = ratio if objective.delta is None else np.minimum(ratio, objective.delta)
-    clipped = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    bounded = ratio if loss_config.delta is None else np.minimum(ratio, loss_config.delta)
+    clipped = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
     value = np.minimum(bounded * advantages, clipped * advantages)
-    if objective.dual_clip is not None:
-        floor = objective.dual_clip * advantages
+    if loss_config.dual_clip is not None:
+        floor = loss_config.dual_clip * advantages
         value = np.where(advantages < 0, np.maximum(value, floor), value)
     return np.asarray(value)
 
 
 def cispo_surrogate(
-    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, objective: Objective
+    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, loss_config: LossConfig
 ) -> np.ndarray:
     """sg(clip(rho, 1 - low, 1 + high)) A logp: the weight is a constant, no token loses its gradient.
 
     (MiniMax-M1, arXiv:2506.13585, equations 4 and 5.)
     """
-    weight = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    weight = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
     return np.asarray(weight * advantages * logps)
 
 
-def policy_loss(tokens: Tokens, objective: Objective, held: np.ndarray | None = None) -> float:
+def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
     """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the mismatch factor, H the entropy.
 
     `held` float [tokens] are the log-probs where stop-gradients stand, for differences; None: the policy's.
     """
-    level = objective.importance_sampling_level
-    if objective.loss_type == "cispo":
+    level = loss_config.importance_sampling_level
+    if loss_config.loss_type == "cispo":
         constant = tokens.logps if held is None else held
         ratio = importance_ratio(constant, tokens.old, tokens.lengths, level)
-        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, objective)
+        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, loss_config)
     else:
         ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
-        gain = surrogate(ratio, tokens.advantages, objective)
+        gain = surrogate(ratio, tokens.advantages, loss_config)
     terms = -tokens.factors * gain
-    if objective.beta > 0:
-        terms = terms + objective.beta * kl_estimate(
-            tokens.logps, tokens.reference, objective.kl_estimator
+    if loss_config.beta > 0:
+        terms = terms + loss_config.beta * kl_estimate(
+            tokens.logps, tokens.reference, loss_config.kl_estimator
         )
-    if objective.entropy_coef > 0:
-        terms = terms - objective.entropy_coef * tokens.entropy
+    if loss_config.entropy_coef > 0:
+        terms = terms - loss_config.entropy_coef * tokens.entropy
     return float((tokens.weights * terms).sum())
 
 
-def clipped_tokens(tokens: Tokens, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+def clipped_tokens(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
     """bool [tokens] twice: the clip's lower, its upper end decided the token's term, not the ratio.
 
     For cispo: the weight was clipped. The bound of delta or dual_clip counts as an upper end.
     """
     ratio = importance_ratio(
-        tokens.logps, tokens.old, tokens.lengths, objective.importance_sampling_level
+        tokens.logps, tokens.old, tokens.lengths, loss_config.importance_sampling_level
     )
-    low, high = ratio < 1.0 - objective.epsilon_low, ratio > 1.0 + objective.epsilon_high
-    if objective.loss_type == "cispo":
+    low, high = ratio < 1.0 - loss_config.epsilon_low, ratio > 1.0 + loss_config.epsilon_high
+    if loss_config.loss_type == "cispo":
         return low, high
     low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)
-    bound = objective.delta if objective.dual_clip is None else objective.dual_clip
+    bound = loss_config.delta if loss_config.dual_clip is None else loss_config.dual_clip
     if bound is not None:
         high = high | ((ratio > bound) & (tokens.advantages < 0))
     return low, high

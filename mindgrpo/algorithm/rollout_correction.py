@@ -14,7 +14,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class RolloutCorrection:
     """`factors` float32 [completion length] a sample; the other figures are of the ratios before the cap.
 
     `mean` and `largest` are over tokens, each with its sample's ratio at sequence level; `capped` is the share of
@@ -27,9 +27,9 @@ class Mismatch:
     capped: float
 
 
-def correct_mismatch(
+def correct_rollout(
     trainer: Sequence[np.ndarray], generator: Sequence[np.ndarray], mode: str, cap: float
-) -> Mismatch:
+) -> RolloutCorrection:
     """Weights for the policy's term: rho_t = p_trainer(o_t) / p_generator(o_t), at most `cap`, or 0 above it.
 
     token_truncate: min(rho_t, C) (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
@@ -53,6 +53,6 @@ def correct_mismatch(
     ]
     tokens = np.concatenate([*ratios, np.zeros(0)])
     if not tokens.size:
-        return Mismatch(factors, 1.0, 1.0, 0.0)
+        return RolloutCorrection(factors, 1.0, 1.0, 0.0)
     share = float(np.concatenate(above).mean())
-    return Mismatch(factors, float(tokens.mean()), float(tokens.max()), share)
+    return RolloutCorrection(factors, float(tokens.mean()), float(tokens.max()), share)

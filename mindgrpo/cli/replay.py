@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.finite import NotFinite
+from mindgrpo.algorithm import non_finite
+from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
@@ -127,7 +127,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     load_weights(policy.weights, weights)
     samples, members = kept.samples, kept.about.members
     told: dict[str, Any] = {"weights": str(weights)}
-    bad = finite.in_arrays(policy.weights.parts.items())
+    bad = non_finite.in_arrays(policy.weights.parts.items())
     if bad is not None:
         told["first number not finite in the weights"] = str(bad)
     logps = sample_logps(policy.pipeline, plan.train, backend, samples)
@@ -136,7 +136,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
         return told | {"update": "not made again: the batch was refused before its advantages"}
     try:
         report = update(policy, samples, members, kept.about.lr)
-    except NotFinite as error:
+    except NonFiniteUpdate as error:
         return told | {"update": f"refused again: {error.found}"}
     finally:
         backend.close()

@@ -21,7 +21,7 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.grpo.rollout import Scored, generate, score
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.engine import Generator, SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
@@ -190,7 +190,7 @@ class Evaluator:
             self.backend,
             [prompt.ids for prompt in prompts],
             mode.num_samples,
-            Draw(self.seed, EVALUATION, step),
+            SeedKey(self.seed, EVALUATION, step),
             version,
             settings=mode.settings,
         )

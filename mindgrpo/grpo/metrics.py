@@ -16,7 +16,7 @@ from mindgrpo.algorithm.types import LENGTH, Samples
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.step import StepOutcome
 from mindgrpo.monitor.memory import process_rss
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport
 
 
@@ -24,7 +24,7 @@ class GapTooLarge(RuntimeError):
     """The generator and the trainer disagree about the same tokens."""
 
 
-def figures_of(
+def step_metrics(
     outcome: StepOutcome, num_generations: int, gap_limit: float | None, prompts_used: int
 ) -> dict[str, Any]:
     """`prompts_used` over the whole run. Raises GapTooLarge."""
@@ -119,7 +119,7 @@ def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
     """Times of this rank; memory and traffic summed over ranks; all ranks together."""
     traffic, backend = roles.traffic, roles.backend
     ranks = backend.world.gather_objects((process_rss(), traffic.bytes_received, outcome.usage))
-    rollout = Usage.total([rank[2] for rank in ranks])
+    rollout = RolloutStats.total([rank[2] for rank in ranks])
     peaks = roles.residency.ledger.peak_by_phase
     return {
         **{f"time/{name}": spent for name, spent in outcome.seconds.items()},

@@ -74,9 +74,3 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
 def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) -> None:
     """All ranks together. Raises RanksDisagree on all of them."""
     check_alike(backend.world.gather_objects(dict(digests)), when, remedy)
-
-
-def first_told(backend: Backend, own: T | None) -> tuple[int, T] | None:
-    """(rank, what it tells) of the lowest rank that has something to tell; all ranks together."""
-    told = backend.world.gather_objects(own)
-    return next(((rank, words) for rank, words in enumerate(told) if words is not None), None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mindgrpo.algorithm.finite import in_arrays
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import memory_bytes
@@ -185,7 +185,7 @@ def update_settings(plan: RunPlan, sampling: SamplingSettings, backend: Backend)
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
         recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
-        objective=Objective.of(plan.config),
+        loss_config=LossConfig.of(plan.config),
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay

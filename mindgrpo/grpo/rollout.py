@@ -22,7 +22,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.engine import Generator, Request, SeedKey
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.pipeline import Pipeline
 
@@ -37,7 +37,7 @@ def generate(
     backend: Backend,
     prompts: Sequence[np.ndarray],
     num_generations: int,
-    draw: Draw,
+    draw: SeedKey,
     version: int,
     first: int = 0,
     settings: SamplingSettings | None = None,
@@ -63,7 +63,7 @@ def generate(
     return collect([np.asarray(p, np.int32) for p in prompts], num_generations, arrived, first)
 
 
-def _check_replicas(layout: Layout, by_rank: Sequence[str], draw: Draw) -> None:
+def _check_replicas(layout: Layout, by_rank: Sequence[str], draw: SeedKey) -> None:
     """Ranks that hold one replica draw the same tokens each for itself. Raises RanksDisagree."""
     for data in range(layout.grid.data_parallel):
         ranks = layout.grid.replica(data)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm import finite
+from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.finite import NonFinite, NotFinite
-from mindgrpo.algorithm.loss_config import Credit
-from mindgrpo.algorithm.rollout_correction import Mismatch
+from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
+from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.grpo.dynamic_sampling import Refills, refill
 from mindgrpo.grpo.rank_consistency import (
@@ -28,9 +28,9 @@ from mindgrpo.grpo.rank_consistency import (
 )
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import Scored, generate, sample_logps
-from mindgrpo.rollout.embedded.engine import Draw
+from mindgrpo.rollout.embedded.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport, update
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
@@ -67,10 +67,10 @@ class StepOutcome:
     reports: list[UpdateReport]
     lr: float
     seconds: dict[str, float]
-    usage: Usage
+    usage: RolloutStats
     skipped: list[Skip]
     refills: Refills | None = None
-    mismatch: Mismatch | None = None
+    mismatch: RolloutCorrection | None = None
 
 
 def _unwatched(phase: str) -> AbstractContextManager[None]:
@@ -88,10 +88,10 @@ class Stepper:
     ) -> None:
         self._watch = watch
         self.roles, self.plan, self.backend = roles, roles.plan, roles.backend
-        self._credit = Credit.of(roles.plan.config)
+        self._credit = AdvantageConfig.of(roles.plan.config)
         self._learning_rate = learning_rate
         self._seconds: dict[str, float] = {}
-        self._usages: list[Usage] = []
+        self._stats: list[RolloutStats] = []
 
     def run(
         self,
@@ -104,7 +104,7 @@ class Stepper:
 
         Dynamic sampling, where it is configured, needs `further`.
         """
-        self._seconds, self._usages = {}, []
+        self._seconds, self._stats = {}, []
         self.roles.weight_check.begin_step(step)
         started = time.perf_counter()
         samples = self._rollout(step, prompts)
@@ -120,7 +120,7 @@ class Stepper:
         reports, skipped, lr = self._update(step, samples, bad)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
-        usage = Usage.total(self._usages)
+        usage = RolloutStats.total(self._stats)
         return StepOutcome(
             samples, scored, reports, lr, self._seconds, usage, skipped, refills, mismatch
         )
@@ -148,11 +148,11 @@ class Stepper:
                 self.backend,
                 prompts,
                 rl.num_generations,
-                Draw(rl.seed, ROLLOUT, step),
+                SeedKey(rl.seed, ROLLOUT, step),
                 self.roles.policy.version,
                 first,
             )
-        self._usages.append(self.roles.generator.usage)
+        self._stats.append(self.roles.generator.stats)
         return samples
 
     def _score(self, samples: Samples, score: Score) -> Scored:
@@ -202,14 +202,14 @@ class Stepper:
 
     def _assign_credit(
         self, step: int, samples: Samples, scored: Scored
-    ) -> tuple[Mismatch | None, tuple[int, NonFinite] | None]:
+    ) -> tuple[RolloutCorrection | None, tuple[int, NonFinite] | None]:
         """Also (rank, what is not finite there), if it is anywhere. Raises RanksDisagree."""
         rewards = scored.scores.total
         mismatch = None
-        bad = finite.in_rollout(samples, rewards)
+        bad = non_finite.in_rollout(samples, rewards)
         if bad is None:
             mismatch = assign_credit(samples, rewards, self._credit)
-            bad = finite.in_credit(samples)
+            bad = non_finite.in_credit(samples)
         told = self.backend.world.gather_objects((bad, step_digests(samples, rewards)))
         found = next(
             ((rank, each) for rank, (each, _) in enumerate(told) if each is not None), None
@@ -237,7 +237,7 @@ class Stepper:
                     continue
                 try:
                     reports.append(update(self.roles.policy, samples, members, lr))
-                except NotFinite as error:
+                except NonFiniteUpdate as error:
                     skipped.append(Skip(index, members, lr, error.found, error.rank))
         return reports, skipped, lr
 

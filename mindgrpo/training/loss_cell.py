@@ -1,6 +1,6 @@
 """The losses as graph code; algorithm/loss.py says the same in numpy and a test holds the two equal.
 
-Only what an objective uses is in its graph: the choices are made while it is compiled.
+Only what a loss_config uses is in its graph: the choices are made while it is compiled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 
 
 class PolicyLoss(nn.Cell):
@@ -21,15 +21,15 @@ class PolicyLoss(nn.Cell):
     Without `has_old` the ratio is 1 in value.
     """
 
-    def __init__(self, objective: Objective, has_old: bool) -> None:
+    def __init__(self, loss_config: LossConfig, has_old: bool) -> None:
         super().__init__()
-        self.low, self.high = 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high
-        self.delta, self.dual_clip = objective.delta, objective.dual_clip
-        self.beta, self.estimator = objective.beta, objective.kl_estimator
-        self.entropy_coef = objective.entropy_coef
-        self.is_cispo = objective.loss_type == "cispo"
-        self.by_sequence = objective.by_sequence
-        self.corrected = objective.corrected
+        self.low, self.high = 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high
+        self.delta, self.dual_clip = loss_config.delta, loss_config.dual_clip
+        self.beta, self.estimator = loss_config.beta, loss_config.kl_estimator
+        self.entropy_coef = loss_config.entropy_coef
+        self.is_cispo = loss_config.loss_type == "cispo"
+        self.by_sequence = loss_config.by_sequence
+        self.corrected = loss_config.corrected
         self.has_old = has_old
 
     def construct(

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.finite import NonFinite, in_arrays
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Adapters, Recompute, Shard
@@ -35,7 +35,7 @@ class UpdateSettings:
     num_positions: int
     temperature: float
     recompute: Recompute
-    objective: Objective
+    loss_config: LossConfig
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
@@ -91,7 +91,7 @@ class Policy:
             accumulators = list(self._gradient_shard.parameters.values())
             net = self.pipeline.net
             if net is not None:
-                loss = PolicyLoss(self.settings.objective, has_old)
+                loss = PolicyLoss(self.settings.loss_config, has_old)
                 cell = LossStep(net, loss, parameters, accumulators)
             else:
                 kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward

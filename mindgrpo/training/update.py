@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm import finite, packing
 from mindgrpo.algorithm import losses as loss
-from mindgrpo.algorithm.finite import NonFinite, NotFinite
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm import non_finite, packing
+from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.training.policy import Policy
@@ -46,7 +46,7 @@ class UpdateReport:
 def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) -> UpdateReport:
     """All ranks together; the loss is normalised over `members`, whatever rank or row they are on.
 
-    Raises NotFinite, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
+    Raises NonFiniteUpdate, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
     gradient is not finite.
     """
     backend, settings = policy.backend, policy.settings
@@ -54,9 +54,9 @@ def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) 
     place = grid.coordinates(backend.rank)
     rows = packing.pack(samples, members, settings.shape)
     batches = packing.micro_batches(samples, rows, settings.shape, grid.data_parallel, place.data)
-    weights = _weights(samples, members, settings.objective)
+    weights = _weights(samples, members, settings.loss_config)
     has_old = samples.old_logps is not None
-    extras = [_extras(batch, samples, weights, settings.objective) for batch in batches]
+    extras = [_extras(batch, samples, weights, settings.loss_config) for batch in batches]
     results = policy.accumulate(batches, extras, has_old)
     own = None
     if results is not None and place.model == 0:
@@ -70,14 +70,14 @@ def update(policy: Policy, samples: Samples, members: Sequence[int], lr: float) 
     norm = policy.gradient_norm()
     places = len(batches) * settings.shape.tokens * grid.data_parallel
     padding = packing.padding_share(rows, places)
-    report = _report(settings.objective, samples, parts, weights, norm, padding)
+    report = _report(settings.loss_config, samples, parts, weights, norm, padding)
     _refuse_non_finite(policy, report)
     policy.apply(norm, lr)
     return report
 
 
 def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
-    bad = finite.in_logps(report.logps) or finite.in_arrays([("the loss", report.loss)])
+    bad = non_finite.in_logps(report.logps) or non_finite.in_arrays([("the loss", report.loss)])
     norm = None
     if bad is None and not np.isfinite(report.grad_norm):
         bad = policy.bad_gradient()
@@ -89,29 +89,29 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
             found = pair[kind]
             if found is not None:
                 policy.clear_gradients()
-                raise NotFinite(found, rank, "the update was not made")
+                raise NonFiniteUpdate(found, rank, "the update was not made")
 
 
-def _weights(samples: Samples, members: Sequence[int], objective: Objective) -> np.ndarray:
+def _weights(samples: Samples, members: Sequence[int], loss_config: LossConfig) -> np.ndarray:
     """float32 [samples], 0 for those that are no members."""
     chosen = list(members)
     counted = None if samples.counted is None else samples.counted[chosen]
     weights = np.zeros(len(samples), np.float32)
-    weights[chosen] = loss.token_weights(samples.completion_lengths[chosen], objective, counted)
+    weights[chosen] = loss.token_weights(samples.completion_lengths[chosen], loss_config, counted)
     return weights
 
 
 def _extras(
-    batch: MicroBatch, samples: Samples, weights: np.ndarray, objective: Objective
+    batch: MicroBatch, samples: Samples, weights: np.ndarray, loss_config: LossConfig
 ) -> tuple[np.ndarray, ...]:
-    """What PolicyLoss takes after the entropy; what its objective does not read is all zeros."""
+    """What PolicyLoss takes after the entropy; what its loss_config does not read is all zeros."""
     none = np.zeros(batch.picks.size, np.float32)
 
     def spread(values: Sequence[np.ndarray] | np.ndarray | None) -> np.ndarray:
         return none if values is None else batch.spread(values)
 
     segments = (none.astype(np.int32), none)
-    if objective.by_sequence:
+    if loss_config.by_sequence:
         segments = batch.segments()
     return (
         spread(samples.old_logps),
@@ -128,7 +128,7 @@ def _advantages(samples: Samples) -> Sequence[np.ndarray] | np.ndarray:
 
 
 def _report(
-    objective: Objective,
+    loss_config: LossConfig,
     samples: Samples,
     parts: Sequence[tuple[PerToken, PerToken]],
     weights: np.ndarray,
@@ -143,10 +143,10 @@ def _report(
     tokens = _tokens(samples, logps, entropy, weights)
     kl = np.zeros(0)
     if samples.reference_logps is not None:
-        kl = loss.kl_estimate(tokens.logps, tokens.reference, objective.kl_estimator)
-    low, high = loss.clipped_tokens(tokens, objective)
+        kl = loss.kl_estimate(tokens.logps, tokens.reference, loss_config.kl_estimator)
+    low, high = loss.clipped_tokens(tokens, loss_config)
     return UpdateReport(
-        loss=loss.policy_loss(tokens, objective),
+        loss=loss.policy_loss(tokens, loss_config),
         kl=_mean(kl),
         entropy=_mean(tokens.entropy),
         clipped_low=_mean(low),

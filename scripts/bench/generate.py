@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, task: Generation) -> None:
     import assembly
 
-    from mindgrpo.rollout.embedded.engine import Draw, Request
+    from mindgrpo.rollout.embedded.engine import Request, SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
     backend = assembly.join_ranks()
@@ -49,7 +49,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
             for i, ids in enumerate(task.work.prompt_ids(number))
         ]
         started = time.perf_counter()
-        done = roles.generator.generate(requests, Draw(0, ROLLOUT, number), roles.policy.version)
+        done = roles.generator.generate(requests, SeedKey(0, ROLLOUT, number), roles.policy.version)
         seconds = time.perf_counter() - started
         task.check([len(c.tokens) for c in done])
         assert all(len(c.logps) == len(c.tokens) for c in done)
@@ -66,7 +66,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
             "compile_s": first,
             "compiles": compiles,
             "late_compiles": late,
-            "usage": dataclasses.asdict(roles.generator.usage),
+            "usage": dataclasses.asdict(roles.generator.stats),
             "seconds": seconds,
             **task.described(),
         }

@@ -24,7 +24,7 @@ from carried import communication, sum_in_graph
 from saving import saved_and_loaded
 
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.loss_config import Credit, Objective
+from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
@@ -39,7 +39,7 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.engine import Generator, SeedKey
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
 from mindgrpo.rollout.sampling_params import SamplingSettings
@@ -110,7 +110,7 @@ class Run:
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
-            objective=Objective(**(c.OBJECTIVE | self.recipe.objective)),
+            loss_config=LossConfig(**(c.LOSS | self.recipe.loss_config)),
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         )
@@ -156,7 +156,7 @@ class Run:
         if self.recipe.num_iterations > 1:
             samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
         given = replace(samples, generator_logps=as_of_another_engine(samples))
-        assign_credit(given, earned, Credit(c.NUM_GENERATIONS, **self.recipe.credit))
+        assign_credit(given, earned, AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages))
         everyone = range(len(samples))
         reports = [
             update(self.policy, given, everyone, c.LEARNING_RATE)
@@ -171,7 +171,7 @@ class Run:
             self.backend,
             given,
             c.NUM_GENERATIONS,
-            Draw(SEED, ROLLOUT, number),
+            SeedKey(SEED, ROLLOUT, number),
             self.policy.version,
             first,
         )
@@ -198,7 +198,7 @@ class Run:
         self.delivery.run()
         self.generator.version = self.policy.version
         settings = replace(self.generator.settings, temperature=0.0)
-        draw, given = Draw(SEED, EVALUATION, c.NUM_STEPS), prompts()
+        draw, given = SeedKey(SEED, EVALUATION, c.NUM_STEPS), prompts()
         samples = generate(
             self.generator,
             self.infer,

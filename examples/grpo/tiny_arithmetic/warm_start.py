@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm.loss_config import Objective  # noqa: E402
+from mindgrpo.algorithm.loss_config import LossConfig  # noqa: E402
 from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.algorithm.types import STOPPED, Samples  # noqa: E402
@@ -126,7 +126,7 @@ def main() -> None:
         temperature=1.0,
         recompute=KEEP_ALL,
         # Every token alike: weighing samples alike would teach the short careless answers most.
-        objective=Objective(loss_type="bnpo", beta=0.0),
+        loss_config=LossConfig(loss_type="bnpo", beta=0.0),
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.98, 1e-8, 0.01),
     )

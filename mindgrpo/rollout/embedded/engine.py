@@ -23,7 +23,7 @@ from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.noise import uniforms
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -40,7 +40,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Draw:
+class SeedKey:
     """What the noise depends on beside sample and position."""
 
     seed: int
@@ -70,7 +70,7 @@ class Generator:
         self.settings = settings
         self.weights = Weights(layout, backend.rank, backend)
         self.version: int | None = None
-        self.usage = Usage(0, 0, 0, 0)
+        self.stats = RolloutStats(0, 0, 0, 0)
         if settings.max_tokens > room.max_tokens:
             raise ValueError(
                 f"completions of {settings.max_tokens} tokens in a cache for {room.max_tokens}"
@@ -88,7 +88,7 @@ class Generator:
     def generate(
         self,
         requests: Sequence[Request],
-        draw: Draw,
+        draw: SeedKey,
         version: int,
         settings: SamplingSettings | None = None,
     ) -> list[Completion]:
@@ -101,10 +101,10 @@ class Generator:
             raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
         if not wanted:
-            self.usage = Usage(0, 0, 0, 0)
+            self.stats = RolloutStats(0, 0, 0, 0)
             return []
         job = self._job(wanted, draw, settings)
-        self.usage = self._decoder.run(job, settings)
+        self.stats = self._decoder.run(job, settings)
         samples = [sample for request in wanted for sample in request.samples]
         return [
             Completion(
@@ -116,7 +116,7 @@ class Generator:
             for i, (sample, length) in enumerate(zip(samples, job.lengths.tolist(), strict=True))
         ]
 
-    def _job(self, requests: Sequence[Request], draw: Draw, settings: SamplingSettings) -> Job:
+    def _job(self, requests: Sequence[Request], draw: SeedKey, settings: SamplingSettings) -> Job:
         if settings.max_tokens > self.settings.max_tokens:
             raise ValueError(
                 f"completions of {settings.max_tokens} tokens from a generator for {self.settings.max_tokens}"

@@ -28,7 +28,7 @@ class NonFinite:
         return f"{self.name}{where}: {self.value}"
 
 
-class NotFinite(RuntimeError):
+class NonFiniteUpdate(RuntimeError):
     """Nothing was changed for the sake of what `rank` found: the same on every rank."""
 
     def __init__(self, found: NonFinite, rank: int, done: str) -> None:
