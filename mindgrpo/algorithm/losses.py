@@ -1,6 +1,6 @@
-"""The losses on host arrays: token weights, the figures of a step, and the reference the graph is held to.
+"""The losses on host arrays: token weights, the metrics of an update, and what the graph's loss is compared with.
 
-Pure numpy. The graph that is differentiated is update/loss_cell.py; `policy_loss` says the same without one.
+Pure numpy. The graph that is differentiated is training/loss_cell.py; `policy_loss` says the same without one.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from mindgrpo.algorithm.loss_config import LossConfig
 def token_weights(
     lengths: Sequence[int] | np.ndarray,
     loss_config: LossConfig,
-    counted: np.ndarray | None = None,
+    sample_mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """float32 [samples], the weight of each token of a sample, over the whole of an update.
 
-    With N samples of `lengths` |o_i| tokens:
+    With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
     grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
     bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
     cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
     dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
 
     N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
-    bnpo's local batch is the update for the same reason. Samples that are not `counted` (bool [samples]; DAPO's
+    bnpo's local batch is the update for the same reason. Samples outside of `sample_mask` (bool [samples]; DAPO's
     over-long filtering, section 3.4) weigh nothing and are not in N nor in the sum.
     """
     sizes = np.asarray(lengths, np.float64)
-    mask = np.ones(sizes.size) if counted is None else np.asarray(counted, np.float64)
+    mask = np.ones(sizes.size) if sample_mask is None else np.asarray(sample_mask, np.float64)
     number = max(1.0, mask.sum())
     if loss_config.loss_type == "grpo":
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
@@ -58,7 +58,7 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
 
 @dataclass(frozen=True)
 class Tokens:
-    """An update's completion tokens, sample after sample: float [tokens] each, `lengths` int [samples]."""
+    """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""
 
     logps: np.ndarray
     old: np.ndarray
@@ -66,7 +66,7 @@ class Tokens:
     entropy: np.ndarray
     advantages: np.ndarray
     weights: np.ndarray
-    factors: np.ndarray
+    rollout_is_weights: np.ndarray
     lengths: np.ndarray
 
 
@@ -113,7 +113,7 @@ def cispo_surrogate(
 
 
 def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
-    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the mismatch factor, H the entropy.
+    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the rollout's importance weight, H the entropy.
 
     `held` float [tokens] are the log-probs where stop-gradients stand, for differences; None: the policy's.
     """
@@ -125,7 +125,7 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
     else:
         ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
         gain = surrogate(ratio, tokens.advantages, loss_config)
-    terms = -tokens.factors * gain
+    terms = -tokens.rollout_is_weights * gain
     if loss_config.beta > 0:
         terms = terms + loss_config.beta * kl_estimate(
             tokens.logps, tokens.reference, loss_config.kl_estimator

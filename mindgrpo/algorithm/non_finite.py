@@ -1,16 +1,13 @@
-"""The first number of a step that is not finite, by the name of what it belongs to.
-
-Pure. Refuses to repair: a number that is not finite is told as it is.
-"""
+"""Finds the first number of a step that is not finite and names what it belongs to. Pure; nothing is repaired."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -29,11 +26,11 @@ class NonFinite:
 
 
 class NonFiniteUpdate(RuntimeError):
-    """Nothing was changed for the sake of what `rank` found: the same on every rank."""
+    """An update was not made because `rank` has a number that is not finite; raised on every rank alike."""
 
-    def __init__(self, found: NonFinite, rank: int, done: str) -> None:
-        super().__init__(f"{found}; {done}")
-        self.found, self.rank = found, rank
+    def __init__(self, number: NonFinite, rank: int) -> None:
+        super().__init__(f"{number}; the update was not made")
+        self.number, self.rank = number, rank
 
 
 def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | None:
@@ -46,36 +43,38 @@ def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | No
     return None
 
 
-def in_rollout(samples: Samples, rewards: np.ndarray) -> NonFinite | None:
-    """Of what is known of `samples` before their credit; `rewards` float [samples]."""
+def in_rollout(
+    rollout: Rollout, rewards: np.ndarray, reference: Arrays | None, old: Arrays | None
+) -> NonFinite | None:
+    """Of what is known before advantages: `rewards` float [samples], the reference's and the policy's log-probs."""
     return _first(
-        _by_token("the generator's log-probs", samples.generator_logps),
+        _by_token("the generator's log-probs", rollout.generator_logps),
         _by_sample("rewards", rewards),
-        _by_token("the reference's log-probs", samples.reference_logps),
-        _by_token("the policy's log-probs before its update", samples.old_logps),
+        _by_token("the reference's log-probs", reference),
+        _by_token("the policy's log-probs before its update", old),
     )
 
 
 def in_logps(logps: Mapping[int, np.ndarray]) -> NonFinite | None:
     """Of the policy's log-probs by sample, float [completion length] each."""
     order = sorted(logps)
-    found = _first(_by_token("the policy's log-probs", [logps[i] for i in order]))
-    return (
-        replace(found, sample=order[found.sample]) if found and found.sample is not None else None
-    )
+    number = _first(_by_token("the policy's log-probs", [logps[i] for i in order]))
+    if number is None or number.sample is None:
+        return None
+    return replace(number, sample=order[number.sample])
 
 
-def in_credit(samples: Samples) -> NonFinite | None:
-    """Of what pushes the tokens of `samples`."""
+def in_batch(batch: TrainBatch) -> NonFinite | None:
+    """Of what the tokens of `batch` are weighted by."""
     return _first(
-        _by_sample("advantages", samples.advantages),
-        _by_token("advantages", samples.token_advantages),
-        _by_token("factors of the correction for the generator", samples.factors),
+        _by_sample("advantages", batch.advantages),
+        _by_token("advantages", batch.token_advantages),
+        _by_token("weights of the correction for the generator", batch.rollout_is_weights),
     )
 
 
-def _first(*found: Iterator[NonFinite]) -> NonFinite | None:
-    return next((each for several in found for each in several), None)
+def _first(*searches: Iterator[NonFinite]) -> NonFinite | None:
+    return next((number for search in searches for number in search), None)
 
 
 def _by_sample(name: str, values: np.ndarray) -> Iterator[NonFinite]:
@@ -83,7 +82,7 @@ def _by_sample(name: str, values: np.ndarray) -> Iterator[NonFinite]:
         yield NonFinite(name, float(values[i]), i)
 
 
-def _by_token(name: str, values: Sequence[np.ndarray] | None) -> Iterator[NonFinite]:
+def _by_token(name: str, values: Arrays | None) -> Iterator[NonFinite]:
     if not values or np.isfinite(np.concatenate(values)).all():
         return
     for sample, tokens in enumerate(values):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
@@ -19,6 +18,7 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
@@ -134,23 +134,6 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
 
 
-def runtime_settings(config: Config) -> RuntimeSettings:
-    """What of `context` the device's backend sets up."""
-    context = config.context
-    budget = context.max_device_memory
-    return RuntimeSettings(
-        compiled=context.mode == 0,
-        deterministic=config.rl_config.deterministic == "ON",
-        jit_level=context.jit_config.jit_level,
-        max_call_depth=context.max_call_depth,
-        save_graphs=context.save_graphs,
-        save_graphs_path=context.save_graphs_path,
-        memory_optimize_level=context.memory_optimize_level,
-        max_device_bytes=memory_bytes(budget) if budget else None,
-        precision_mode=context.ascend_config.precision_mode,
-    )
-
-
 def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
     """Ids that the model cannot draw never end a sample, and completions then run to max_tokens."""
     outside = [i for i in sampling.stop_ids if i >= vocab_size]
@@ -162,22 +145,6 @@ def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
         f"the model's {vocab_size} tokens and ends no sample"
         + ("" if left else ", nor does any other id; leave the key out for the model's own")
     ]
-
-
-def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
-    given = config.generate_config.sampling_config
-    stops = given.eos_token_id
-    stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
-    return SamplingSettings(
-        temperature=given.temperature,
-        top_k=max(0, given.top_k),
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        min_tokens=given.min_tokens,
-        max_tokens=given.max_tokens,
-        stop_ids=stop_ids,
-    )
 
 
 def scorer_of(
