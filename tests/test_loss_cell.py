@@ -36,7 +36,7 @@ def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     shares = np.repeat(1.0 / np.maximum(lengths, 1), lengths)
     numbers = [tokens.logps, tokens.entropy, tokens.old, tokens.reference]
-    numbers += [tokens.advantages, tokens.weights, tokens.factors]
+    numbers += [tokens.advantages, tokens.weights, tokens.rollout_is_weights]
     blank = np.zeros(padding)
     padded = [np.concatenate([x, blank]).astype(np.float32) for x in (*numbers, shares)]
     own = np.arange(starts.size, starts.size + padding)
@@ -153,5 +153,14 @@ def test_samples_of_weight_zero_add_nothing_whatever_they_hold(
 
 def test_the_tokens_hold_every_input_of_the_graph() -> None:
     assert {field.name for field in fields(Tokens)} == {
-        *("logps", "old", "reference", "entropy", "advantages", "weights", "factors", "lengths")
+        *(
+            "logps",
+            "old",
+            "reference",
+            "entropy",
+            "advantages",
+            "weights",
+            "rollout_is_weights",
+            "lengths",
+        )
     }

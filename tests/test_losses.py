@@ -70,7 +70,7 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
             ratio = math.exp(t.logps[k]) / math.exp(t.old[k])
             if o.importance_sampling_level == "sequence":
                 ratio = product ** (1 / length)
-            term = -t.factors[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
+            term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
             term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
             term -= o.entropy_coef * t.entropy[k]
             total += weight_of(length, o) * term
