@@ -7,6 +7,7 @@ agrees with another implementation of the model, nor anything about several rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +40,7 @@ from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import Shard
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.engine import Request, SeedKey, StaleWeights
+from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey, StaleWeights
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
@@ -253,6 +254,31 @@ def test_a_generator_without_weights_refuses_to_run(backend: CpuBackend) -> None
     empty = EmbeddedEngine(CONFIG, LAYOUT, backend, SETTINGS, room_of(4, 4))
     with pytest.raises(StaleWeights, match="weights None"):
         empty.generate(requests_of(), SETTINGS, SeedKey(0, 0, 0), 0)
+
+
+def test_completions_have_the_version_of_the_weights_that_wrote_them(
+    generator_of: MakeGenerator,
+) -> None:
+    assert {c.version for c in run(generator_of(), requests_of())} == {VERSION}
+
+
+def test_a_publish_that_fails_or_a_sleep_leaves_weights_of_no_version(
+    backend: CpuBackend, weights: Weights, kernels: Kernels
+) -> None:
+    engine: RolloutEngine = generator_with(weights, backend, kernels, slots=4)
+    assert engine.publish(lambda: "moved", 8) == "moved" and engine.version == 8
+
+    def breaks() -> None:
+        raise OSError("the other side is gone")
+
+    for left in (lambda: engine.publish(breaks, 9), engine.sleep):
+        engine.publish(lambda: None, 8)
+        with suppress(OSError):
+            left()
+        assert engine.version is None
+        engine.wake()
+        with pytest.raises(StaleWeights, match="weights None"):
+            engine.generate(requests_of(), SETTINGS, SeedKey(0, 0, 0), 8)
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_cut(generator_of: MakeGenerator) -> None:
