@@ -148,7 +148,7 @@ def check(argv: Sequence[str], world_size: int) -> None:
         inputs.scorer.close()
 
 
-def evaluate(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         # msrun's scheduler runs this program too, and may be so late that the evaluation has been written.
         line = parse_evaluation(argv)

@@ -10,7 +10,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.config import Config, Loaded
+from mindgrpo.config import (
+    Config,
+    Loaded,
+    load_config,
+    parse_command_line,
+    split_overrides,
+)
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
@@ -119,3 +125,9 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
         f"{busiest.seconds:.3g} s at least, at {links.bytes_per_s / GIGA:g} GB/s each way ({hosts}{inside}): "
         f"{busiest.who} {busiest.direction} {busiest.num_bytes / GIGA:.3g} GB"
     ]
+
+
+def main(argv: Sequence[str]) -> None:
+    links, rest = read_links(split_overrides(argv))
+    path, overrides = parse_command_line([f"{flag}={value}" for flag, value in rest])
+    print_plan(load_config(path, overrides), links)

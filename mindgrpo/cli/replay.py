@@ -26,8 +26,8 @@ ALONE = {"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1}
 ROLES = ("actor_config", "ref_config", "generate_config")
 
 
-def replay(argv: Sequence[str]) -> None:
-    parser = Arguments(prog="python -m mindgrpo replay")
+def main(argv: Sequence[str]) -> None:
+    parser = Arguments(prog="mindgrpo replay")
     parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
     parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
     parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")

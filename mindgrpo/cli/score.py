@@ -50,7 +50,7 @@ class Trial:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Arguments(
-        prog="python -m mindgrpo score", description="Tries rewards on a file, without a model."
+        prog="mindgrpo score", description="Tries rewards on a file, without a model."
     )
     text = "a built-in name, module:function or file.py:function; once for each reward"
     parser.add_argument("--reward", action="append", required=True, help=text)
@@ -69,7 +69,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
-def try_rewards(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Prints the table. Raises UserError."""
     given = arguments(argv)
     try:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import psutil
 
-from mindgrpo.backend.cpu.host import BOARD_FOLDERS
+from mindgrpo.backend.targets import BOARD_FOLDERS
 from mindgrpo.config.environment import wrong_variables
 from mindgrpo.monitor.memory import format_bytes
 

@@ -134,3 +134,12 @@ def _go_on(places: Places, step: int, rows_until: int, keep_model: bool) -> list
             moved = folders.set_aside(places.directory, later)
             told.append(f"checkpoint step_{later:06d} is now {moved.name}")
     return told
+
+
+def run_name(path: Path) -> str:
+    """A configuration called like every other is told apart by its folder."""
+    return (
+        path.parent.name
+        if path.stem in ("grpo_config", "config") and path.parent.name
+        else path.stem
+    )

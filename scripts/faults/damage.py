@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo import __main__
+from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.training import update as batches
@@ -208,7 +208,7 @@ def main() -> int:
             arguments += ARGUMENTS[name]
         elif here:
             IN_STEPS[name](int(at or 0))
-    return __main__.main(["train", *arguments])
+    return verbs.main(["train", *arguments])
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import errno
 import hashlib
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +28,12 @@ from mindgrpo.backend.cpu.waiting import (
     Waits,
     unheard,
 )
+from mindgrpo.backend.targets import BOARD_FOLDERS
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 
 PAGE_BYTES = 4096
 # Where a board may lie; the first that takes it.
-BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 # Ranks import for a while before they come to the board; none is known by its process before.
 MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
