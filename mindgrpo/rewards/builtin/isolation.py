@@ -31,10 +31,10 @@ PR_CAPBSET_DROP, NUM_CAPABILITIES = 24, 64
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 X32_NUMBERS = 0x40000000
-# Machine -> its number for audits, clone, and what is refused: fork, vfork, unshare, shmget.
+# Machine -> its number for audits, clone, and what is refused: fork, vfork, unshare, shmget, ptrace.
 SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, 56, (57, 58, 272, 29)),
-    "aarch64": (0xC00000B7, 220, (97, 194)),
+    "x86_64": (0xC000003E, 56, (57, 58, 272, 29, 101)),
+    "aarch64": (0xC00000B7, 220, (97, 194, 117)),
 }
 CLONE3 = 435
 
@@ -51,14 +51,19 @@ class Isolation:
     name: str
     words: tuple[str, ...] = ()
     filter_code: bytes = b""
-    enter: Callable[[], None] | None = None
+    enter: Callable[[], None] = lambda: None
 
     def start(
         self, command: Sequence[str], descriptors: Sequence[int], stdin: int, stdout: int
     ) -> subprocess.Popen[bytes]:
         """Start `command` with these descriptors and no others, which it has under the same numbers."""
         before, passed = list(self.words), list(descriptors)
-        filter_file = memory_file(self.filter_code)
+        filter_file, parent = memory_file(self.filter_code), os.getpid()
+
+        def enter() -> None:
+            end_with_parent(parent)
+            self.enter()
+
         if self.filter_code:
             before += ["--seccomp", str(filter_file), "--"]
             passed.append(filter_file)
@@ -73,7 +78,7 @@ class Isolation:
                 # Threads of numerical libraries would cost memory for nothing.
                 env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
                 start_new_session=True,
-                preexec_fn=self.enter,
+                preexec_fn=enter,
             )
         finally:
             os.close(filter_file)
@@ -141,10 +146,9 @@ def landlock_and_seccomp() -> Isolation:
         system_calls = allowed_system_calls(pyseccomp)
     except OSError as error:
         raise IsolationUnavailable(str(error).splitlines()[0]) from error
-    libc, parent = ctypes.CDLL(None), os.getpid()
+    libc = ctypes.CDLL(None)
 
     def enter() -> None:
-        end_with_parent(parent)
         for capability in range(NUM_CAPABILITIES):
             libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
         ctypes.set_errno(0)

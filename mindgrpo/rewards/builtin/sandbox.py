@@ -49,25 +49,24 @@ class Ending:
 
     status: int | None
     output: bytes
-    seconds: float
 
 
 def run_program(
     code: str, standard_input: str, seconds: float, memory: int, way: Isolation | None = None
 ) -> Ending:
     """Run Python source as a program. `memory` is bytes of address space. Raises IsolationUnavailable."""
-    started = time.monotonic()
+    deadline = time.monotonic() + seconds
     given, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
     order = {"code": code, "seconds": seconds, "memory": memory}
     process = start(way or find_isolation(), "run", order, [], given, output)
     try:
-        status = wait(process, started + seconds)
+        status = wait(process, deadline)
         printed = os.pread(output, MAX_OUTPUT_BYTES, 0)
     finally:
         end(process)
         os.close(given)
         os.close(output)
-    return Ending(status, printed, time.monotonic() - started)
+    return Ending(status, printed)
 
 
 def judge_assertions(

@@ -162,9 +162,12 @@ def judge_all(order: dict[str, Any], line: Line, verdicts: int) -> None:
 
 def judge(assertion: str, setup: str, line: Line) -> bytes:
     line.is_unjudgeable = False
+    source = f"{setup}\n{assertion}"
     try:
-        source = f"{setup}\n{assertion}"
         code = compile(source, "test", "exec")
+    except (SyntaxError, ValueError):
+        return UNJUDGEABLE
+    try:
         namespace = namespace_for(source, assertion, line)
         exec(code, namespace)  # noqa: S102
         passed = not line.has_ended
