@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
@@ -40,8 +42,8 @@ def test_the_share_of_tests_passed_is_the_reward() -> None:
         {"input": "3", "output": "7"},
     ]
     as_pairs = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
-    given = code_reward([DOUBLE] * 3, ["", "", ""], [cases, json.dumps(cases[:2]), as_pairs])
-    assert given == pytest.approx([2 / 3, 1.0, 1.0])
+    rewards = code_reward([DOUBLE] * 3, ["", "", ""], [cases, json.dumps(cases[:2]), as_pairs])
+    assert rewards == pytest.approx([2 / 3, 1.0, 1.0])
 
 
 def test_assertions_are_counted_one_by_one() -> None:
@@ -158,9 +160,43 @@ def test_only_exact_plain_data_crosses_strictly() -> None:
     for value in (Number(3), [Number(3)], {Number(3): 1}, object(), range(3), len):
         with pytest.raises(NotPlain):
             encode(value)
-    coded = json.dumps(encode([Number(3), {"a": math.nan}], exact=False))
-    number, table = decode(json.loads(coded))
+    number, table = decode(encode([Number(3), {"a": math.nan}], exact=False))
     assert type(number) is int and number == 3 and math.isnan(table["a"])
+
+
+HASHABLE = st.none() | st.booleans() | st.integers() | st.floats() | st.binary() | st.text()
+PLAIN = st.recursive(
+    HASHABLE | st.complex_numbers() | st.sets(HASHABLE) | st.frozensets(HASHABLE),
+    lambda inner: st.builds(
+        lambda kind, pairs: kind(pairs),
+        st.sampled_from([list, tuple, dict]),
+        st.lists(st.tuples(HASHABLE, inner)),
+    ),
+)
+
+
+def typed(value: Any) -> Any:
+    """Something to compare that tells 1 from True and NaN from nothing, in any order of a set."""
+    if isinstance(value, dict):
+        return dict, [(repr(key), typed(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), list(map(typed, value))
+    if isinstance(value, set | frozenset):
+        return type(value), sorted(map(repr, value))
+    return repr(value)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_went(value: Any) -> None:
+    assert typed(decode(encode(value))) == typed(value)
+
+
+@given(st.binary())
+def test_whatever_is_decoded_is_plain_or_an_exception(data: bytes) -> None:
+    try:
+        encode(decode(data))
+    except Exception as error:
+        assert not isinstance(error, NotPlain)
 
 
 def test_a_call_that_hangs_leaves_what_was_judged_before() -> None:
@@ -191,8 +227,8 @@ def test_a_program_that_ends_or_fails_passes_nothing_not_even_what_does_not_call
 def test_all_tests_of_a_completion_share_its_seconds() -> None:
     cases = [{"input": "", "output": "1"}] * 5
     started = time.monotonic()
-    (given,) = code_reward([FENCED.format("while True: pass")], [""], [cases], seconds=0.6)
-    assert given == 0.0
+    (reward,) = code_reward([FENCED.format("while True: pass")], [""], [cases], seconds=0.6)
+    assert reward == 0.0
     assert time.monotonic() - started < 3.0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import compileall
 import functools
-import json
+import marshal
 import os
 import select
 import site
@@ -111,7 +111,7 @@ def start(
     # Python starts twice as fast without `site`, which reads configuration that nobody needs here.
     packages = [path for path in sys.path if path in site.getsitepackages()]
     order |= {"output": MAX_OUTPUT_BYTES, "path": packages}
-    order_file = memory_file(json.dumps(order).encode())
+    order_file = memory_file(marshal.dumps(order))
     python = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(isolation.SANDBOXED)]
     numbers = [order_file, *pipes]
     try:

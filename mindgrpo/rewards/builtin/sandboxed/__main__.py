@@ -4,7 +4,7 @@ Limits itself to what its order allows before anything of the order runs.
 """
 
 import builtins
-import json
+import marshal
 import os
 import resource
 import sys
@@ -12,7 +12,7 @@ from _sitebuiltins import Quitter
 
 role, order_descriptor, *pipes = sys.argv[1], *map(int, sys.argv[2:])
 with os.fdopen(order_descriptor, "rb") as file:
-    order = json.load(file)
+    order = marshal.load(file)
 for kind, most in (
     (resource.RLIMIT_AS, order["memory"]),
     (resource.RLIMIT_CPU, int(order["seconds"]) + 2),

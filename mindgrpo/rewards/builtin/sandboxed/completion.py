@@ -5,7 +5,7 @@ Everything here may be changed by the program, which shares the process; the jud
 
 from __future__ import annotations
 
-from plain_data import NotPlain, decode, encode, receive, send
+from plain_data import encode, receive, send
 
 TYPE_CHECKING = False  # importing typing would take a tenth of the process's start
 if TYPE_CHECKING:
@@ -20,40 +20,34 @@ def run(code: str) -> dict[str, Any]:
 
 
 def answer_questions(namespace: dict[str, Any], questions: int, replies: int) -> None:
-    """Answer until the judge ends. A reply repeats its question's nonce."""
+    """Answer until the judge ends. A reply repeats its question's nonce; judge.py says what else is in it."""
     while True:
-        nonce, *question = receive(questions)
+        nonce, kind, *question = receive(questions)
+        reply = look(namespace, *question) if kind == "look" else call(namespace, *question)
         try:
-            send(replies, [nonce, *answer(namespace, question)])
+            send(replies, encode([nonce, *reply], exact=False))
         except OSError:
             return
-        except BaseException as error:
-            # What the function returned could be too deep, too large or worse to be sent.
-            send(replies, [nonce, "object", str(error)])
+        except BaseException:
+            # Not plain, too deep, too large, or its methods raise.
+            send(replies, encode([nonce, "object"]))
 
 
-def answer(namespace: dict[str, Any], question: list[Any]) -> list[Any]:
-    """For ["look", name] and ["call", name, arguments, keywords]; see judge.py for the replies."""
-    kind, name, *given = question
+def look(namespace: dict[str, Any], name: str) -> list[Any]:
     if name not in namespace:
         return ["missing"]
     value = namespace[name]
-    if kind == "look":
-        return describe(value)
-    arguments, keywords = decode(given[0]), decode(given[1])
+    if callable(value):
+        return ["object" if isinstance(value, type) else "callable"]
+    return ["value", value, []]
+
+
+def call(
+    namespace: dict[str, Any], name: str, arguments: list[Any], keywords: dict[str, Any]
+) -> list[Any]:
     try:
-        result = value(*arguments, **keywords)
+        result = namespace[name](*arguments, **keywords)
     except BaseException as error:
         return ["raised", type(error).__name__, str(error)]
     # A function that returns nothing works by changing its arguments.
-    changed = [encode(argument, exact=False) for argument in arguments] if result is None else []
-    return ["value", encode(result, exact=False), changed]
-
-
-def describe(value: Any) -> list[Any]:
-    if isinstance(value, type):
-        return ["object", "class"]
-    try:
-        return ["value", encode(value, exact=False), []]
-    except NotPlain as error:
-        return ["callable"] if callable(value) else ["object", str(error)]
+    return ["value", result, arguments if result is None else []]

@@ -13,14 +13,12 @@ import os
 import symtable
 import sys
 
-from plain_data import BrokenMessage, NotPlain, decode, encode, receive, send
+from plain_data import BrokenMessage, NotPlain, encode, receive, send
 
 TYPE_CHECKING = False  # importing typing would take a tenth of the process's start
 if TYPE_CHECKING:
     from typing import Any
 
-# Kinds of replies and how many items they have.
-LENGTHS = {"missing": 1, "callable": 1, "object": 2, "value": 3, "raised": 3}
 PASSED, FAILED, UNJUDGEABLE = b"p", b"f", b"u"
 # With these a returned value could become code, or the function would have to run in this process.
 NEEDS_ONE_PROCESS = {
@@ -69,10 +67,7 @@ class Line:
 
     def call(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Return plain data, or raise the exception of Python's that the function raised."""
-        try:
-            kind, *content = self._ask("call", name, encode(list(arguments)), encode(keywords))
-        except (NotPlain, RecursionError) as error:
-            raise self.refuse() from error
+        kind, *content = self._ask("call", name, list(arguments), keywords)
         if kind == "raised":
             raise exception_of(*content)
         result, changed = self._value(kind, content)
@@ -85,36 +80,43 @@ class Line:
         return Unjudgeable()
 
     def _ask(self, *question: Any) -> list[Any]:
-        """Return the reply: a kind and its content. Raises NotPlain for a question that is too long."""
+        """Return the reply: a kind and its content. Raises Unjudgeable for what is not plain data."""
         if self.has_ended:
             raise CompletionEnded
-        nonce = os.urandom(8).hex()
+        nonce = os.urandom(8)
         try:
-            send(self._questions, [nonce, *question])
+            encoded = encode([nonce, *question])
+        except (NotPlain, RecursionError) as error:
+            raise self.refuse() from error
+        try:
+            send(self._questions, encoded)
             given, *reply = receive(self._replies)
             # A reply that was written before its question cannot hold the question's nonce.
-            if given != nonce or LENGTHS[reply[0]] != len(reply):
+            if given != nonce or not is_reply(*reply):
                 raise BrokenMessage
-        except NotPlain:
-            raise
         except Exception as error:
             self.has_ended = True
             raise CompletionEnded from error
         return reply
 
-    def _value(self, kind: str, content: list[Any]) -> tuple[Any, list[Any]]:
+    def _value(self, kind: str, content: list[Any]) -> list[Any]:
         if kind != "value":
             raise self.refuse()
-        try:
-            return decode(content[0]), [decode(coded) for coded in content[1]]
-        except Exception as error:
-            self.has_ended = True
-            raise CompletionEnded from error
+        return content
 
 
-def exception_of(name: object, message: object) -> Exception:
+def is_reply(kind: Any, *content: Any) -> bool:
+    """Whether it is missing, object, callable, value RESULT ARGUMENTS, or raised NAME MESSAGE."""
+    if kind == "value":
+        return len(content) == 2 and type(content[1]) is list
+    if kind == "raised":
+        return len(content) == 2 and {type(item) for item in content} == {str}
+    return kind in ("missing", "object", "callable") and not content
+
+
+def exception_of(name: str, message: str) -> Exception:
     try:
-        return EXCEPTIONS[str(name)](message)
+        return EXCEPTIONS[name](message)
     except (KeyError, TypeError):
         return CompletionError(message)
 
