@@ -206,9 +206,9 @@ def _generator(config: Config, inputs: EvaluationInputs, backend: Backend) -> Ge
     made = Generator(inputs.model, inputs.layout, backend, inputs.sampling, room)
     budget = config.context.max_device_memory
     residency = Residency(memory_bytes(budget) if budget else None)
-    residency.own("generator", [made.weights.pool], rebuilt=False, filled=True)
-    residency.own("kv_cache", [made.cache], rebuilt=True, filled=False)
-    residency.enter("rollout")
+    residency.register("generator", [made.weights.pool], rebuilt=False, filled=True)
+    residency.register("kv_cache", made.pools, rebuilt=True, filled=False)
+    residency.activate("rollout")
     load_weights(made.weights, config.actor_config.load)
     made.version = VERSION
     return made

@@ -46,7 +46,7 @@ def findings(plan: RunPlan, ranks_here: int | None) -> list[Finding]:
 
 
 def memory(plan: RunPlan, ranks: int) -> Finding:
-    most = max((total for _, total, _ in plan.memory()), default=0)
+    most = max((row.total for row in plan.memory()), default=0)
     needed = ranks * (most + RANK_BYTES)
     host = psutil.virtual_memory()
     what = (

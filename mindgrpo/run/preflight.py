@@ -19,6 +19,7 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.memory.account import check_budget
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
@@ -119,6 +120,8 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
+    budget = config.context.max_device_memory
+    check_budget(plan.memory(), memory_bytes(budget) if budget else None)
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))

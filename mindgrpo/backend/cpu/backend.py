@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -143,6 +144,7 @@ class CpuBackend(Backend):
     def __init__(self, environment: dict[str, str], transport: str, compiled: bool = True) -> None:
         self._transport = transport
         self.compile_log = CompileLog()
+        self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         self._placement = Placement(0, 1, 1)
@@ -247,7 +249,9 @@ class CpuBackend(Backend):
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
         readable = shared and self.world_size > 1 and self._far is None
-        return SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        pool = SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
         if not isinstance(pool, SharedPool):
@@ -264,7 +268,9 @@ class CpuBackend(Backend):
         return peers if all(complete) else None
 
     def host_pool(self, num_bytes: int) -> Pool:
-        return HostPool(num_bytes)
+        pool = HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)
