@@ -56,7 +56,7 @@ def reinforce_plus_plus(
     """float32 [completion length] a sample: (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on.
 
     Mean and population deviation (n) are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global
-    normalisation). With `num_generations` the group's mean is taken from r first, its variant with baseline; None: the plain one.
+    normalisation). With `num_generations` the group's mean is taken from r first, as its variant with baseline does.
     `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples that are not
     `counted` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
     """
