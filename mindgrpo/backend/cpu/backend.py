@@ -120,13 +120,13 @@ class CpuLink(Link):
 
 
 def _rank_told(environment: dict[str, str]) -> int:
-    told = environment.get("RANK_ID", "")
-    if not told.isdecimal():
+    rank = environment.get("RANK_ID", "")
+    if not rank.isdecimal():
         raise UserError(
-            f"RANK_ID is '{told}', but must be this process's number among MS_WORKER_NUM="
+            f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM="
             f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
         )
-    return int(told)
+    return int(rank)
 
 
 def _notices() -> tuple[str, ...]:
@@ -256,10 +256,10 @@ class CpuBackend(Backend):
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
         if not isinstance(pool, SharedPool):
             return None
-        told = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
+        addresses = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
         peers: dict[int, PeerPool] = {}
         try:
-            for rank, address in enumerate(told):
+            for rank, address in enumerate(addresses):
                 if rank != self.rank:
                     peers[rank] = PeerPool(*address)
         except OSError:
