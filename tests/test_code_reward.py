@@ -15,7 +15,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
@@ -186,11 +186,13 @@ def typed(value: Any) -> Any:
     return repr(value)
 
 
+@settings(deadline=None)
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_went(value: Any) -> None:
     assert typed(decode(encode(value))) == typed(value)
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_whatever_is_decoded_is_plain_or_an_exception(data: bytes) -> None:
     try:
