@@ -1,4 +1,4 @@
-"""What isolated programs may not do, by each way of isolation that works on this machine.
+"""What isolated programs may not do, by each method of isolation that works on this machine.
 
 The processes are real. Does NOT prove that the kernel has no hole.
 """
@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCED = "```python\n{}\n```"
 
 
-@pytest.fixture(params=list(sandbox.WAYS), scope="module")
-def way(request: pytest.FixtureRequest) -> Iterator[Isolation]:
-    """The only way that there is, in turn."""
+@pytest.fixture(params=list(sandbox.METHODS), scope="module")
+def method(request: pytest.FixtureRequest) -> Iterator[Isolation]:
+    """The only method that there is, in turn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sandbox, "WAYS", {request.param: sandbox.WAYS[request.param]})
+        patch.setattr(sandbox, "METHODS", {request.param: sandbox.METHODS[request.param]})
         sandbox.find_isolation.cache_clear()
         try:
             yield sandbox.find_isolation()
@@ -41,9 +41,9 @@ def way(request: pytest.FixtureRequest) -> Iterator[Isolation]:
 
 
 def run(
-    code: str, given: str = "", seconds: float = 10.0, memory: int = 512 * MIB
+    code: str, standard_input: str = "", seconds: float = 10.0, memory: int = 512 * MIB
 ) -> sandbox.Ending:
-    return sandbox.run_program(code, given, seconds, memory)
+    return sandbox.run_program(code, standard_input, seconds, memory)
 
 
 def what_becomes_of(*expressions: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def what_becomes_of(*expressions: str) -> dict[str, str]:
     return result
 
 
-def test_a_program_reads_its_input_and_prints_its_output(way: Isolation) -> None:
+def test_a_program_reads_its_input_and_prints_its_output(method: Isolation) -> None:
     ending = run("import sys, math\nprint(sum(map(int, sys.stdin)), math.pi > 3)", "20\n22\n")
     assert (ending.status, ending.output) == (0, b"42 True\n")
     large = run("import sys\nprint(len(sys.stdin.read()))\nexit()", "x" * 10**6)
@@ -69,12 +69,12 @@ def test_a_program_reads_its_input_and_prints_its_output(way: Isolation) -> None
     assert run("print(1)", "x" * 10**6).output == b"1\n"
 
 
-def test_threads_and_installed_packages_work(way: Isolation) -> None:
+def test_threads_and_installed_packages_work(method: Isolation) -> None:
     code = "import threading, numpy\nt = threading.Thread(target=print, args=(numpy.arange(4).sum(),))\nt.start()"
     assert run(code).output == b"6\n"
 
 
-def test_no_network_no_process_no_signal_no_file(way: Isolation, tmp_path: Path) -> None:
+def test_no_network_no_process_no_signal_no_file(method: Isolation, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.write_text("here")
     refused = what_becomes_of(
@@ -110,7 +110,7 @@ def test_no_network_no_process_no_signal_no_file(way: Isolation, tmp_path: Path)
     assert kept.read_text() == "here"
 
 
-def test_calls_behind_pythons_back_are_refused_too(way: Isolation) -> None:
+def test_calls_behind_pythons_back_are_refused_too(method: Isolation) -> None:
     call = "ctypes.CDLL(None).syscall"
     # clone3, vfork, unshare of users, shmget of new memory, ptrace of the parent, bpf.
     numbers = {"x86_64": (435, 58, 272, 29, 101, 321), "aarch64": (435, 220, 97, 194, 117, 280)}
@@ -126,7 +126,7 @@ def test_calls_behind_pythons_back_are_refused_too(way: Isolation) -> None:
     assert set(refused.values()) == {"-1"}, refused
 
 
-def test_only_pythons_own_files_and_no_process_can_be_read(way: Isolation) -> None:
+def test_only_pythons_own_files_and_no_process_can_be_read(method: Isolation) -> None:
     files = ["/etc/passwd", __file__, str(ROOT / "README.md"), str(ROOT / "mindgrpo/trainer.py")]
     of_processes = [f"/proc/self/{name}" for name in ("environ", "mem", "maps", "cmdline")]
     of_processes += [
@@ -142,7 +142,7 @@ def test_only_pythons_own_files_and_no_process_can_be_read(way: Isolation) -> No
     assert allowed["os.getcwd()"] == "'/'"
 
 
-def test_a_program_has_no_other_descriptor_than_its_streams(way: Isolation) -> None:
+def test_a_program_has_no_other_descriptor_than_its_streams(method: Isolation) -> None:
     held = os.pipe()
     for descriptor in held:
         os.set_inheritable(descriptor, True)
@@ -167,7 +167,7 @@ def test_a_program_has_no_other_descriptor_than_its_streams(way: Isolation) -> N
         "    except RuntimeError: pass",
     ],
 )
-def test_time_and_output_are_bounded(way: Isolation, code: str) -> None:
+def test_time_and_output_are_bounded(method: Isolation, code: str) -> None:
     started = time.monotonic()
     ending = run(code, seconds=0.7)
     assert time.monotonic() - started < 3.0
@@ -175,13 +175,13 @@ def test_time_and_output_are_bounded(way: Isolation, code: str) -> None:
     assert len(ending.output) <= sandbox.MAX_OUTPUT_BYTES
 
 
-def test_100_mb_of_output_end_the_program(way: Isolation) -> None:
+def test_100_mb_of_output_end_the_program(method: Isolation) -> None:
     ending = run("for _ in range(100): print('x' * 10**6)")
     assert ending.status not in (0, None)
     assert len(ending.output) == sandbox.MAX_OUTPUT_BYTES
 
 
-def test_memory_is_bounded(way: Isolation) -> None:
+def test_memory_is_bounded(method: Isolation) -> None:
     ending = run("x = []\nwhile True: x.append('x' * 10**6)", memory=128 * MIB)
     assert ending.status == 1
     assert run("x = 'x' * (900 << 20)").status == 1
@@ -194,7 +194,7 @@ def test_what_does_not_run_ends(code: str) -> None:
     assert run(code).status not in (0, None)
 
 
-def test_a_program_cannot_reach_the_judge(way: Isolation) -> None:
+def test_a_program_cannot_reach_the_judge(method: Isolation) -> None:
     """Beside it the judge waits in a call: every process whose number could be its is tried."""
     code = """
 import ctypes, os, resource
@@ -214,14 +214,14 @@ def f(x):
     assert code_reward([FENCED.format(code)], [""], None, [assertions], seconds=10) == [1.0]
 
 
-def test_processes_end_with_the_one_that_started_them(way: Isolation) -> None:
+def test_processes_end_with_the_one_that_started_them(method: Isolation) -> None:
     """Even if that is killed."""
-    seconds = f"60.{os.getpid()}{len(way.name)}"
+    seconds = f"60.{os.getpid()}{len(method.name)}"
     code = (
         "from mindgrpo.rewards.builtin import sandbox\n"
-        f"sandbox.WAYS = {{name: sandbox.WAYS[name] for name in {list(sandbox.WAYS)!r}}}\n"
-        "way = sandbox.find_isolation()\n"
-        f"way.start(['/bin/sleep', '{seconds}'], [], -3, -3)\n"
+        f"sandbox.METHODS = {{name: sandbox.METHODS[name] for name in {list(sandbox.METHODS)!r}}}\n"
+        "method = sandbox.find_isolation()\n"
+        f"method.start(['/bin/sleep', '{seconds}'], [], -3, -3)\n"
         "print('started', flush=True)\nimport time\ntime.sleep(60)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
@@ -248,7 +248,7 @@ def processes_with(words: bytes) -> list[str]:
     return [path for path, command in commands.items() if command == words]
 
 
-def test_nothing_is_left_open(way: Isolation) -> None:
+def test_nothing_is_left_open(method: Isolation) -> None:
     run("print(1)")
     before = len(os.listdir("/proc/self/fd"))
     run("import time\ntime.sleep(9)", seconds=0.3)

@@ -255,17 +255,17 @@ def test_the_last_closed_block_is_run(text: str, code: str | None) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The way of isolation is looked for anew, before and after."""
+    """Isolation is looked for anew, before and after."""
     sandbox.find_isolation.cache_clear()
     yield
     sandbox.find_isolation.cache_clear()
 
 
-def test_one_way_at_least_works_here(fresh: None) -> None:
+def test_one_method_at_least_works_here(fresh: None) -> None:
     assert sandbox.find_isolation().name in ("bubblewrap", "landlock and seccomp")
 
 
-def test_without_a_way_the_reward_says_what_to_install(
+def test_without_isolation_the_reward_says_what_to_install(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -278,7 +278,7 @@ def test_without_a_way_the_reward_says_what_to_install(
     assert "reward_config.verifier_function" in said
 
 
-def test_a_run_does_not_start_without_a_way(
+def test_a_run_does_not_start_without_isolation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "pyseccomp.py").write_text("raise ImportError('not here')")
@@ -292,9 +292,9 @@ def test_a_run_does_not_start_without_a_way(
         scorer.close()
 
 
-def test_a_way_that_does_not_isolate_is_not_taken(
+def test_a_method_that_does_not_isolate_is_not_taken(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "WAYS", {"none": lambda: Isolation("none")})
+    monkeypatch.setattr(sandbox, "METHODS", {"none": lambda: Isolation("none")})
     with pytest.raises(IsolationUnavailable, match="none: its trial ended with status 0"):
         sandbox.find_isolation()

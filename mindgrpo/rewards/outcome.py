@@ -47,11 +47,11 @@ def to_json(outcome: float | None | Failure) -> dict[str, Any]:
     return {"value": outcome, "counts": getattr(outcome, "counts", None)}
 
 
-def from_json(said: Mapping[str, Any]) -> float | None | Failure:
+def from_json(message: Mapping[str, Any]) -> float | None | Failure:
     """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
-    if "failed" in said:
-        return Failure(*said["failed"])
-    value, counts = said["value"], said["counts"]
+    if "failed" in message:
+        return Failure(*message["failed"])
+    value, counts = message["value"], message["counts"]
     return value if counts is None else Score(value, dict(counts))
 
 

@@ -1,4 +1,4 @@
-"""The two ways to keep a program from everything but its own descriptors: bubblewrap, or Landlock with seccomp.
+"""Two methods to keep a program from everything but its own descriptors: bubblewrap, or Landlock with seccomp.
 
 Both refuse new processes, the network, signals to others, and every file but those that Python needs, which are
 read-only. Neither needs privileges; root keeps none inside.
@@ -40,7 +40,7 @@ CLONE3 = 435
 
 
 class IsolationUnavailable(RuntimeError):
-    """This way does not work on this machine; the message says why."""
+    """This method does not work on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def landlock_and_seccomp() -> Isolation:
 ALLOWED = """
     read write readv writev pread64 pwrite64 close close_range lseek dup dup2 dup3 pipe pipe2 open openat
     stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getcwd chdir
-    getdents getdents64 fadvise64 ftruncate mmap mprotect munmap mremap madvise mincore brk membarrier
+    getdents getdents64 fadvise64 ftruncate mmap mprotect munmap mremap mincore brk membarrier
     poll ppoll select pselect6 epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd2 futex sched_yield
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack alarm pause
     setitimer getitimer nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage
@@ -170,13 +170,8 @@ ALLOWED = """
     uname sysinfo getcpu sched_getaffinity getrandom getrlimit setrlimit umask wait4 waitid
     arch_prctl set_tid_address set_robust_list rseq restart_syscall execve exit exit_group
 """
-TERMINAL_QUERIES = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5450,
-    0x5451,
-)  # TCGETS, TIOCGWINSZ, FIONREAD, FIO(N)CLEX
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX
+DESCRIPTOR_QUERIES = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
 DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)  # not F_SETOWN, which sends signals
 
 
@@ -191,7 +186,7 @@ def allowed_system_calls(pyseccomp: Any) -> Any:
 
     for name in ALLOWED.split():
         allow(name)
-    for name, values in (("ioctl", TERMINAL_QUERIES), ("fcntl", DESCRIPTOR_COMMANDS)):
+    for name, values in (("ioctl", DESCRIPTOR_QUERIES), ("fcntl", DESCRIPTOR_COMMANDS)):
         for value in values:
             allow(name, pyseccomp.Arg(1, pyseccomp.EQ, value))
     allow("prlimit64", pyseccomp.Arg(0, pyseccomp.EQ, 0))  # of the process itself

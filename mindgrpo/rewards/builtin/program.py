@@ -49,7 +49,7 @@ def code_reward(
             "install bubblewrap (apt-get install bubblewrap) or the extra (pip install 'mindgrpo[code]'), "
             f"or leave code_reward out of {WHERE}"
         ) from error
-    columns = [given if given is not None else repeat(None) for given in (test_cases, test_list)]
+    columns = [repeat(None) if tests is None else tests for tests in (test_cases, test_list)]
     setups = test_setup_code if test_setup_code is not None else repeat("")
     limits = seconds, memory_mb << 20
     return [
@@ -110,34 +110,34 @@ def last_code_block(text: object) -> str | None:
     """The last closed block, or the last one if a cut text leaves it open; of a language that runs here."""
     if not isinstance(text, str) or FENCE not in text:
         return None
-    parts = text[-2 * LONGEST_CODE :].split(FENCE)
+    blocks = text[-2 * LONGEST_CODE :].split(FENCE)
     # Between the first and second fence stands a block, between the second and third prose, and so on.
-    if len(parts) % 2 == 0:
-        parts = parts[:-1] if len(parts) > 2 else parts
-    for block in reversed(parts[1::2]):
+    if len(blocks) % 2 == 0:
+        blocks = blocks[:-1] if len(blocks) > 2 else blocks
+    for block in reversed(blocks[1::2]):
         language, _, code = block.partition("\n")
         if language.strip().lower() in LANGUAGES and code.strip():
             return code if len(code) <= LONGEST_CODE else None
     return None
 
 
-def tests_of(given: object, key: str) -> list[Any]:
-    """Tests as a list, whether they came as one, as JSON, or as inputs beside outputs; else none."""
-    if isinstance(given, str):
+def tests_of(tests: object, key: str) -> list[Any]:
+    """Return tests as a list, whether they are one, JSON, or inputs beside outputs; else an empty one."""
+    if isinstance(tests, str):
         try:
-            given = json.loads(given)
+            tests = json.loads(tests)
         except (ValueError, RecursionError):
             return []
-    if isinstance(given, dict) and "inputs" in given and "outputs" in given:
-        pairs = zip(given["inputs"], given["outputs"], strict=False)
-        given = [{"input": one, "output": other} for one, other in pairs]
-    if not isinstance(given, list):
+    if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
+        pairs = zip(tests["inputs"], tests["outputs"], strict=False)
+        tests = [{"input": one, "output": other} for one, other in pairs]
+    if not isinstance(tests, list):
         return []
     if not key:
-        return given
+        return tests
     return [
         {"input": text_of(case.get("input", "")), "output": text_of(case[key])}
-        for case in given
+        for case in tests
         if isinstance(case, dict) and key in case
     ]
 

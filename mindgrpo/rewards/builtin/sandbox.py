@@ -19,14 +19,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.rewards.builtin import isolation
-from mindgrpo.rewards.builtin.isolation import Isolation, IsolationUnavailable, memory_file
+from mindgrpo.rewards.builtin.isolation import (
+    SANDBOXED,
+    Isolation,
+    IsolationUnavailable,
+    bubblewrap,
+    landlock_and_seccomp,
+    memory_file,
+)
 
 MAX_OUTPUT_BYTES = 1 << 20
 # Bubblewrap comes first: its processes do not see one another at all.
-WAYS: dict[str, Callable[[], Isolation]] = {
-    "bubblewrap": isolation.bubblewrap,
-    "mindgrpo[code]": isolation.landlock_and_seccomp,
+METHODS: dict[str, Callable[[], Isolation]] = {
+    "bubblewrap": bubblewrap,
+    "mindgrpo[code]": landlock_and_seccomp,
 }
 TRIAL = """
 import os
@@ -52,19 +58,19 @@ class Ending:
 
 
 def run_program(
-    code: str, standard_input: str, seconds: float, memory: int, way: Isolation | None = None
+    code: str, standard_input: str, seconds: float, memory: int, isolation: Isolation | None = None
 ) -> Ending:
     """Run Python source as a program. `memory` is bytes of address space. Raises IsolationUnavailable."""
     deadline = time.monotonic() + seconds
-    given, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
+    program_input, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
     order = {"code": code, "seconds": seconds, "memory": memory}
-    process = start(way or find_isolation(), "run", order, [], given, output)
+    process = start(isolation or find_isolation(), "run", order, [], program_input, output)
     try:
         status = wait(process, deadline)
         printed = os.pread(output, MAX_OUTPUT_BYTES, 0)
     finally:
         end(process)
-        os.close(given)
+        os.close(program_input)
         os.close(output)
     return Ending(status, printed)
 
@@ -76,7 +82,7 @@ def judge_assertions(
 
     `setup` is run before each assertion, in the judge's process; `code` in one of its own, once.
     """
-    deadline, way = time.monotonic() + seconds, find_isolation()
+    deadline, isolation = time.monotonic() + seconds, find_isolation()
     limits = {"seconds": seconds, "memory": memory}
     order = {"setup": setup, "assertions": list(assertions), **limits}
     (asked, asks), (replied, replies) = os.pipe(), os.pipe()
@@ -85,8 +91,8 @@ def judge_assertions(
     try:
         nothing = subprocess.DEVNULL
         pipes = [asked, replies]
-        processes += [start(way, "answer", {"code": code, **limits}, pipes, nothing, nothing)]
-        processes += [start(way, "judge", order, [asks, replied], nothing, verdicts)]
+        processes += [start(isolation, "answer", {"code": code, **limits}, pipes, nothing, nothing)]
+        processes += [start(isolation, "judge", order, [asks, replied], nothing, verdicts)]
         # The judge hears that the program has ended only if nobody else holds its pipes.
         while pipes:
             os.close(pipes.pop())
@@ -100,7 +106,7 @@ def judge_assertions(
 
 
 def start(
-    way: Isolation,
+    isolation: Isolation,
     role: str,
     order: dict[str, Any],
     pipes: Sequence[int],
@@ -112,10 +118,10 @@ def start(
     packages = [path for path in sys.path if path in site.getsitepackages()]
     order |= {"output": MAX_OUTPUT_BYTES, "path": packages}
     order_file = memory_file(marshal.dumps(order))
-    python = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(isolation.SANDBOXED)]
+    python = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(SANDBOXED)]
     numbers = [order_file, *pipes]
     try:
-        return way.start([*python, role, *map(str, numbers)], numbers, stdin, stdout)
+        return isolation.start([*python, role, *map(str, numbers)], numbers, stdin, stdout)
     except (OSError, subprocess.SubprocessError) as error:
         raise IsolationUnavailable(f"a process could not be started ({error})") from error
     finally:
@@ -141,16 +147,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @functools.cache
 def find_isolation() -> Isolation:
-    """Return the first way that works here, tried with a program. Raises IsolationUnavailable."""
+    """Return the first method that works here, tried with a program. Raises IsolationUnavailable."""
     # Processes are started with nowhere to keep compiled modules.
-    compileall.compile_dir(isolation.SANDBOXED, quiet=2)
+    compileall.compile_dir(SANDBOXED, quiet=2)
     reasons = []
-    for name, make in WAYS.items():
+    for name, make in METHODS.items():
         try:
-            way = make()
-            ending = run_program(TRIAL, "", 20.0, 1 << 30, way)
+            isolation = make()
+            ending = run_program(TRIAL, "", 20.0, 1 << 30, isolation)
             if ending.output == b"isolated\n":
-                return way
+                return isolation
             reasons.append(f"{name}: its trial ended with status {ending.status}")
         except IsolationUnavailable as error:
             reasons.append(f"{name}: {error}")

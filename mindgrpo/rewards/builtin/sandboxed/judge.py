@@ -90,9 +90,9 @@ class Line:
             raise self.refuse() from error
         try:
             send(self._questions, encoded)
-            given, *reply = receive(self._replies)
+            repeated, *reply = receive(self._replies)
             # A reply that was written before its question cannot hold the question's nonce.
-            if given != nonce or not is_reply(*reply):
+            if repeated != nonce or not is_reply(*reply):
                 raise BrokenMessage
         except Exception as error:
             self.has_ended = True

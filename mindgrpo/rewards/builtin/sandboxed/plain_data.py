@@ -1,6 +1,6 @@
 """Plain data between two processes that do not trust each other, as bytes that are decoded strictly.
 
-A value is the place of its type in KINDS (one byte), a size (four bytes, little endian) and its content: so many
+A value is the index of its type in KINDS (one byte), a size (four bytes, little endian) and its content: so many
 bytes, or so many values. Only these types themselves come out, so comparing what was decoded runs no code of
 the sender's. Imports nothing that takes time, for every process here imports this.
 """
@@ -53,30 +53,30 @@ def encode(value: Any, exact: bool = True) -> bytes:
 
     With `exact` false, an instance of a subclass (a Counter, an IntEnum) is sent as its built-in base.
     """
-    parts: list[bytes] = []
-    _encode(value, exact, parts)
-    encoded = b"".join(parts)
+    chunks: list[bytes] = []
+    _encode(value, exact, chunks)
+    encoded = b"".join(chunks)
     if len(encoded) > MAX_MESSAGE_BYTES:
         raise NotPlain(f"value of {len(encoded) >> 20} MiB")
     return encoded
 
 
-def _encode(value: Any, exact: bool, parts: list[bytes]) -> None:
+def _encode(value: Any, exact: bool, chunks: list[bytes]) -> None:
     kind = type(value)
     if kind not in KINDS and not exact:
         kind = next((base for base in KINDS if isinstance(value, base)), kind)
     if kind not in KINDS:
         raise NotPlain(type(value).__name__)
-    place = bytes([KINDS.index(kind)])
+    tag = bytes([KINDS.index(kind)])
     if kind in TO_BYTES:
         content = TO_BYTES[kind](value)
-        parts += [place, len(content).to_bytes(4, "little"), content]
+        chunks += [tag, len(content).to_bytes(4, "little"), content]
         return
-    parts += [place, len(value).to_bytes(4, "little")]
+    chunks += [tag, len(value).to_bytes(4, "little")]
     for item in value:
-        _encode(item, exact, parts)
+        _encode(item, exact, chunks)
         if kind is dict:
-            _encode(value[item], exact, parts)
+            _encode(value[item], exact, chunks)
 
 
 def decode(data: bytes) -> Any:
