@@ -186,13 +186,13 @@ def typed(value: Any) -> Any:
     return repr(value)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(PLAIN)
 def test_plain_data_comes_back_as_it_went(value: Any) -> None:
     assert typed(decode(encode(value))) == typed(value)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.binary())
 def test_whatever_is_decoded_is_plain_or_an_exception(data: bytes) -> None:
     try:
