@@ -18,12 +18,12 @@ from mindgrpo.backend import Backend
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
+from mindgrpo.health.watchdog import Watchman
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_place
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
-from mindgrpo.presence.watchman import Watchman
 from mindgrpo.run_record import RunRecord
 from mindgrpo.step import StepOutcome
 

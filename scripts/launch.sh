@@ -145,7 +145,7 @@ our_workers() { # without msrun and its scheduler: one rank is the job itself; f
     local pid
     for pid in $(our_processes); do
         [ "$ranks" -gt 1 ] && [ "$pid" = "$job" ] && continue
-        grep -qszxF "$root/scripts/fork_server.py" "/proc/$pid/cmdline" && continue
+        grep -qszxF "$root/mindgrpo/launch/fork_server.py" "/proc/$pid/cmdline" && continue
         scores "$pid" && continue
         grep -qszx 'MS_ROLE=MS_SCHED' "/proc/$pid/environ" || echo "$pid"
     done
@@ -189,7 +189,7 @@ interrupted() {
 start_fork_server() { # ends this script when the check that it begins with says so
     local checked=1
     fork_server="mindgrpo-$$-${logs##*/}"
-    exec 4< <(MINDGRPO_STATUS_DIR="$logs/status" exec python "$root/scripts/fork_server.py" \
+    exec 4< <(MINDGRPO_STATUS_DIR="$logs/status" exec python "$root/mindgrpo/launch/fork_server.py" \
         "$fork_server" "$ranks" "${command[@]:1}")
     read -r checked <&4 || checked=1
     exec 4<&-
@@ -200,7 +200,7 @@ start_fork_server() { # ends this script when the check that it begins with says
 }
 
 start_job() {
-    local worker="$root/scripts/worker.py" far=()
+    local worker="$root/mindgrpo/launch/worker.py" far=()
     local job_words=(python "$worker") log="$logs/worker_0.log" # one rank needs no cluster, so no scheduler and no port
     [ "$hosts" -eq 1 ] || far=(--master_addr="${master%:*}" --node_rank="$host_index")
     if [ "$ranks" -gt 1 ]; then
@@ -267,7 +267,7 @@ run_once() { # sets `result`
     trap 'interrupted 143' TERM
     trap 'interrupted 129' HUP
     wait_for_job 2>/dev/null
-    python -m mindgrpo.presence.verdict "$logs" "$ended" 2>&3
+    python -m mindgrpo.health.exit_report "$logs" "$ended" 2>&3
     result=$?
     return 0
 }

@@ -23,7 +23,7 @@ from mindgrpo.backend.far_hosts import FarHosts
 from mindgrpo.backend.host import Host
 from mindgrpo.backend.placement import Placement
 from mindgrpo.backend.shared_group import SharedGroup, shared_group
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 WAIT_SECONDS = 40.0
 TOKEN = b"a secret of this test"

@@ -22,7 +22,7 @@ LEVELS = (
     "documents",
     "arguments",
     "environment",
-    "presence",
+    "health",
     "config",
     "layout",
     "algorithm",
@@ -67,6 +67,7 @@ LEVELS = (
     "run_watch",
     "trainer",
     "__main__",
+    "launch",
 )
 FORBIDDEN_IMPORTS = (("config", "mindgrpo.layout"),)
 WITHOUT_MINDSPORE = (
@@ -74,7 +75,7 @@ WITHOUT_MINDSPORE = (
     "documents",
     "arguments",
     "environment",
-    "presence",
+    "health",
     "config",
     "layout",
     "reward",

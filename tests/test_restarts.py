@@ -20,7 +20,7 @@ from test_launch_script import BOTH_WAYS, ROOT, environment, is_over, launch, pr
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """
 from pathlib import Path
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 presence = Presence.of_process(int(rank), 2, os.environ)
 here = Path(__file__).parent
 presence.tell_directory(here / "run")

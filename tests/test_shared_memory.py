@@ -24,7 +24,7 @@ from mindgrpo.backend.host import Host
 from mindgrpo.backend.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 SMALL_BUFFER = 1000
 LARGE_BUFFER = 150_000  # above what one member adds alone

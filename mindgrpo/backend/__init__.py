@@ -20,7 +20,7 @@ from mindgrpo.backend.kernels import Kernels
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -33,7 +33,7 @@ TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
 
-    # Never why a job ended: see presence/failure.py.
+    # Never why a job ended: see health/failure.py.
     is_consequence = True
 
 

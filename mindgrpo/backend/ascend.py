@@ -24,7 +24,7 @@ from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.plain_kernels import PlainKernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 
 def _result(output: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ from mindgrpo.backend.placement import Placement, placement_of
 from mindgrpo.backend.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
 GROUP_BUFFER_BYTES = 512 << 10

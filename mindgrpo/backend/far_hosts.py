@@ -29,8 +29,8 @@ from mindgrpo.backend.host import Host, is_alive
 from mindgrpo.backend.network import Network
 from mindgrpo.backend.placement import Placement
 from mindgrpo.backend.shared_memory import Segment
-from mindgrpo.presence.rank import Presence
-from mindgrpo.presence.record import Mirror, Snapshot, path_of
+from mindgrpo.health.heartbeat import Mirror, Snapshot, path_of
+from mindgrpo.health.rank_health import Presence
 
 BEAT_SECONDS = 1.0
 # Where a rank has ended, msrun soon ends all others of the host; the other hosts are to hear of it before.

@@ -30,7 +30,7 @@ from mindgrpo.backend.waiting import (
     unheard,
 )
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import Presence
 
 PAGE_BYTES = 4096
 # Where a board may lie; the first that takes it.

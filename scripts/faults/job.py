@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mindgrpo.presence.record import Reader, Snapshot, path_of  # noqa: E402
+from mindgrpo.health.heartbeat import Reader, Snapshot, path_of  # noqa: E402
 
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 PROGRAM = "examples/grpo/qwen_grpo_tutorial/main.py"

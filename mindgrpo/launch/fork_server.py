@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import worker
+from mindgrpo.launch import worker
 
 LAUNCHER_CHECK_SECONDS = 0.5
 # What MindSpore imports when it compiles for the first time.

@@ -17,11 +17,12 @@ from typing import NoReturn
 import pytest
 
 from mindgrpo.backend import PeerLost
-from mindgrpo.presence import failure, verdict
-from mindgrpo.presence.deadlines import LONGEST_LOOK, SILENT_SECONDS, Deadlines, Overdue
-from mindgrpo.presence.rank import Presence
-from mindgrpo.presence.record import Reader, Record, Snapshot, path_of
-from mindgrpo.presence.watchman import Watchman
+from mindgrpo.health import exit_report as verdict
+from mindgrpo.health import failure
+from mindgrpo.health.hang_detector import LONGEST_LOOK, SILENT_SECONDS, Deadlines, Overdue
+from mindgrpo.health.heartbeat import Reader, Record, Snapshot, path_of
+from mindgrpo.health.rank_health import Presence
+from mindgrpo.health.watchdog import Watchman
 
 # -- records ---------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How a rank failed, written down for those who are left: the exception, where it was raised, its traceback.
 
 An exception that says `is_consequence` (a peer was lost) is never the cause of a job's end. Refuses to judge whose
-failure came first: verdict.py does.
+failure came first: exit_report.py does.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindgrpo.presence import failure as failures
-from mindgrpo.presence.failure import Failure
-from mindgrpo.presence.record import Reader, path_of
+from mindgrpo.health import failure as failures
+from mindgrpo.health.failure import Failure
+from mindgrpo.health.heartbeat import Reader, path_of
 
 USERS_ERROR = 2
 SIGKILL = 9

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mindgrpo.presence import verdict
-from mindgrpo.presence.record import Reader, Record, Snapshot, path_of, ranks_in
+from mindgrpo.health import exit_report as verdict
+from mindgrpo.health.heartbeat import Reader, Record, Snapshot, path_of, ranks_in
 
 BEAT_SECONDS = 0.5
 # How long the launcher's processes may take to write down how a rank ended.

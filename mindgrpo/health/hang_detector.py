@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindgrpo.presence.record import COMPILE, Snapshot
+from mindgrpo.health.heartbeat import COMPILE, Snapshot
 
 # What a heart that beats twice a second may miss while a host is busy.
 SILENT_SECONDS = 5.0

@@ -61,7 +61,8 @@ def tell(ending: BaseException) -> None:
 def write_down(ending: BaseException, record: Path) -> None:
     """The failure, for the launcher and the other ranks; rank 0 also shows whose it follows from."""
     # Only here: a rank that works has no use for it.
-    from mindgrpo.presence import failure, verdict
+    from mindgrpo.health import exit_report as verdict
+    from mindgrpo.health import failure
 
     folder, rank = record.parent, int(record.name.rpartition("_")[2])
     failed = failure.of_exception(rank, ending)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal, NoReturn
 
-from mindgrpo.presence import failure
-from mindgrpo.presence.deadlines import KEY, Deadlines, Overdue
-from mindgrpo.presence.failure import Failure
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health import failure
+from mindgrpo.health.failure import Failure
+from mindgrpo.health.hang_detector import KEY, Deadlines, Overdue
+from mindgrpo.health.rank_health import Presence
 
 Action = Literal["off", "warn", "stop"]
 ENDED = 1
