@@ -10,16 +10,16 @@ import math
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.advantage import (
+from mindgrpo.algorithm.advantages import (
     group_advantages,
     leave_one_out,
     reinforce_plus_plus,
     zero_std_groups,
 )
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.mismatch import correct_mismatch
-from mindgrpo.algorithm.objective import Credit
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.loss_config import Credit
+from mindgrpo.algorithm.rollout_correction import correct_mismatch
+from mindgrpo.algorithm.types import Samples
 
 
 def mean_of(values: list[float]) -> float:

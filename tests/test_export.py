@@ -17,11 +17,12 @@ import pytest
 from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
 from safetensors import safe_open
 
-from mindgrpo.__main__ import main
-from mindgrpo.backend import Backend, connect
-from mindgrpo.export import export_policy
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
-from mindgrpo.model.families import read_config
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.cli.verbs import main
+from mindgrpo.grpo.hf_export import export_policy
+from mindgrpo.models.families import read_config
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import pytest
 
-from mindgrpo.backend import PeerLost
+from mindgrpo.backend.contract import PeerLost
 from mindgrpo.health import exit_report as verdict
 from mindgrpo.health import failure
 from mindgrpo.health.hang_detector import LONGEST_LOOK, SILENT_SECONDS, Deadlines, Overdue

@@ -13,20 +13,26 @@ import pytest
 from safetensors.numpy import load_file
 from test_update import CONFIG, LAYOUT, SETTINGS, samples
 
-from mindgrpo.algorithm import loss, packing
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.delivery import Delivery
+from mindgrpo.algorithm import losses as loss
+from mindgrpo.algorithm import packing
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.experience import sample_logps
-from mindgrpo.export import export_adapters
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.families import parameter_specs
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings, adapter_names, adapter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.update.batches import update
-from mindgrpo.update.policy import Policy
+from mindgrpo.grpo.hf_export import export_adapters
+from mindgrpo.grpo.rollout import sample_logps
+from mindgrpo.models.families import parameter_specs
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import (
+    TARGETS,
+    LoraSettings,
+    adapter_names,
+    adapter_specs,
+)
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.policy import Policy
+from mindgrpo.training.update import update
+from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weights.pretrained import fill_random
 
 
 def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = True) -> Policy:

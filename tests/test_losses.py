@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from loss_variants import COUNTED, LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 
-from mindgrpo.algorithm.loss import (
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import (
     Tokens,
     clipped_tokens,
     kl_estimate,
     policy_loss,
     token_weights,
 )
-from mindgrpo.algorithm.objective import Objective
 
 
 def clip(x: float, low: float, high: float) -> float:

@@ -11,10 +11,10 @@ import numpy as np
 import psutil
 import pytest
 
-from mindgrpo.backend import Pool
-from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.residency import PHASES, Place, Residency
+from mindgrpo.memory.residency import PHASES, Place, Residency
 
 MIB = 1 << 20
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import group_advantages, leave_one_out, reinforce_plus_plus
-from mindgrpo.algorithm.loss import kl_estimate
-from mindgrpo.algorithm.mismatch import Mismatch, correct_mismatch
-from mindgrpo.algorithm.objective import Credit
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.advantages import group_advantages, leave_one_out, reinforce_plus_plus
+from mindgrpo.algorithm.loss_config import Credit
+from mindgrpo.algorithm.losses import kl_estimate
+from mindgrpo.algorithm.rollout_correction import Mismatch, correct_mismatch
+from mindgrpo.algorithm.types import LENGTH, Samples
 
 
 def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mismatch | None:

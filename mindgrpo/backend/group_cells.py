@@ -11,8 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend import native_library
-from mindgrpo.backend.shared_group import NativeGroup, SharedGroup
+from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup
+from mindgrpo.backend.kernels.native import library as native_library
 
 
 def _same(x: Any) -> Any:

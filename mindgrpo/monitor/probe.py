@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 
 
 def load_saver() -> Any:

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo import __main__, step
-from mindgrpo.delivery import Delivery
-from mindgrpo.reshard.execute import Traffic
-from mindgrpo.step import Stepper
-from mindgrpo.update import batches
-from mindgrpo.update.policy import Policy
+from mindgrpo.cli import verbs
+from mindgrpo.grpo import step
+from mindgrpo.grpo.step import Stepper
+from mindgrpo.training import update as batches
+from mindgrpo.training.policy import Policy
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.syncer import Delivery
 
 Change = Callable[[Any], Any]
 
@@ -145,7 +146,7 @@ def stale_generator(at: int) -> None:
 
 def token(at: int) -> None:
     """One drawn token."""
-    from mindgrpo.generate.engine import Generator
+    from mindgrpo.rollout.embedded.engine import Generator
 
     def change(completions: list[Any], *_: Any) -> Any:
         completions[0].tokens[0] ^= 1
@@ -156,7 +157,7 @@ def token(at: int) -> None:
 
 def noise(at: int) -> None:
     """Another seed, for the draws alone."""
-    from mindgrpo.generate import engine
+    from mindgrpo.rollout.embedded import engine
 
     original = engine.uniforms
 
@@ -178,7 +179,7 @@ def prompts(at: int) -> None:
 
 def code(at: int) -> None:
     """Another version of the program."""
-    from mindgrpo import same_start
+    from mindgrpo.run import same_start
 
     put(same_start, "code_digest", lambda: "0" * 16)
 
@@ -207,7 +208,7 @@ def main() -> int:
             arguments += ARGUMENTS[name]
         elif here:
             IN_STEPS[name](int(at or 0))
-    return __main__.main(["train", *arguments])
+    return verbs.main(["train", *arguments])
 
 
 if __name__ == "__main__":

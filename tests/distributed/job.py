@@ -24,33 +24,34 @@ from carried import communication, sum_in_graph
 from saving import saved_and_loaded
 
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import Samples
-from mindgrpo.backend import Backend, connect
-from mindgrpo.backend.host import job_name
-from mindgrpo.delivery import Delivery
-from mindgrpo.experience import Scored, generate, sample_logps
-from mindgrpo.generate.engine import Draw, Generator
-from mindgrpo.generate.noise import EVALUATION, ROLLOUT
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
-from mindgrpo.refill import refill
-from mindgrpo.reshard.execute import Resharder, checksums
-from mindgrpo.reshard.plan import plan_reshard
-from mindgrpo.reward.scores import Scores
-from mindgrpo.update.batches import UpdateReport, update
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.pipeline import Pipeline
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.cpu.host import job_name
+from mindgrpo.grpo.dynamic_sampling import refill
+from mindgrpo.grpo.rollout import Scored, generate, sample_logps
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
+from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.pipeline import Pipeline
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
 BUCKET_BYTES = 32 << 10  # several rounds a pair
