@@ -1,121 +1,129 @@
-"""Where ranks say they are, what is made of it when one is late or gone, and whose failure came first.
+"""Heartbeats, phases that take too long, and which rank failed first, with clocks and ranks made by hand.
 
-Clocks and ranks are given by hand here. Does not prove that a real job is told apart from a hang, nor that ranks end:
-test_faults.py does.
+Does not prove that a real job is told apart from a hang, nor that ranks end: test_faults.py does.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from mindgrpo.backend.contract import PeerLost
-from mindgrpo.health import exit_report as verdict
-from mindgrpo.health import failure
-from mindgrpo.health.hang_detector import LONGEST_LOOK, SILENT_SECONDS, Deadlines, Overdue
-from mindgrpo.health.heartbeat import Reader, Record, Snapshot, path_of
-from mindgrpo.health.rank_health import Presence
-from mindgrpo.health.watchdog import Watchman
+from mindgrpo.health.failure import (
+    first_failure,
+)
+from mindgrpo.health.hang_detector import (
+    LONGEST_CHECK_SECONDS,
+    SILENT_SECONDS,
+    HangDetector,
+    Overdue,
+)
+from mindgrpo.health.heartbeat import (
+    Heartbeat,
+    HeartbeatFile,
+    heartbeat_path,
+    read_heartbeat,
+)
+from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.health.watchdog import Watchdog
 
-# -- records ---------------------------------------------------------------------------------------------------------
+# -- heartbeats ------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_outlives_a_rank_that_was_killed_in_it(tmp_path: Path) -> None:
-    path = path_of(tmp_path, 3)
+def test_a_heartbeat_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        presence = Presence(3, 8, tmp_path)
-        presence.at_step(5)
-        with presence.phase("rollout"), presence.compiling("decode"):
+        health = RankHealth(3, 8, tmp_path)
+        health.at_step(5)
+        with health.phase("rollout"), health.compiling("decode"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
-    found = Reader(path).read()
-    assert found is not None
-    assert (found.pid, found.step, found.phase, found.graph) == (pid, 5, "rollout", "decode")
-    assert found.place == "phase compile (graph decode, in rollout of step 5)"
-    assert abs(time.monotonic() - found.since) < 10
+    last = read_heartbeat(heartbeat_path(tmp_path, 3))
+    assert last is not None
+    assert (last.pid, last.step, last.phase, last.graph) == (pid, 5, "rollout", "decode")
+    assert last.position == "phase compile (graph decode, in rollout of step 5)"
+    assert abs(time.monotonic() - last.since) < 10
 
 
 def test_a_phase_ends_where_it_is_left_and_stays_where_it_failed(tmp_path: Path) -> None:
-    presence = Presence(0, 1, tmp_path)
+    health = RankHealth(0, 1, tmp_path)
 
     def phase() -> str:
-        snapshot = presence.of(0)
-        assert snapshot is not None
-        return snapshot.phase
+        known, written = health.heartbeat_of(0), read_heartbeat(heartbeat_path(tmp_path, 0))
+        assert known is not None and known == written
+        return known.phase
 
-    with presence.phase("evaluate"):
-        with presence.phase("rollout"):
+    with health.phase("evaluate"):
+        with health.phase("rollout"):
             assert phase() == "rollout"
         assert phase() == "evaluate"
     assert phase() == "start"
-    with pytest.raises(ValueError), presence.phase("score"), presence.phase("inner"):
+    with pytest.raises(ValueError), health.phase("score"), health.phase("inner"):
         raise ValueError
     assert phase() == "inner"
-    with presence.phase("update"):
+    with health.phase("update"):
         assert phase() == "update"
 
 
-def test_a_record_is_kept_where_no_file_can_be(tmp_path: Path) -> None:
-    record = Record(tmp_path / "missing" / "phase_0")
-    record.enter("load")
-    assert record.read().phase == "load"
+def test_a_rank_knows_its_phase_where_no_file_can_be_written(tmp_path: Path) -> None:
+    health = RankHealth(0, 1, tmp_path / "missing")
+    health.enter("load")
+    own = health.heartbeat_of(0)
+    assert own is not None and own.phase == "load" and set(health.heartbeats()) == {0}
 
 
-def test_a_file_that_is_no_record_says_nothing(tmp_path: Path) -> None:
-    path = path_of(tmp_path, 0)
-    assert Reader(path).read() is None
-    path.write_bytes(b"")
-    assert Reader(path).read() is None
-    path.write_bytes(b"x" * 4096)
-    assert Reader(path).read() is None
+@pytest.mark.parametrize("damage", [None, b"", b"x" * 4096, b"[1, {}, 1]", b"[1, 2]", b"\xff"])
+def test_a_file_that_is_no_heartbeat_says_nothing(tmp_path: Path, damage: bytes | None) -> None:
+    path = heartbeat_path(tmp_path, 0)
+    if damage is not None:
+        path.write_bytes(damage)
+    assert read_heartbeat(path) is None
 
 
-def test_a_reader_never_sees_a_phase_half_written(tmp_path: Path) -> None:
-    """Names and numbers that belong together, changed as fast as they can be by another process."""
+def test_a_reader_never_sees_half_of_a_write(tmp_path: Path) -> None:
+    """Fields that belong together, changed as fast as they can be by another process."""
+    path = heartbeat_path(tmp_path, 0)
     pid = os.fork()
     if pid == 0:
-        record = Record(path_of(tmp_path, 0))
+        file = HeartbeatFile(path)
         while True:
-            for name in ("a" * 31, "bb"):
-                record.enter(name)
-                record.at_step(len(name))
+            for name in ("a" * 60, "bb"):
+                file.write(Heartbeat(1, 0.0, name, 0.0, step=len(name), graph=name))
     try:
-        reader, seen = Reader(path_of(tmp_path, 0)), set()
+        seen = set()
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
-            found = reader.read()
-            if found is not None and found.phase != "start":
-                seen.add(found.phase)
-        assert seen == {"a" * 31, "bb"}
+            last = read_heartbeat(path)
+            if last is not None:
+                assert last.step == len(last.phase) and last.graph == last.phase
+                seen.add(last.phase)
+        assert seen == {"a" * 60, "bb"}
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-# -- deadlines -------------------------------------------------------------------------------------------------------
+# -- hangs -----------------------------------------------------------------------------------------------------------
 
 
-def at(phase: str, serial: int, now: float, since: float = 0.0, **more: object) -> Snapshot:
-    return replace(Snapshot(1, 1, now, 5, serial, since, phase), **more)  # type: ignore[arg-type]
+def at(phase: str, serial: int, now: float, since: float = 0.0, **more: Any) -> Heartbeat:
+    return Heartbeat(1, now, phase, since, step=5, serial=serial, **more)
 
 
 class Clock:
-    """Every rank's look, a second apart."""
+    """Every rank's check, a second apart."""
 
     def __init__(self, limits: dict[str, float], size: int) -> None:
         self.now = 1000.0
-        self.ranks = [Deadlines(rank, limits) for rank in range(size)]
+        self.ranks = [HangDetector(rank, limits) for rank in range(size)]
 
     def run(
-        self, seconds: int, where: dict[int, Snapshot], silent: tuple[int, ...] = ()
+        self, seconds: int, where: dict[int, Heartbeat], silent: tuple[int, ...] = ()
     ) -> list[Overdue]:
         told: list[Overdue] = []
         for _ in range(seconds):
@@ -125,8 +133,8 @@ class Clock:
                 for rank, found in where.items()
             }
             found = [
-                look.look(self.now, alive)
-                for rank, look in enumerate(self.ranks)
+                detector.check(self.now, alive)
+                for rank, detector in enumerate(self.ranks)
                 if rank not in silent
             ]
             told += [overdue for overdue in found if overdue]
@@ -199,13 +207,13 @@ def test_a_phase_that_comes_again_has_its_time_again() -> None:
 
 
 def test_a_machine_that_stood_still_does_not_use_up_a_phase() -> None:
-    deadlines = Deadlines(0, {"default": 60.0})
+    detector = HangDetector(0, {"default": 60.0})
     for now in (0.0, 1.0, 5000.0):
-        assert deadlines.look(now, {0: at("update", 7, now)}) is None
-    assert LONGEST_LOOK < SILENT_SECONDS
+        assert detector.check(now, {0: at("update", 7, now)}) is None
+    assert LONGEST_CHECK_SECONDS < SILENT_SECONDS
 
 
-# -- the watchman ----------------------------------------------------------------------------------------------------
+# -- the watchdog ----------------------------------------------------------------------------------------------------
 
 
 class Ended(Exception):
@@ -216,19 +224,20 @@ def _end(sentence: str) -> NoReturn:
     raise Ended(sentence)
 
 
-def _late(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> Watchman:
-    presence = Presence(1, 2, tmp_path)
-    Presence(0, 2, tmp_path)._record._memory[16:32] = bytes(16)  # its last beat is long ago
-    watchman = Watchman(presence, {"default": 0.0001}, action, _end)  # type: ignore[arg-type]
-    watchman.look()
+def _late(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> Watchdog:
+    health = RankHealth(1, 2, tmp_path)
+    silent = Heartbeat(1, time.monotonic() - 2 * SILENT_SECONDS, "start", 0.0)
+    HeartbeatFile(heartbeat_path(tmp_path, 0)).write(silent)
+    watchdog = Watchdog(health, {"default": 0.0001}, action, _end)  # type: ignore[arg-type]
+    watchdog.check()
     time.sleep(0.01)
-    return watchman
+    return watchdog
 
 
 def test_a_warning_reaches_the_screen_from_whichever_rank_speaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _late(tmp_path, "warn", capsys).look()
+    _late(tmp_path, "warn", capsys).check()
     told = (tmp_path / "told").read_text()
     assert told.startswith("mindgrpo: rank 1: warning: phase start") and "rank 0 (" in told
     assert "warning: phase start" in capsys.readouterr().out
@@ -238,159 +247,10 @@ def test_a_stop_is_told_to_all_and_ends_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Ended, match="waiting for rank 0 .* and the job was ended"):
-        _late(tmp_path, "stop", capsys).look()
-    other = Watchman(Presence(0, 2, tmp_path), {}, "warn", _end)
+        _late(tmp_path, "stop", capsys).check()
+    other = Watchdog(RankHealth(0, 2, tmp_path), {}, "warn", _end)
     with pytest.raises(Ended, match="another rank has ended this job"):
-        other.look()
-    cause = verdict.find_cause(tmp_path)
-    assert cause is not None and cause.rank == 0 and cause.status == 1
-    assert "waiting for rank 0" in cause.what and "phase_deadline_seconds" in cause.remedy
-
-
-# -- whose failure came first ----------------------------------------------------------------------------------------
-
-
-class Job:
-    """A status folder as its ranks leave it."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.logs, self.folder = tmp_path, tmp_path / "status"
-        self.folder.mkdir()
-        (self.logs / "msrun.log").write_text("")
-        (self.logs / "scheduler.log").write_text("")
-
-    def rank(self, rank: int, *lines: str, phase: str = "rollout") -> None:
-        (self.folder / f"rank_{rank}").write_text(
-            "".join(f"{x}\n" for x in (f"pid {100 + rank}", *lines))
-        )
-        record = Record(path_of(self.folder, rank))
-        record.at_step(5)
-        record.enter(phase)
-        (self.logs / f"worker_{rank}.log").write_text(f"log of rank {rank}\n")
-
-    def failed(self, rank: int, when: float, error: BaseException, phase: str = "rollout") -> None:
-        self.rank(rank, f"status 1 {when}", phase=phase)
-        told = replace(failure.of_exception(rank, error), time=when)
-        failure.write(self.folder, told)
-
-    def told(self, ended: int = 1) -> tuple[str, int]:
-        lines, status = verdict.tell(self.logs, ended)
-        return lines[-1] if lines else "", status
-
-
-def test_a_job_that_went_well_has_nothing_to_tell(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    for rank in range(2):
-        job.rank(rank, "status 0 10.0", "ended 0 10.1")
-    assert job.told(ended=0) == ("", 0)
-
-
-def test_the_first_exception_is_the_cause_with_its_phase(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(0, 11.0, RuntimeError("later"))
-    job.failed(1, 10.0, ValueError("broken\n  here\n\n- C++ Call Stack: ..."), phase="score")
-    line, status = job.told()
-    assert status == 1
-    assert line == (
-        "mindgrpo: rank 1 failed in phase score of step 5: ValueError: broken here; its traceback is above; "
-        f"full logs: {tmp_path}"
-    )
-
-
-def test_a_lost_peer_is_never_the_cause_however_early_it_was_noticed(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(0, 9.0, PeerLost("rank 2 has ended"))
-    try:
-        raise RuntimeError("in a graph") from PeerLost("rank 2 has ended")
-    except RuntimeError as error:
-        job.failed(1, 8.0, error)
-    job.rank(2, "ended -9 10.0", phase="update")
-    line, status = job.told()
-    assert "rank 2 was killed by signal 9 in phase update of step 5" in line and status == 1
-    assert "dmesg" in line
-
-
-def test_ranks_that_were_killed_to_end_the_job_are_not_its_cause(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(3, 10.0, ValueError("broken"))
-    for rank in (0, 1, 2):
-        job.rank(rank, "ended -9 10.5")
-    assert "rank 3 failed in phase rollout" in job.told()[0]
-
-
-def test_a_killed_rank_that_nobody_forked_is_known_from_msrun(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(0, 9.0, PeerLost("rank 1 has ended"))
-    job.rank(1)
-    lost = "[ERROR] Worker process 101 exit with exception. Error code: -9.\n"
-    (job.logs / "msrun.log").write_text(lost)
-    assert "rank 1 was killed by signal 9 in phase rollout of step 5" in job.told()[0]
-
-
-def test_only_consequences_are_better_than_nothing(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(0, 9.0, PeerLost("rank 1 has ended"))
-    job.rank(1)
-    assert "rank 0 failed in phase rollout of step 5: PeerLost: rank 1 has ended" in job.told()[0]
-
-
-def test_the_users_mistake_is_not_told_twice(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.rank(0, "status 2 10.0")
-    job.rank(1, "status 2 9.0")
-    assert job.told() == ("", 2)
-
-
-@pytest.mark.parametrize("words", ["SystemExit: 7", "SystemExit"])
-def test_a_status_of_its_own_is_handed_on(tmp_path: Path, words: str) -> None:
-    job = Job(tmp_path)
-    job.rank(0, "status 0 9.0")
-    job.rank(1, "status 7 10.0")
-    failure.write(job.folder, failure.Failure(1, 10.0, words, "", False))
-    line, status = job.told()
-    assert status == 7 and "rank 1 ended with status 7 in phase rollout of step 5; full" in line
-
-
-def test_what_ends_the_ranks_beside_msrun_is_named(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.rank(0, "orphaned 9.0")
-    assert "the process that forks the ranks has ended" in job.told()[0]
-    (job.folder / "rank_0").write_text("pid 100\n")
-    line, status = job.told(ended=137)
-    assert "msrun was killed by signal 9 before a rank did" in line and status == 1
-
-
-def test_damaged_records_do_not_hide_the_rest(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.failed(1, 10.0, ValueError("broken"))
-    job.rank(0, "status one", "ended")
-    (job.folder / "failure_0").write_text("{")
-    assert "rank 1 failed" in job.told()[0]
-
-
-def test_the_other_ranks_lines_and_traceback_are_shown_once(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.rank(0)
-    job.failed(1, 10.0, ValueError("broken"))
-    assert "log of rank 1" in verdict.tell(job.logs, 1)[0]
-    shown = verdict.traceback_of_cause(job.folder)
-    assert "rank 1 failed in phase rollout of step 5: ValueError: broken" in shown
-    (job.logs / "worker_0.log").write_text(shown)
-    assert len(verdict.tell(job.logs, 1)[0]) == 1
-
-
-def test_who_waits_is_told_of_the_cause_and_not_of_the_next_in_line(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    waiting = Presence(0, 3, job.folder)
-    job.failed(1, 11.0, PeerLost("rank 2"))
-    job.rank(2, "ended -9 10.0", phase="update")
-    words = waiting.ending_of(1)
-    assert words.startswith("rank 1 has ended in phase rollout of step 5, after rank 2 was killed")
-    assert waiting.ending_of(2) == "rank 2 was killed by signal 9 in phase update of step 5"
-    assert Presence(0, 3, None).ending_of(2) == ""
-
-
-def test_a_failure_is_one_line_of_bounded_length() -> None:
-    told = failure.of_exception(0, ValueError("x" * 10_000))
-    assert len(told.message) == failure.LONGEST_MESSAGE and told.message.endswith("...")
-    assert json.loads(json.dumps(told.__dict__))["rank"] == 0
+        other.check()
+    first = first_failure(tmp_path)
+    assert first is not None and first.rank == 0 and first.status == 1
+    assert "waiting for rank 0" in first.message and "phase_deadline_seconds" in first.remedy

@@ -16,7 +16,7 @@ import numpy as np
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.health.rank_health import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -119,7 +119,7 @@ class Backend(ABC):
     world_size: int
     compile_log: CompileLog
     # Where this rank is, and where the others are.
-    presence: Presence
+    health: RankHealth
     # What the user should hear of how this device computes.
     notices: tuple[str, ...] = ()
     # True where parameters that share one pool may also be updated through one flat view of it.

@@ -1,4 +1,5 @@
-"""Which rank is where: what each says of itself while it lives, and what is made of it when one is gone.
+"""Says where each rank of a job is, which one the others wait for, and which one failed first.
 
-Light enough for the launcher, which imports neither a device library nor numpy. Refuses to end another process.
+Ranks write small files into the job's status folder (heartbeats, failures), which outlive them; a thread of each rank
+warns of a phase that takes too long. Nothing here ends another process: the launcher does.
 """

@@ -1,7 +1,7 @@
-"""Which phase has taken too long, and which rank the others wait for. Pure: clocks and ranks are given.
+"""Detects a phase that takes longer than its limit, and which ranks the others wait for. Pure: clocks are arguments.
 
-Time in which any rank compiles is the compile's, not that of the phase in which the others wait for it. Refuses to
-take a rank without a heartbeat for dead: it may be stopped, or its host be busy.
+Time in which any rank compiles counts for the phase `compile` and not for the phase in which other ranks wait for it.
+A rank without a heartbeat may be stopped or starved rather than dead.
 """
 
 from __future__ import annotations
@@ -9,89 +9,85 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindgrpo.health.heartbeat import COMPILE, Snapshot
+from mindgrpo.health.heartbeat import COMPILE, Heartbeat
 
-# What a heart that beats twice a second may miss while a host is busy.
+# A heart that beats twice a second may miss some beats while its host is busy.
 SILENT_SECONDS = 5.0
-# A look that comes later than this was itself held up: by a stopped machine, not by a phase.
-LONGEST_LOOK = 3.0
-NUM_NAMED = 4
+# A longer time between two checks was no part of a phase: the machine was suspended.
+LONGEST_CHECK_SECONDS = 3.0
+NUM_NAMED_RANKS = 4
 DEFAULT = "default"
 KEY = "monitor_config.phase_deadline_seconds"
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """`missing` are the ranks waited for; empty where nothing sets one apart."""
+    """A phase beyond its limit; `missing` are the ranks that the others wait for, empty if none stands out."""
 
     kind: str
-    seconds: float
-    limit: float
     missing: tuple[int, ...]
     sentence: str
 
 
-class Deadlines:
-    """One rank's look at all of them, again and again. `limits` are seconds by phase, and `default` for the others."""
+class HangDetector:
+    """Watches from one rank. `limits`: seconds by phase, and under `default` for every other phase."""
 
     def __init__(self, rank: int, limits: Mapping[str, float]) -> None:
         self._rank, self._limits = rank, dict(limits)
-        self._looked_at: float | None = None
-        self._occurrence: tuple[int, str] | None = None
+        self._checked_at: float | None = None
+        self._phase: tuple[int, str] | None = None
         self._spent = self._next = 0.0
 
-    def look(self, now: float, ranks: Mapping[int, Snapshot]) -> Overdue | None:
-        """Told once at the limit, again at twice the limit, and so on; by the first rank that is awake."""
+    def check(self, now: float, ranks: Mapping[int, Heartbeat]) -> Overdue | None:
+        """Returns a phase that is overdue once at its limit, again at twice that time, and so on.
+
+        Only the lowest rank that has a heartbeat returns it, so that a job tells it once.
+        """
         own = ranks[self._rank]
-        passed = 0.0 if self._looked_at is None else min(now - self._looked_at, LONGEST_LOOK)
-        self._looked_at = now
+        elapsed = min(now - (self._checked_at or now), LONGEST_CHECK_SECONDS)
+        self._checked_at = now
         limit = self._limits.get(own.kind, self._limits.get(DEFAULT))
-        occurrence = (own.serial, own.graph)
-        if occurrence != self._occurrence:
-            self._occurrence, self._spent, self._next = occurrence, 0.0, limit or 0.0
+        if self._phase != (own.serial, own.graph):
+            self._phase, self._spent, self._next = (own.serial, own.graph), 0.0, limit or 0.0
             return None
-        others_compile = any(other.kind == COMPILE for other in ranks.values())
-        if own.kind == COMPILE or not others_compile:
-            self._spent += passed
+        if own.kind == COMPILE or not any(other.kind == COMPILE for other in ranks.values()):
+            self._spent += elapsed
         if limit is None or self._spent < self._next:
             return None
         self._next = 2 * self._spent
-        if self._rank != min(r for r, found in ranks.items() if not silent(found, now)):
+        if self._rank != min(rank for rank, other in ranks.items() if not is_silent(other, now)):
             return None
-        missing = waited_for(now, ranks)
-        sentence = _sentence(own, self._spent, limit, now, {r: ranks[r] for r in missing})
-        return Overdue(own.kind, self._spent, limit, missing, sentence)
+        missing = ranks_waited_for(now, ranks)
+        exceeded = f"{own.position} has taken {self._spent:.0f} s ({KEY} is {limit:g})"
+        sentence = f"{exceeded}: {_describe(now, {rank: ranks[rank] for rank in missing})}"
+        return Overdue(own.kind, missing, sentence)
 
 
-def silent(found: Snapshot, now: float) -> bool:
-    return now - found.beat_at > SILENT_SECONDS
+def is_silent(heartbeat: Heartbeat, now: float) -> bool:
+    return now - heartbeat.beat_at > SILENT_SECONDS
 
 
-def waited_for(now: float, ranks: Mapping[int, Snapshot]) -> tuple[int, ...]:
-    """Ranks without a heartbeat; else those that wait for nobody; else those furthest behind. None: all are alike."""
-    without = tuple(sorted(rank for rank, found in ranks.items() if silent(found, now)))
-    if without:
-        return without
-    busy = tuple(sorted(rank for rank, found in ranks.items() if not found.waits_since))
+def ranks_waited_for(now: float, ranks: Mapping[int, Heartbeat]) -> tuple[int, ...]:
+    """Ranks without a heartbeat; else those that do not wait themselves; else those furthest behind, if not all."""
+    silent = tuple(rank for rank, other in sorted(ranks.items()) if is_silent(other, now))
+    if silent:
+        return silent
+    busy = tuple(rank for rank, other in sorted(ranks.items()) if not other.waits_since)
     if 0 < len(busy) < len(ranks):
         return busy
-    last = min(found.serial for found in ranks.values())
-    behind = tuple(sorted(rank for rank, found in ranks.items() if found.serial == last))
+    last = min(other.serial for other in ranks.values())
+    behind = tuple(rank for rank, other in sorted(ranks.items()) if other.serial == last)
     return behind if len(behind) < len(ranks) else ()
 
 
-def _sentence(
-    own: Snapshot, spent: float, limit: float, now: float, missing: Mapping[int, Snapshot]
-) -> str:
-    taken = f"{own.place} has taken {spent:.0f} s ({KEY} is {limit:g})"
+def _describe(now: float, missing: Mapping[int, Heartbeat]) -> str:
     if not missing:
-        return f"{taken}: every rank is in it with a heartbeat, and none stands out"
+        return "every rank is in it with a heartbeat, and none stands out"
     words = []
-    for rank, found in list(missing.items())[:NUM_NAMED]:
-        since = found.graph_since if found.graph else found.since
-        told = f"rank {rank} ({found.place} since {max(0.0, now - since):.0f} s"
-        if silent(found, now):
-            told += f", no heartbeat for {now - found.beat_at:.0f} s"
-        words.append(told + ")")
+    for rank, other in list(missing.items())[:NUM_NAMED_RANKS]:
+        seconds = max(0.0, now - (other.graph_since if other.graph else other.since))
+        age = now - other.beat_at
+        silence = f", no heartbeat for {age:.0f} s" if is_silent(other, now) else ""
+        words.append(f"rank {rank} ({other.position} since {seconds:.0f} s{silence})")
     more = len(missing) - len(words)
-    return f"{taken}: waiting for {', '.join(words)}" + (f" and {more} more" if more else "")
+    return f"waiting for {', '.join(words)}" + (f" and {more} more" if more else "")

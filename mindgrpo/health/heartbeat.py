@@ -1,52 +1,40 @@
-"""A rank's phase and heartbeat in a few bytes of mapped memory: a file survives the rank that wrote it.
+"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive.
 
-One thread writes the phase and another the beat. Never waits for a disk. Refuses to keep history.
+A rank rewrites its file `heartbeat_RANK` in the status folder whenever its phase changes and twice a second. The file
+outlives the rank, so that it tells in which phase a rank was killed.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
+import json
 import os
-import struct
-import time
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-RECORD_BYTES = 512
-MAGIC = b"MGR1"
-_HEAD = struct.Struct("<4s4xq")
-_BEAT = struct.Struct("<Qd")
-_TURN = struct.Struct("<I")
-_WAITS = struct.Struct("<d")
-_PHASE = struct.Struct("<iId32sd96s")
-_BEAT_AT = _HEAD.size
-_TURN_AT = _BEAT_AT + _BEAT.size
-_WAITS_AT = _TURN_AT + 8
-# Two places by turns: one is whole at every instant, also when its writer is killed.
-_PHASE_AT = tuple(_WAITS_AT + _WAITS.size + i * -(-_PHASE.size // 8) * 8 for i in range(2))
-READ_ATTEMPTS = 1000
+FILE_BYTES = 1024
+LONGEST_NAME = 64
+NUM_READ_ATTEMPTS = 100
 COMPILE = "compile"
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """Times are CLOCK_MONOTONIC seconds, the same clock for all processes of a host.
+class Heartbeat:
+    """Where a rank is. Times are seconds of CLOCK_MONOTONIC, the same clock for all processes of a host.
 
-    `serial` counts phases entered, so that of ranks that do the same the one behind can be told. `graph` is what is
-    being compiled inside of the phase, since `graph_since`; empty for nothing. `waits_since` is 0 for a rank that, as
-    far as that is told, waits for no other. `step` counts from 1, 0 is before it.
+    `serial` counts the phases entered: among ranks that run the same phases, the one behind has the lowest. `step`
+    counts from 1; 0 is before the first. `graph` is being compiled inside the phase since `graph_since`; empty for
+    none. `waits_since` is when the rank began to wait for another one; 0 if it does not wait.
     """
 
     pid: int
-    beats: int
     beat_at: float
-    step: int
-    serial: int
-    since: float
     phase: str
-    graph_since: float = 0.0
+    since: float
+    step: int = 0
+    serial: int = 0
     graph: str = ""
+    graph_since: float = 0.0
     waits_since: float = 0.0
 
     @property
@@ -55,7 +43,7 @@ class Snapshot:
         return COMPILE if self.graph else self.phase
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """Such as `phase rollout of step 5`."""
         when = f"of step {self.step}" if self.step else "before step 1"
         if self.graph:
@@ -63,143 +51,46 @@ class Snapshot:
         return f"phase {self.phase} {when}"
 
 
-def path_of(folder: Path, rank: int) -> Path:
-    return folder / f"phase_{rank}"
+def heartbeat_path(folder: Path, rank: int) -> Path:
+    return folder / f"heartbeat_{rank}"
 
 
-def ranks_in(folder: Path) -> list[int]:
-    """Those of this host, of which there may be many more elsewhere."""
-    return [int(path.name.rpartition("_")[2]) for path in folder.glob("phase_*")]
+def heartbeats_in(folder: Path) -> dict[int, Heartbeat]:
+    """The last heartbeat of every rank that has written to this host's status folder."""
+    paths = {int(path.name.rpartition("_")[2]): path for path in folder.glob("heartbeat_*")}
+    read = {rank: read_heartbeat(path) for rank, path in sorted(paths.items())}
+    return {rank: heartbeat for rank, heartbeat in read.items() if heartbeat}
 
 
-def _memory(path: Path | None) -> mmap.mmap:
-    if path is None:
-        return mmap.mmap(-1, RECORD_BYTES)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        # Written, not only sized: a page that the disk has no room for ends who touches it.
-        os.write(descriptor, bytes(RECORD_BYTES))
-        return mmap.mmap(descriptor, RECORD_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-class Record:
-    """This rank's own; kept in memory where `path` is None or cannot be written."""
-
-    def __init__(self, path: Path | None) -> None:
-        try:
-            self._memory = _memory(path)
-        except OSError:
-            self._memory = _memory(None)
-        self._beats = 0
-        self._turn = 0
-        self._state = Snapshot(os.getpid(), 0, 0.0, 0, 0, time.monotonic(), "start")
-        self.beat()
-        self._write()
-        # Last: who reads a record that says so reads all of it.
-        _HEAD.pack_into(self._memory, 0, MAGIC, os.getpid())
-
-    def beat(self) -> None:
-        self._beats += 1
-        _BEAT.pack_into(self._memory, _BEAT_AT, self._beats, time.monotonic())
-
-    def waits(self, since: float) -> None:
-        _WAITS.pack_into(self._memory, _WAITS_AT, since)
-
-    @property
-    def waits_address(self) -> int:
-        """Of the same figure, a double, for code that is not Python."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + _WAITS_AT
-
-    def enter(self, phase: str) -> tuple[str, float]:
-        """Returns what `resume` takes."""
-        before = self._state
-        self._set(replace(before, phase=phase, since=time.monotonic(), serial=before.serial + 1))
-        return before.phase, before.since
-
-    def resume(self, before: tuple[str, float]) -> None:
-        phase, since = before
-        serial = self._state.serial + 1
-        self._set(replace(self._state, phase=phase, since=since, serial=serial))
-
-    def at_step(self, step: int) -> None:
-        self._set(replace(self._state, step=step))
-
-    def compiling(self, graph: str) -> None:
-        """An empty name: nothing any more."""
-        self._set(replace(self._state, graph=graph, graph_since=time.monotonic()))
-
-    def _set(self, state: Snapshot) -> None:
-        self._state = state
-        self._write()
-
-    def _write(self) -> None:
-        state = self._state
-        self._turn += 1
-        _PHASE.pack_into(
-            self._memory,
-            _PHASE_AT[self._turn % 2],
-            state.step,
-            state.serial,
-            state.since,
-            state.phase.encode()[:31],
-            state.graph_since,
-            state.graph.encode()[:95],
-        )
-        _TURN.pack_into(self._memory, _TURN_AT, self._turn)
-
-    def read(self) -> Snapshot:
-        found = snapshot_of(self._memory)
-        assert found is not None
-        return found
-
-
-class Mirror(Record):
-    """The record of a rank of another host, kept here by whoever hears of it, so that all of this host can read it."""
-
-    def show(self, state: Snapshot) -> None:
-        """Its times are by this host's clock."""
-        self._set(state)
-        self.waits(state.waits_since)
-        _BEAT.pack_into(self._memory, _BEAT_AT, state.beats, state.beat_at)
-
-
-class Reader:
-    """Another rank's record; mapped at the first `read` that finds it."""
+class HeartbeatFile:
+    """Writes one rank's heartbeats. A file that cannot be made or written must not end a run, and is left out."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._memory: mmap.mmap | None = None
+        self._num_writes = 0
+        self._descriptor: int | None = None
+        with suppress(OSError):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def read(self) -> Snapshot | None:
-        """None while there is nothing to read."""
-        if self._memory is None:
-            try:
-                with self._path.open("rb") as file:
-                    self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
-            except (OSError, ValueError):
-                return None
-        return snapshot_of(self._memory)
-
-
-def snapshot_of(memory: mmap.mmap) -> Snapshot | None:
-    magic, pid = _HEAD.unpack_from(memory, 0)
-    if magic != MAGIC:
-        return None
-    for _ in range(READ_ATTEMPTS):
-        (turn,) = _TURN.unpack_from(memory, _TURN_AT)
-        step, serial, since, phase, graph_since, graph = _PHASE.unpack_from(
-            memory, _PHASE_AT[turn % 2]
-        )
-        if _TURN.unpack_from(memory, _TURN_AT)[0] == turn:
-            break
-    beats, beat_at = _BEAT.unpack_from(memory, _BEAT_AT)
-    (waits,) = _WAITS.unpack_from(memory, _WAITS_AT)
-    return Snapshot(
-        pid, beats, beat_at, step, serial, since, _text(phase), graph_since, _text(graph), waits
-    )
+    def write(self, heartbeat: Heartbeat) -> None:
+        if self._descriptor is None:
+            return
+        self._num_writes += 1
+        names = {"phase": heartbeat.phase[:LONGEST_NAME], "graph": heartbeat.graph[:LONGEST_NAME]}
+        # The number at both ends shows a reader that it has read one write and not parts of two.
+        text = json.dumps([self._num_writes, vars(heartbeat) | names, self._num_writes])
+        with suppress(OSError):
+            os.pwrite(self._descriptor, text.encode().ljust(FILE_BYTES), 0)
 
 
-def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode(errors="replace")
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The last heartbeat written; None if there is none."""
+    for _ in range(NUM_READ_ATTEMPTS):
+        try:
+            first, fields, last = json.loads(path.read_bytes())
+            if first == last:
+                return Heartbeat(**fields)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError):
+            continue
+    return None

@@ -1,4 +1,6 @@
-"""Starts the ranks of a job on this host: the process that forks them, and the process that each of them is.
+"""Starts the ranks of a job on this host, shows what the first one prints, and ends them all.
 
-Imports nothing but the standard library until a rank does. Refuses to know what the program that it starts does.
+`options.py` checks the command line, `plan.py` decides on processes and environments, `job.py` runs one start and
+`launcher.py` starts again where that is allowed; `worker.py` and `fork_server.py` are what it starts. The launcher
+itself imports nothing but the standard library and `health`.
 """
