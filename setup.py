@@ -71,4 +71,5 @@ setup(
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["mindgrpo = mindgrpo.cli.verbs:main"]},
 )
