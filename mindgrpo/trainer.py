@@ -85,7 +85,7 @@ class GRPOTrainer:
             except Stop as stop:
                 ended = stop
                 session.save()
-        run.backend.presence.now("close")
+        run.backend.health.enter("close")
         run.watch.close()
         self.scorer.close()
         engine = self.roles.engine.capabilities.name
@@ -99,7 +99,7 @@ class GRPOTrainer:
 
     def _run_steps(self) -> None:
         run, session, rl = self.run, self.session, self.run.config.rl_config
-        run.backend.presence.now("loop")
+        run.backend.health.enter("loop")
         if session.open_row is not None:
             session.write_row(self._evaluate(session.done))
         elif session.done == 0 and rl.eval_on_start:

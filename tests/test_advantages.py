@@ -243,3 +243,13 @@ def test_advantages_without_the_log_probs_they_need_are_refused(config: Advantag
     assert config.needs_old
     with pytest.raises(ValueError, match="log-probs"):
         compute_advantages(ROLLOUT, REWARDS, config, None, REFERENCE)
+
+
+def test_the_floor_under_a_deviation_is_a_setting() -> None:
+    rewards = np.array([0.0, 1e-4])
+    for floor in (1e-6, 1e-4):
+        by_group = 5e-5 / (np.std(rewards, ddof=1) + floor)
+        found = group_advantages(rewards, 2, "group", floor)
+        np.testing.assert_allclose(found, [-by_group, by_group], rtol=1e-6)
+        rows = reinforce_plus_plus(rewards, [np.zeros(1)] * 2, np.ones(2, bool), None, floor)
+        np.testing.assert_allclose(rows[1], 5e-5 / (np.std(rewards) + floor), rtol=1e-6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindgrpo.algorithm.advantages import STD_FLOOR
+
 
 @dataclass(frozen=True)
 class LossConfig:
@@ -46,6 +48,7 @@ class AdvantageConfig:
     correction: str = "none"
     correction_cap: float = 2.0
     mask_truncated: bool = False
+    std_floor: float = STD_FLOOR
 
     @property
     def needs_old(self) -> bool:

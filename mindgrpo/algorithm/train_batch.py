@@ -42,7 +42,9 @@ def compute_advantages(
         if config.advantage_estimator == "rloo":
             advantages = leave_one_out(rewards, config.num_generations)
         else:
-            advantages = group_advantages(rewards, config.num_generations, config.scale_rewards)
+            advantages = group_advantages(
+                rewards, config.num_generations, config.scale_rewards, config.std_floor
+            )
     correction = _correction(rollout, config, old_logps)
     batch = TrainBatch(
         rollout,
@@ -68,7 +70,7 @@ def _reinforce_plus_plus(
     if sample_mask is None:
         sample_mask = np.ones(len(rollout), bool)
     actions = [p[mask] for p, mask in zip(penalties, rollout.action_mask, strict=True)]
-    found = reinforce_plus_plus(rewards, actions, sample_mask, baseline)
+    found = reinforce_plus_plus(rewards, actions, sample_mask, baseline, config.std_floor)
     by_token = []
     for values, mask in zip(found, rollout.action_mask, strict=True):
         spread = np.zeros(mask.size, np.float32)

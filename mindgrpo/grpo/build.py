@@ -50,7 +50,9 @@ def make_roles(
         fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
     reference = _make_reference(plan, backend, sampling, random_weights, "reference" in restored)
     check = _make_weight_check(plan, backend, policy)
-    return Roles(plan, backend, policy, engine, reference, check, residency)
+    ref = plan.config.ref_config
+    mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
+    return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> Policy:
@@ -147,7 +149,6 @@ def make_stepper(
         old_logps=rl.enable_oldpolicy,
         resampling_rounds=rl.refill_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
-        reference_mixup=ref.ref_model_mixup_alpha,
     )
     replicas = Replicas(roles.engine, plan.infer.grid, roles.backend)
     return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch)

@@ -17,13 +17,15 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.tokenizer_files import write_tokenizer
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Adapters
 from mindgrpo.models.families import read_config
+from mindgrpo.models.lora_specs import LoraSettings
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.safetensors_files import SafetensorsWriter
 
@@ -56,8 +58,8 @@ class ModelExport:
 
     def write(self, target: Path) -> None:
         """The whole model, adapters added in; all ranks together, the policy on the device."""
-        policy, backend = self.roles.policy, self.roles.backend
-        export_policy(policy.weights, backend, self._source, target, policy.adapters)
+        policy, backend, memory = self.roles.policy, self.roles.backend, self.roles.residency
+        export_policy(policy.weights, backend, self._source, target, memory, policy.adapters)
         if backend.rank == 0:
             named = self.roles.plan.config.rl_config.chat_template is not None
             write_tokenizer(self.tokenizer, target, named)
@@ -68,7 +70,8 @@ class ModelExport:
         self.write(target)
         adapters = self.roles.policy.adapters
         if adapters is not None:
-            export_adapters(adapters, self.roles.backend, self._source, adapter_target)
+            backend, memory = self.roles.backend, self.roles.residency
+            export_adapters(adapters, backend, self._source, adapter_target, memory)
 
 
 def export_policy(
@@ -76,47 +79,57 @@ def export_policy(
     backend: Backend,
     source: str,
     target: Path,
+    memory: Residency,
     adapters: Adapters | None = None,
 ) -> None:
-    """The whole model, adapters added in; all ranks together. `source` is the directory that the run started from."""
-    full = Weights(_whole(weights.layout), backend.rank, backend)
-    Delivery(weights, adapters, full, backend).run()
-    if backend.rank == 0:
-        with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
-            for spec in full.layout.specs:
-                writer.add(spec.name, full.parts[spec.name])
-        write_companions(Path(source), target, "float32")
-    full.pool.release()
+    """Writes the whole model, adapters added in; all ranks together, with the policy's weights on the device.
+
+    Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
+    """
+    full = Weights(_whole(weights.layout), backend.rank, backend, on_host=True)
+    syncer = WeightSyncer(weights, adapters, full, backend)
+    with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
+        syncer.run()
+        if backend.rank == 0:
+            with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
+                for spec in full.layout.specs:
+                    writer.add(spec.name, full.parts[spec.name])
+            write_companions(Path(source), target, "float32")
     backend.world.barrier()
 
 
-def export_adapters(adapters: Adapters, backend: Backend, source: str, target: Path) -> None:
-    """Only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
+def export_adapters(
+    adapters: Adapters, backend: Backend, source: str, target: Path, memory: Residency
+) -> None:
+    """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
     own = adapters.weights
-    full = Weights(_whole(own.layout), backend.rank, backend)
-    Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
-    if backend.rank == 0:
-        target.mkdir(parents=True)
-        tensors = {
-            f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
-            for spec in full.layout.specs
-        }
-        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-        settings = adapters.settings
-        described = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": source,
-            "r": settings.rank,
-            "lora_alpha": settings.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "target_modules": list(settings.targets),
-        }
-        (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-    full.pool.release()
+    full = Weights(_whole(own.layout), backend.rank, backend, on_host=True)
+    with memory.temporary_host("export_copy", [full.pool]):
+        Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
+        if backend.rank == 0:
+            _write_adapters(full, adapters.settings, source, target)
     backend.world.barrier()
+
+
+def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
+    target.mkdir(parents=True)
+    tensors = {
+        f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
+        for spec in full.layout.specs
+    }
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(settings.targets),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _whole(layout: Layout) -> Layout:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.grpo.run_plan import RunPlan
-from mindgrpo.memory.residency import PHASES, Residency
+from mindgrpo.memory.account import PHASES
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weight_sync.verify import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 
@@ -29,7 +30,10 @@ class Reference:
 
 
 class Roles:
-    """`reference` is None where no loss needs one; `traffic` is of the last publish."""
+    """`reference` is None where no loss needs one, `reference_mixup` where it stays as it is; see `sync_reference`.
+
+    `traffic` is of the last publish.
+    """
 
     def __init__(
         self,
@@ -40,27 +44,51 @@ class Roles:
         reference: Reference | None,
         weight_check: WeightCheck,
         residency: Residency,
+        reference_mixup: float | None = None,
     ) -> None:
         self.plan, self.backend = plan, backend
         self.policy, self.engine, self.reference = policy, engine, reference
         self.weight_check, self.residency = weight_check, residency
         self.traffic = Traffic(0, 0.0)
-        self._to_engine = self._delivery_to(engine.weights, plan.reshard)
-        self._to_reference: Delivery | None = None
-        self._own_memory()
+        self._to_engine = self._syncer_to(engine.weights, plan.reshard)
+        self._make_reference_sync(reference_mixup)
+        self._register_memory()
 
-    def _own_memory(self) -> None:
+    def _make_reference_sync(self, mixup: float | None) -> None:
+        """The policy's way to the reference's weights, or to a copy that is then mixed into them."""
+        self._mixup = mixup
+        self._to_reference: WeightSyncer | None = None
+        self._reference_copy: Weights | None = None
+        if self.reference is not None and mixup is not None:
+            target = self.reference.weights
+            if mixup < 1.0:
+                target = Weights(target.layout, self.backend.rank, self.backend)
+                self._reference_copy = target
+            self._to_reference = self._syncer_to(target)
+
+    def _register_memory(self) -> None:
         policy, residency = self.policy, self.residency
         trained = [policy.adapters.weights.pool] if policy.adapters else []
-        residency.own("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
-        residency.own("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
+        residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
+        residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
         moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        if not policy.settings.moments_on_host:
-            residency.own("optimizer", moments, rebuilt=False, filled=True)
+        if policy.settings.moments_on_host:
+            residency.register_host("optimizer", moments)
+        else:
+            residency.register("optimizer", moments, rebuilt=False, filled=True)
         for name, pools in self.engine.pools.items():
-            residency.own(name, pools, rebuilt=True, filled=False)
+            residency.register(name, pools, rebuilt=True, filled=False)
         if self.reference is not None:
-            residency.own("reference", [self.reference.weights.pool], rebuilt=False, filled=True)
+            residency.register(
+                "reference", [self.reference.weights.pool], rebuilt=False, filled=True
+            )
+        copies = {"adapters_copy": self._to_engine.copies}
+        if self._to_reference is not None:
+            own = [self._reference_copy.pool] if self._reference_copy else []
+            copies["reference_copy"] = [*own, *self._to_reference.copies]
+        for name, pools in copies.items():
+            if pools:
+                residency.register(name, pools, rebuilt=True, filled=False)
         residency.check_budget()
 
     def enter(self, phase: str) -> None:
@@ -68,7 +96,7 @@ class Roles:
         needs_engine = "generator" in PHASES[phase]
         if not needs_engine:
             self.engine.sleep()
-        self.residency.enter(phase)
+        self.residency.activate(phase)
         if needs_engine:
             self.engine.wake()
 
@@ -92,25 +120,19 @@ class Roles:
         self.weight_check.check(self.engine.weights, self.policy.version)
         return self.policy.version
 
-    def _delivery_to(self, target: Weights, plan: Plan | None = None) -> Delivery:
+    def _syncer_to(self, target: Weights, plan: Plan | None = None) -> WeightSyncer:
         policy = self.policy
-        return Delivery(policy.weights, policy.adapters, target, self.backend, plan)
+        return WeightSyncer(policy.weights, policy.adapters, target, self.backend, plan)
 
-    def sync_reference(self, share: float) -> None:
-        """reference = share * policy + (1 - share) * reference (TR-DPO, arXiv:2404.09656)."""
-        if self.reference is None:
+    def sync_reference(self) -> None:
+        """reference = mixup * policy + (1 - mixup) * reference (TR-DPO, arXiv:2404.09656)."""
+        if self.reference is None or self._to_reference is None:
             return
         self.enter("sync_reference")
-        old = self.reference.weights
-        if share >= 1.0:
-            if self._to_reference is None:
-                self._to_reference = self._delivery_to(old)
-            self._to_reference.run()
-            return
-        fresh = Weights(old.layout, self.backend.rank, self.backend)
-        self._delivery_to(fresh).run()
-        for run, new in zip(old.runs, fresh.runs, strict=True):
-            run *= 1.0 - share
-            run += share * new
-        old.pool.push()
-        fresh.pool.release()
+        self._to_reference.run()
+        if self._reference_copy is not None and self._mixup is not None:
+            old, new = self.reference.weights, self._reference_copy
+            for run, fresh in zip(old.runs, new.runs, strict=True):
+                run *= 1.0 - self._mixup
+                run += self._mixup * fresh
+            old.pool.push()

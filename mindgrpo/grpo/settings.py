@@ -79,6 +79,7 @@ def advantage_config(config: Config) -> AdvantageConfig:
         correction=rl.importance_sampling_correction,
         correction_cap=rl.correction_cap,
         mask_truncated=rl.mask_truncated_completions,
+        std_floor=rl.advantage_std_floor,
     )
 
 

@@ -61,7 +61,7 @@ class StepSettings:
     """`old_logps`: the policy's log-probs before a step's first update are computed even if only later ones need them.
 
     `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
-    becomes `reference_mixup` x policy + the rest x itself every `reference_sync_steps` steps, never if None.
+    follows the policy every `reference_sync_steps` steps, never if None.
     """
 
     num_generations: int
@@ -73,7 +73,6 @@ class StepSettings:
     old_logps: bool = True
     resampling_rounds: int = 0
     reference_sync_steps: int | None = None
-    reference_mixup: float = 1.0
 
     @property
     def updates_per_step(self) -> int:
@@ -261,4 +260,4 @@ class Stepper:
         every = self.settings.reference_sync_steps
         if every is not None and (step + 1) % every == 0:
             with self._phase("sync_reference"):
-                self.roles.sync_reference(self.settings.reference_mixup)
+                self.roles.sync_reference()

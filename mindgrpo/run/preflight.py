@@ -18,7 +18,8 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.grpo.settings import sampling_settings
+from mindgrpo.grpo.settings import device_budget, sampling_settings
+from mindgrpo.memory.account import check_budget
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
@@ -119,6 +120,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
+    check_budget(plan.memory(), device_budget(config))
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))

@@ -21,8 +21,8 @@ PerToken = dict[int, np.ndarray]
 class UpdateReport:
     """`logps` by sample, before the update; means and fractions are over the tokens that have a part in the loss.
 
-    `clipped_low` and `clipped_high` are the shares decided by either end of the clip; `padding_share` is of the rows'
-    positions.
+    `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
+    either end of the clip decided; `padding_share` is of the rows' positions.
     """
 
     loss: float
@@ -142,7 +142,7 @@ def _report(
     kl = np.zeros(0)
     if batch.reference_logps is not None:
         kl = losses.kl_estimate(tokens.logps, tokens.reference, config.kl_estimator)
-    low, high = losses.clipped_tokens(tokens, config)
+    low, high = losses.clipped(tokens, config)
     return UpdateReport(
         loss=losses.policy_loss(tokens, config),
         kl=_mean(kl),

@@ -52,7 +52,7 @@ from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weight_sync.execute import Resharder, checksums
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -125,7 +125,7 @@ class Run:
         self.reference = self._reference()
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
-        self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
         self.replicas = Replicas(self.generator, self.infer.grid, backend)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
@@ -186,7 +186,7 @@ class Run:
 
     def refresh_engine(self) -> None:
         if self.generator.version != self.policy.version:
-            self.generator.publish(self.delivery.run, self.policy.version)
+            self.generator.publish(self.syncer.run, self.policy.version)
 
     def enter_rollout(self) -> int:
         return self.policy.version
@@ -224,7 +224,7 @@ class Run:
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
-        Delivery(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
+        WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
         return {name: np.array(part) for name, part in weights.parts.items()}
 
 

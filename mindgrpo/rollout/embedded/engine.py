@@ -59,7 +59,7 @@ class EmbeddedEngine:
 
     @property
     def pools(self) -> Mapping[str, Sequence[Pool]]:
-        return {"generator": [self.weights.pool], "kv_cache": [self._decoder.cache]}
+        return {"generator": [self.weights.pool], "kv_cache": self._decoder.pools}
 
     def memory_bytes(self) -> int:
         return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
