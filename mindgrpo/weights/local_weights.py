@@ -1,8 +1,7 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
-Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up side by side in one
-matrix; `parts` shows each as its Hugging Face tensor's slice, [out, in], as a view. Refuses to move bytes between
-ranks or roles; reshard/ and residency.py do.
+Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up concatenated in one
+matrix; `parts` has each as a view of its Hugging Face tensor's slice, [out, in].
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindgrpo.backend.contract import Backend, PeerView, Pool
-from mindgrpo.parallel.sharding import (
-    Box,
-    Layout,
-    ParameterSpec,
-    local_shape,
-)
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 FUSED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -54,12 +48,12 @@ def _fused_key(name: str) -> str:
 
 
 def is_transposed(name: str, num_dims: int) -> bool:
-    """Whether parameter `name` is stored with its dims the other way round."""
+    """Tells whether parameter `name` is stored [in, out]."""
     return num_dims == 2 and name not in UNTRANSPOSED
 
 
 def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
-    """Where each of the rank's tensors lies in its pool: those that decay first, so that both kinds are one run."""
+    """Lays out the rank's tensors in its pool: those with weight decay first, so that each kind is one flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.grid.holds(rank):
         stage = layout.grid.coordinates(rank).stage
@@ -91,8 +85,8 @@ class Weights:
     """Arrays of `layout` on `rank`; also used for gradients and moments, which have the same arrangement.
 
     `tensors[key]` float32 as stored; `parts[name]` float32 [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `runs` the (decaying, not decaying) stretches of the pool, 1-dim. `shared` lets other ranks
-    read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
+    Hugging Face tensor; `runs` the two 1-dim ranges of the pool, with and without weight decay. `shared` lets other
+    ranks read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
     """
 
     def __init__(
@@ -112,7 +106,7 @@ class Weights:
 
     @classmethod
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> Weights:
-        """Rank `rank`'s weights of `layout`, to be read where they are."""
+        """Views the weights that another rank of this host holds in shared memory, without a copy."""
         weights = cls.__new__(cls)
         weights.stored = arrange(layout, rank)
         weights._arrange(layout, rank, pool)

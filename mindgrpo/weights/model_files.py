@@ -1,8 +1,4 @@
-"""A model directory's tensors by their Hugging Face names, whatever the files are: safetensors or .ckpt, MindFormers'
-names or Hugging Face's.
-
-Refuses to guess: both kinds of files in one directory, or none, is an error of the reader that it asks.
-"""
+"""Opens a model directory by its tensors' Hugging Face names: safetensors or .ckpt, MindFormers' names or its own."""
 
 from __future__ import annotations
 
@@ -12,7 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import are_mindformers, check_apart, to_huggingface
+from mindgrpo.weights.mindformers_names import (
+    are_mindformers,
+    check_not_concatenated,
+    to_huggingface,
+)
 from mindgrpo.weights.mindspore_ckpt import CkptDirectory
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
@@ -27,15 +27,15 @@ class WeightFiles(Protocol):
         """Raises UserError for what `read` cannot give."""
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """A fresh float32 array of the box (everything without one)."""
+        """Returns a fresh float32 array of the box (everything without one)."""
 
 
 class Renamed:
     """Files whose tensors have MindFormers' names."""
 
-    def __init__(self, files: WeightFiles, where: str) -> None:
+    def __init__(self, files: WeightFiles, directory: str) -> None:
         self._files = files
-        check_apart(files.names, where)
+        check_not_concatenated(files.names, directory)
         self._theirs = {to_huggingface(name): name for name in files.names}
 
     @property
@@ -53,7 +53,7 @@ class Renamed:
 
 
 def open_weights(directory: str | Path) -> WeightFiles:
-    """Raises UserError for what is no model directory."""
+    """Opens safetensors if there are any, else .ckpt files. Raises UserError for what is no model directory."""
     folder = Path(directory)
     files: WeightFiles
     if any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*")):

@@ -1,7 +1,4 @@
-"""A Hugging Face directory into a rank's weights: each rank reads only its slices. Also random weights, for benches.
-
-Refuses a directory whose tensors are not exactly those of its config.json.
-"""
+"""Loads a model directory into a rank's weights: each rank reads only its slices. Also random weights, for benches."""
 
 from __future__ import annotations
 
@@ -20,19 +17,19 @@ COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> WeightFiles:
-    """The directory's files, after comparing every name and shape with the model's. Raises UserError."""
+    """Opens the directory's files and compares every name, shape and dtype with the model's. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
-    found = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
+    present = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
     if "lm_head.weight" not in wanted:
-        found.discard("lm_head.weight")
-    missing = [name for name in wanted if name not in found]
+        present.discard("lm_head.weight")
+    missing = [name for name in wanted if name not in present]
     if missing:
         raise UserError(
             f"The model directory '{directory}' lacks {len(missing)} tensors that its config.json asks for "
             f"(first: {missing[0]}); restore its safetensors files."
         )
-    extra = sorted(found - set(wanted))
+    extra = sorted(present - set(wanted))
     if extra:
         raise UserError(
             f"The model directory '{directory}' has {len(extra)} tensors that its config.json has no place for "
@@ -56,7 +53,7 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
 
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
-    """The same random model under every layout: each tensor's noise depends on the seed and its name alone."""
+    """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
     for spec in weights.specs():
         part = weights.parts.get(spec.name)
         if part is None:

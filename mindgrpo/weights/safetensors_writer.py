@@ -1,13 +1,13 @@
-"""Hugging Face weight directories, written: shards of safetensors and their index.
+"""Writes Hugging Face weight directories: shards of safetensors and their index.
 
-Never writes over a model that is already there, and refuses values that the chosen dtype cannot
-express rather than writing infinities.
+Values that the chosen dtype cannot express are an error, never written as infinities.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -28,8 +28,9 @@ _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class SafetensorsWriter:
     """Writes tensors, in the order they are added, into shards and their index.
 
-    A shard is kept in memory until it is full. Nothing has its final name before `close`, and
-    the index comes last; leaving a `with` block by an exception removes what was written.
+    A shard is kept in memory until it is full. Files get their final names in `close`, the index
+    last; leaving a `with` block by an exception removes what was written. A directory that holds
+    weights already is a UserError.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class SafetensorsWriter:
         self._pending[name] = stored
 
     def close(self) -> list[Path]:
-        """Gives the files their names; the returned list ends with the index, if there is one."""
+        """Names and returns the files, the index last if there is one."""
         self._flush()
         if not self._shards:
             raise ValueError("no tensor was added")
@@ -86,7 +87,7 @@ class SafetensorsWriter:
         return files
 
     def discard(self) -> None:
-        """Removes what has been written and not yet been named."""
+        """Removes the files that have no final name yet."""
         for written, _ in self._shards:
             written.unlink(missing_ok=True)
         self._shards, self._pending = [], {}
@@ -125,21 +126,32 @@ class SafetensorsWriter:
 
 
 def _write_shard(stream: BinaryIO, tensors: dict[str, NDArray[Any]], code: str) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        place = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": place}
-        offset = place[1]
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
-    stream.write(len(text).to_bytes(8, "little") + text)
+    sizes = {name: (tensor.shape, tensor.nbytes) for name, tensor in tensors.items()}
+    stream.write(header_of(sizes, code, "pt")[0])
     for tensor in tensors.values():
         stream.write(tensor.data)
 
 
+def header_of(
+    sizes: Mapping[str, tuple[Sequence[int], int]], dtype: str, metadata: str
+) -> tuple[bytes, list[int]]:
+    """Returns what a safetensors file begins with, and the offset of each tensor after it.
+
+    `sizes` has each tensor's shape and number of bytes, in the order of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": metadata}}
+    offsets = [0]
+    for name, (shape, num_bytes) in sizes.items():
+        stop = offsets[-1] + num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], stop]}
+        offsets.append(stop)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+    return len(text).to_bytes(8, "little") + text, offsets[:-1]
+
+
 def _as_stored(array: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
-    """A contiguous little-endian copy in the file's dtype, rounded to nearest, ties to even."""
+    """Copies to contiguous little-endian values of `dtype`, rounded to nearest, ties to even."""
     exact = np.array(array, dtype="<f4", order="C")
     if dtype == "float32":
         return exact
