@@ -21,9 +21,8 @@ from mindgrpo.checkpoint.differences import (
     check,
     differences,
 )
-from mindgrpo.checkpoint.find import find
-from mindgrpo.checkpoint.folders import folder_of
-from mindgrpo.checkpoint.manifest import Identity
+from mindgrpo.checkpoint.folders import find, folder_of
+from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError

@@ -18,11 +18,10 @@ from checkpoint_model import MODEL, ROLES, filled, layout, save, value
 from ranks_as_threads import run
 from safetensors import safe_open
 
-from mindgrpo.checkpoint import tiles
+from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.manifest import read_manifest
 from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
-from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.checkpoint.shards import by_rows, copy, values_digest
 from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
@@ -146,6 +145,6 @@ def test_matrices_are_turned_tile_by_tile_into_any_order() -> None:
         for source in (whole, np.asfortranarray(whole), whole[::1, :: max(1, shape[1] // 2)]):
             for order in "CF":
                 target = np.zeros(source.shape, np.float32, order=order)
-                tiles.copy(target, source)
+                copy(target, source)
                 assert bits(target) == bits(source)
-    assert bits(tiles.by_rows(value("a", "b", (5,)))) == bits(value("a", "b", (5,)))
+    assert bits(by_rows(value("a", "b", (5,)))) == bits(value("a", "b", (5,)))

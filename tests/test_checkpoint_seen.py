@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mindgrpo.checkpoint import seen
-from mindgrpo.checkpoint.seen import check_seen
+from mindgrpo.checkpoint import save as seen
+from mindgrpo.checkpoint.save import check_seen
 from mindgrpo.errors import UserError
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.checkpoint.manifest import Identity
+from mindgrpo.checkpoint.format import Identity
 from mindgrpo.errors import UserError
 
 # Where a run writes, what it shows and how it shares out work: none of it reaches a sample or a weight, except by the

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.checkpoint import tiles
-from mindgrpo.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
-from mindgrpo.checkpoint.shard import ShardReader
+from mindgrpo.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
+from mindgrpo.checkpoint.shards import ShardReader, copy
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.local_weights import Weights
@@ -64,7 +63,7 @@ def read_box(reader: ShardReader, tensor: StoredTensor, box: Box, out: np.ndarra
             continue
         values = reader.read(piece)
         part = values[common.within(piece.box).slices]
-        tiles.copy(out[common.within(box).slices], part)
+        copy(out[common.within(box).slices], part)
         missing -= common.size
     if missing:
         raise DamagedCheckpoint(f"{missing} elements of {box} are in no piece of the checkpoint.")

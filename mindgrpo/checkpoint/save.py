@@ -6,9 +6,12 @@ run over a checkpoint: what cannot be written is taken away again and told in on
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
-from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest
+from mindgrpo.checkpoint.format import MANIFEST, Manifest, StoredTensor, write_manifest
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
-from mindgrpo.checkpoint.shard import SUM_MODULUS, Shard, shard_bytes, write_shard
-from mindgrpo.checkpoint.sums import joined
+from mindgrpo.checkpoint.shards import SUM_MODULUS, Shard, by_rows, joined, shard_bytes, write_shard
+from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
 
@@ -101,7 +103,7 @@ class Saver:
             self._write(work, path, pieces, live)
             return total
         try:
-            copies = {piece: tiles.by_rows(live(piece)) for piece in pieces}
+            copies = {piece: by_rows(live(piece)) for piece in pieces}
         except MemoryError:
             work.error = f"{path.name}: the host has no memory for a copy"
             return total
@@ -223,3 +225,38 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# A network's file system may show a new file late.
+PATIENCE_SECONDS = 5.0
+NAP_SECONDS = 0.05
+
+
+def check_seen(run: Path, backend: Backend) -> None:
+    """All ranks together. Raises UserError on all alike."""
+    probe = run.absolute() / f".seen-{secrets.token_hex(8)}"
+    if backend.rank == 0:
+        # Where it cannot be written, the checkpoint itself says so.
+        with contextlib.suppress(OSError):
+            probe.touch()
+    probe, is_there = backend.world.gather_objects((probe, probe.exists()))[0]
+    seen = backend.world.gather_objects(not is_there or _appears(probe))
+    if backend.rank == 0:
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
+    blind = [rank for rank, found in enumerate(seen) if not found]
+    if blind:
+        raise UserError(
+            f"rank {blind[0]}{f' and {len(blind) - 1} more' if blind[1:] else ''} cannot see {probe.parent}, where "
+            "all ranks write checkpoints; give --output_dir a folder that all hosts share at the same path, or leave "
+            "rl_config.save_ckpt_interval out."
+        )
+
+
+def _appears(path: Path) -> bool:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(NAP_SECONDS)
+    return True

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.checkpoint.find import find
-from mindgrpo.checkpoint.folders import steps_in
+from mindgrpo.checkpoint.folders import find, steps_in
+from mindgrpo.checkpoint.format import MANIFEST, Manifest
 from mindgrpo.checkpoint.load import read_box
-from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
-from mindgrpo.checkpoint.shard import ShardReader
+from mindgrpo.checkpoint.shards import ShardReader
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import write_companions
 from mindgrpo.models.families import parameter_specs, read_config

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import continuing, run_directory

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindgrpo.checkpoint.find import Start
+from mindgrpo.checkpoint.folders import Start
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.run.checkpoints import Phase, RunCheckpoints

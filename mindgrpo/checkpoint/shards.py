@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.checkpoint import tiles
-from mindgrpo.checkpoint.manifest import DamagedCheckpoint, StoredFile, StoredPiece
-from mindgrpo.checkpoint.plan import Piece
+from mindgrpo.backend.contract import Backend
+from mindgrpo.checkpoint.format import DamagedCheckpoint, StoredFile, StoredPiece
+from mindgrpo.checkpoint.plan import Piece, plan_pieces
+from mindgrpo.weights.local_weights import Weights
 
 ALIGN_BYTES = 8
 SUM_MODULUS = 1 << 64
@@ -48,7 +49,7 @@ def write_shard(
         for piece, offset in zip(pieces, offsets, strict=True):
             array = array_of(piece)
             if not array.flags.c_contiguous or array.dtype != "<f4":
-                array = tiles.by_rows(array)
+                array = by_rows(array)
             digest = hashlib.sha256(array.data).hexdigest()
             stream.write(array.data)
             box = piece.box
@@ -123,3 +124,51 @@ class ShardReader:
                 f"{path} is damaged: its header is not the one that was written; use an earlier checkpoint."
             )
         self._seen.add(path.name)
+
+
+ROWS, COLUMNS = 64, 256
+
+
+def copy(target: np.ndarray, source: np.ndarray) -> None:
+    """target = source, of equal shapes."""
+    if target.ndim != 2 or _is_by_rows(target) == _is_by_rows(source):
+        target[...] = source
+        return
+    if not _is_by_rows(target):
+        target, source = target.T, source.T
+    rows, columns = target.shape
+    for i in range(0, rows, ROWS):
+        for j in range(0, columns, COLUMNS):
+            target[i : i + ROWS, j : j + COLUMNS] = source[i : i + ROWS, j : j + COLUMNS]
+
+
+def by_rows(source: np.ndarray) -> np.ndarray:
+    """A fresh little-endian float32 copy with its elements in the order of a file."""
+    fresh = np.empty(source.shape, "<f4")
+    copy(fresh, source)
+    return fresh
+
+
+def _is_by_rows(array: np.ndarray) -> bool:
+    return array.strides[0] >= array.strides[1]
+
+
+def joined(sums: Mapping[str, int]) -> str:
+    """One digest of the tensors' sums of words."""
+    text = "".join(f"{name} {sums[name]}\n" for name in sorted(sums))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def values_digest(weights: Weights, backend: Backend) -> str:
+    """Each element once, whatever ranks hold it; `weights` must be at hand."""
+    role = "values"
+    own: dict[str, int] = {}
+    plan = plan_pieces({role: weights.layout}, backend.world_size)
+    for piece in plan[backend.rank]:
+        part = weights.parts[piece.name][piece.box.within(weights.boxes[piece.name]).slices]
+        own[piece.name] = (own.get(piece.name, 0) + word_sum(part)) % SUM_MODULUS
+    total: dict[str, int] = {}
+    for sums in backend.world.gather_objects(own):
+        for name, words in sums.items():
+            total[name] = (total.get(name, 0) + words) % SUM_MODULUS
+    return joined(total)

@@ -11,12 +11,11 @@ import json
 import re
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mindgrpo.checkpoint.plan import FLOAT_BYTES
-from mindgrpo.checkpoint.state import Count, Entry, RunState
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import NotJson, parse_json, read_bytes
@@ -27,6 +26,47 @@ MAX_BYTES = 1 << 30
 
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"
 DIGEST = r"^[0-9a-f]{64}$"
+
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Means = dict[str, float | None]
+
+
+class Entry(BaseModel):
+    """A part of a manifest: nothing unknown, nothing converted, nothing that is not finite."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Best(Entry):
+    """The step whose evaluation gave the highest mean of the reward that the user chose."""
+
+    step: Count
+    score: float
+
+
+class RunState(Entry):
+    """A run at the end of `step` (counted from 1).
+
+    `prompts` were taken from the data over all epochs; `updates` and `weights_version` are the optimizer's and the
+    policy's counts; `seconds` is the time that the run has taken over all its sessions. `open_row` has the figures of
+    `step` where its evaluation is still to be made, and None where the step is finished.
+    """
+
+    step: Count
+    prompts: Count
+    updates: Count
+    weights_version: Count
+    evaluations: list[Means] = []
+    best: Best | None = None
+    seconds: Seconds = 0.0
+    first_step_seconds: Seconds | None = None
+    compiles: Count = 0
+    places: dict[str, str] = {}
+    open_row: dict[str, Any] | None = None
 
 
 class DamagedCheckpoint(UserError):
