@@ -1,14 +1,16 @@
-"""The one file that makes a folder a checkpoint: its state, its tensors' pieces, and a digest of everything.
+"""The format of a checkpoint: a folder with one safetensors file a rank and manifest.json, which this module reads.
 
-Reading executes nothing. Refuses what it does not know, paths that leave the folder, pieces that overlap, leave a gap
-or do not lie in their file, and a manifest that was changed; every refusal names the file.
+The manifest has the run's state, where each chunk of each tensor lies, and digests of everything. Reading executes
+nothing; a manifest that was changed, or whose chunks overlap, leave a gap or do not lie in their file, is an error.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,26 +20,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mindgrpo.checkpoint.plan import FLOAT_BYTES
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.strict_files import NotJson, parse_json, read_bytes
+from mindgrpo.strict_files import read_object
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "mindgrpo checkpoint", 1
 MAX_BYTES = 1 << 30
 
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"
-DIGEST = r"^[0-9a-f]{64}$"
-
-
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
 Means = dict[str, float | None]
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that cannot be used as it is; an earlier one may do."""
 
 
 class Entry(BaseModel):
     """A part of a manifest: nothing unknown, nothing converted, nothing that is not finite."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
     )
 
 
@@ -49,11 +52,12 @@ class Best(Entry):
 
 
 class RunState(Entry):
-    """A run at the end of `step` (counted from 1).
+    """A run at the end of `step` (counted from 1), besides its weights.
 
-    `prompts` were taken from the data over all epochs; `updates` and `weights_version` are the optimizer's and the
-    policy's counts; `seconds` is the time that the run has taken over all its sessions. `open_row` has the figures of
-    `step` where its evaluation is still to be made, and None where the step is finished.
+    Sampling noise, data order and learning rates are functions of these numbers. `prompts` were taken from the data
+    over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
+    that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
+    has the figures of `step` where its evaluation is still to be made, and None where the step is finished.
     """
 
     step: Count
@@ -62,35 +66,35 @@ class RunState(Entry):
     weights_version: Count
     evaluations: list[Means] = []
     best: Best | None = None
-    seconds: Seconds = 0.0
-    first_step_seconds: Seconds | None = None
+    seconds: float = Field(0.0, ge=0)
+    first_step_seconds: float | None = Field(None, ge=0)
     compiles: Count = 0
-    places: dict[str, str] = {}
+    output_paths: dict[str, str] = Field({}, alias="places")
     open_row: dict[str, Any] | None = None
 
 
-class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be used as it stands; an earlier one may do."""
-
-
-class StoredPiece(Entry):
-    """`offset` is from the first byte of the file's data; `digest` is the SHA-256 of the piece's bytes."""
+class StoredChunk(Entry):
+    """`offset` is from the first byte of the file's data; `digest` is the SHA-256 of the chunk's bytes."""
 
     start: tuple[Count, ...]
     stop: tuple[Count, ...]
     file: str
     offset: Count
-    digest: str = Field(pattern=DIGEST)
+    digest: Digest
 
     @property
     def box(self) -> Box:
         return Box(self.start, self.stop)
 
+    @property
+    def end(self) -> int:
+        return self.offset + self.box.size * FLOAT_BYTES
+
 
 class StoredTensor(Entry):
     shape: tuple[Count, ...]
     dtype: Literal["F32"]
-    pieces: list[StoredPiece]
+    chunks: list[StoredChunk] = Field(alias="pieces")
 
 
 class StoredFile(Entry):
@@ -98,11 +102,11 @@ class StoredFile(Entry):
 
     bytes: Count
     header_bytes: Count
-    header: str = Field(pattern=DIGEST)
+    header: Digest
 
 
 class Identity(Entry):
-    """What has to be the same where the run goes on.
+    """What has to be the same where the run is resumed.
 
     `config` is every setting by its dotted key; `model` the model's dimensions; `data` a digest of the prompts;
     `batch` the arithmetic of a step; `unsaved` digests of weights that the run only reads, by role.
@@ -117,7 +121,7 @@ class Identity(Entry):
 
 
 class StoredAdapters(Entry):
-    """What a policy's adapters count, alpha / rank times, and the matrices that have them."""
+    """The scale of a policy's LoRA adapters is alpha / rank; `targets` are the matrices that have them."""
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0)
@@ -125,7 +129,7 @@ class StoredAdapters(Entry):
 
 
 class Manifest(Entry):
-    """`tensors` by role and global name; `sums` a digest of each role's values, whatever the pieces."""
+    """`tensors` by role and global name; `sums` a digest of each role's values, however they were cut."""
 
     format: Literal["mindgrpo checkpoint"] = "mindgrpo checkpoint"
     version: Literal[1] = 1
@@ -143,9 +147,13 @@ class Manifest(Entry):
 
 
 def write_manifest(manifest: Manifest) -> bytes:
-    """The file's content, with a digest of itself."""
-    body = manifest.model_dump(mode="json")
+    """Returns the file's content, with a digest of itself."""
+    body = _body(manifest)
     return json.dumps({**body, "digest": _digest(body)}, indent=1).encode() + b"\n"
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_dump(mode="json", by_alias=True)
 
 
 def _digest(body: Any) -> str:
@@ -154,24 +162,23 @@ def _digest(body: Any) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`, after all that can be checked without its weights."""
+    """Reads the manifest in `folder` and checks all that can be checked without weights. Raises DamagedCheckpoint."""
     path = folder / MANIFEST
-    manifest = _parse(path, _json_object(path))
-    for name in manifest.files:
-        _check_file(folder, name, manifest.files[name])
-    spans: dict[str, list[tuple[int, int]]] = {}
+    manifest = _parsed(path, _json_object(path))
+    for name, file in manifest.files.items():
+        _check_file(folder, name, file)
+    chunks: dict[str, list[StoredChunk]] = {name: [] for name in manifest.files}
     for role, tensors in manifest.tensors.items():
         for name, tensor in tensors.items():
-            reason = _wrong_pieces(tensor, manifest.files)
+            reason = _wrong_chunks(tensor, manifest.files)
             if reason:
-                raise _damaged(path, f"the pieces of {role} {name} {reason}")
-            for piece in tensor.pieces:
-                end = piece.offset + piece.box.size * FLOAT_BYTES
-                spans.setdefault(piece.file, []).append((piece.offset, end))
-    for name, ends in spans.items():
-        ends.sort()
-        if any(a[1] > b[0] for a, b in zip(ends, ends[1:], strict=False)):
-            raise _damaged(path, f"two pieces lie at the same place of {name}")
+                raise _damaged(path, f"the chunks of {role} {name} {reason}")
+            for chunk in tensor.chunks:
+                chunks[chunk.file].append(chunk)
+    for name, of_file in chunks.items():
+        of_file.sort(key=lambda chunk: chunk.offset)
+        if any(one.end > after.offset for one, after in pairwise(of_file)):
+            raise _damaged(path, f"two chunks have the same bytes of {name}")
     return manifest
 
 
@@ -182,20 +189,15 @@ def _json_object(path: Path) -> dict[str, Any]:
             "RUN/checkpoints/step_000010, or the run's own."
         )
     try:
-        body = parse_json(read_bytes(path, "The manifest", "use an earlier checkpoint.", MAX_BYTES))
-    except NotJson as error:
-        raise _damaged(path, f"it is no JSON ({error})") from None
+        return read_object(path, "The manifest", "use an earlier checkpoint.", MAX_BYTES)
     except UserError as error:
         raise DamagedCheckpoint(str(error)) from None
-    if not isinstance(body, dict):
-        raise _damaged(path, "it holds no JSON object")
-    return body
 
 
-def _parse(path: Path, body: dict[str, Any]) -> Manifest:
-    told, version = body.get("format"), body.get("version")
-    if told != FORMAT:
-        raise _damaged(path, f"its format is {told!r:.60}, not {FORMAT!r}")
+def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
+    kind, version = body.get("format"), body.get("version")
+    if kind != FORMAT:
+        raise _damaged(path, f"its format is {kind!r:.60}, not {FORMAT!r}")
     if version != VERSION:
         raise DamagedCheckpoint(
             f"{path} has version {version!r:.60} of the format, and this mindgrpo reads version {VERSION}; use the "
@@ -205,11 +207,11 @@ def _parse(path: Path, body: dict[str, Any]) -> Manifest:
     try:
         # As JSON, where a list may be a tuple.
         manifest = Manifest.model_validate_json(json.dumps(body, allow_nan=False))
-        written = _digest(manifest.model_dump(mode="json"))
+        written = _digest(_body(manifest))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise _damaged(path, f"{place:.200}: {first['msg']}") from None
+        key = ".".join(map(str, first["loc"]))
+        raise _damaged(path, f"{key:.200}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if digest != written:
@@ -217,51 +219,38 @@ def _parse(path: Path, body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _check_file(folder: Path, name: str, told: StoredFile) -> None:
+def _check_file(folder: Path, name: str, file: StoredFile) -> None:
     path = folder / name
     if not re.fullmatch(FILE_NAME, name):
         raise _damaged(folder / MANIFEST, f"it names the file {name!r:.120}, which is no name here")
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise DamagedCheckpoint(
-                f"{path} is missing; the checkpoint is not whole, use an earlier one."
-            )
-        size = path.stat().st_size
-    except OSError as error:
-        raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
-    if size != told.bytes:
-        raise _damaged(path, f"it has {size} bytes, but was written with {told.bytes}")
+    # A link could lead out of the folder.
+    if os.path.islink(path) or not os.path.isfile(path):
+        raise DamagedCheckpoint(
+            f"{path} is missing; the checkpoint is not whole, use an earlier one."
+        )
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise _damaged(path, f"it has {size} bytes, but was written with {file.bytes}")
 
 
-def _wrong_pieces(tensor: StoredTensor, files: dict[str, StoredFile]) -> str | None:
-    """Why the pieces are not the tensor, each element once."""
+def _wrong_chunks(tensor: StoredTensor, files: dict[str, StoredFile]) -> str | None:
+    """Tells why the chunks are not the tensor, each element once."""
     total = 0
-    for piece in tensor.pieces:
-        if len(piece.start) != len(tensor.shape) or len(piece.stop) != len(tensor.shape):
+    for chunk in tensor.chunks:
+        if len(chunk.start) != len(tensor.shape) or len(chunk.stop) != len(tensor.shape):
             return "have another number of dims than its shape"
-        edges = zip(piece.start, piece.stop, tensor.shape, strict=True)
+        edges = zip(chunk.start, chunk.stop, tensor.shape, strict=True)
         if any(not start < stop <= length for start, stop, length in edges):
             return f"do not lie within its shape {list(tensor.shape)}"
-        if piece.file not in files:
-            return f"are said to be in {piece.file!r:.120}, which is not among the files"
-        file = files[piece.file]
-        if file.header_bytes + piece.offset + piece.box.size * FLOAT_BYTES > file.bytes:
-            return f"reach beyond the end of {piece.file}"
-        total += piece.box.size
+        if chunk.file not in files:
+            return f"are said to be in {chunk.file!r:.120}, which is not among the files"
+        if files[chunk.file].header_bytes + chunk.end > files[chunk.file].bytes:
+            return f"reach beyond the end of {chunk.file}"
+        total += chunk.box.size
     if total != prod(tensor.shape):
         return f"have {total} elements together, but its shape {list(tensor.shape)} has {prod(tensor.shape)}"
-    return "overlap" if _overlap([piece.box for piece in tensor.pieces]) else None
-
-
-def _overlap(boxes: list[Box]) -> bool:
-    ordered = sorted(boxes, key=lambda box: box.start)
-    for index, box in enumerate(ordered):
-        for other in ordered[index + 1 :]:
-            if box.start and other.start[0] >= box.stop[0]:
-                break
-            if box.intersect(other) is not None:
-                return True
-    return False
+    boxes = [chunk.box for chunk in tensor.chunks]
+    return "overlap" if any(a.intersect(b) for a, b in combinations(boxes, 2)) else None
 
 
 def _damaged(path: Path, why: str) -> DamagedCheckpoint:

@@ -49,7 +49,7 @@ def make_places(config: Config, name: str, start: Start | None) -> Places:
     told: list[str] = []
 
     def outside(given: str, taken: str, key: str, kept: str) -> Path:
-        known = Path(start.places[kept]) if start is not None and kept in start.places else None
+        known = Path(start.output_paths[kept]) if start and kept in start.output_paths else None
         if known is not None and known.is_dir():
             place = known
         else:
