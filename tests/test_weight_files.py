@@ -22,8 +22,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.families import parameter_specs, read_config
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import to_huggingface, to_mindformers
-from mindgrpo.weights.model_files import open_weights
-from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 

@@ -1,4 +1,7 @@
-"""Loads a model directory into a rank's weights: each rank reads only its slices. Also random weights, for benches."""
+"""Opens a model directory and loads it into a rank's weights: each rank reads only its slices.
+
+Also random weights, for benches.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,31 @@ import numpy as np
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import ParameterSpec
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.model_files import WeightFiles, open_weights
+from mindgrpo.weights.mindformers_names import (
+    are_mindformers,
+    check_not_concatenated,
+    to_huggingface,
+)
+from mindgrpo.weights.mindspore_ckpt import open_ckpt
+from mindgrpo.weights.model_files import ModelFiles
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
-def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> WeightFiles:
+def open_weights(directory: str | Path) -> ModelFiles:
+    """Opens safetensors if there are any, else .ckpt files, by Hugging Face's names. Raises UserError."""
+    folder = Path(directory)
+    is_ckpt = any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*"))
+    files = open_ckpt(folder) if is_ckpt else SafetensorsDirectory(folder)
+    if not are_mindformers(files.names):
+        return files
+    check_not_concatenated(files.names, str(directory))
+    return ModelFiles(folder, {to_huggingface(name): t for name, t in files.tensors.items()})
+
+
+def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
     """Opens the directory's files and compares every name, shape and dtype with the model's. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
