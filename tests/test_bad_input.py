@@ -18,7 +18,7 @@ import pytest
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
-from mindgrpo.config.source import read_yaml
+from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.data.directories import FOR_TRAINING, files_of
 from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.mindrecord_pages import read_rows

@@ -14,7 +14,7 @@ from mindgrpo.config.names import KNOWN, SECTIONS
 from mindgrpo.config.neighbours import NEIGHBOUR_SECTIONS, NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.source import read_yaml
+from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.errors import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -15,12 +15,12 @@ import yaml
 from pydantic import ValidationError
 
 from mindgrpo.config.command_line import FLAGS, key_of, parse_command_line, split_overrides
+from mindgrpo.config.error_messages import explain, kinds
 from mindgrpo.config.names import SECTIONS, unknown
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section
-from mindgrpo.config.sentences import explain, kinds
-from mindgrpo.config.source import Entry, flatten, parse_value, read_yaml
+from mindgrpo.config.yaml_file import Entry, flatten, parse_value, read_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
 

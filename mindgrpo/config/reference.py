@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindgrpo.config.command_line import FLAGS
+from mindgrpo.config.error_messages import takes
 from mindgrpo.config.names import KNOWN, SECTIONS, suggestion
 from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.sentences import takes
 from mindgrpo.errors import UserError
 
 _HEAD = """# Configuration

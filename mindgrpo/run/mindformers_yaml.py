@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
+from mindgrpo.config.yaml_file import MAX_YAML_BYTES, plain_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
 from mindgrpo.strict_files import read_text

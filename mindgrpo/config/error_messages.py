@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import Contradiction
-from mindgrpo.config.source import Entry, parse_value
+from mindgrpo.config.yaml_file import Entry, parse_value
 
 _BOUNDS = {
     "greater_than_equal": ("must be at least", "ge"),
