@@ -1,7 +1,4 @@
-"""`context`: the device and how graphs are compiled and run on it.
-
-Refuses values outside their range; whether a device can do what is asked is the backend's answer.
-"""
+"""`context`: the device and how graphs are compiled and run on it."""
 
 from __future__ import annotations
 

@@ -1,29 +1,29 @@
-"""What a wrong value is told to its user: the value, the rule, the remedy and the place.
-
-Says the first finding only: the later ones often follow from it.
-"""
+"""Turns what the schema finds wrong with a value into one sentence: the value, the rule, the remedy and the origin."""
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from reprlib import Repr
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.section import Contradiction
-from mindgrpo.config.yaml_file import Entry, parse_value
+from mindgrpo.config.section import kinds
+from mindgrpo.config.yaml_file import Entry, parse_yaml
 
 _BOUNDS = {
-    "greater_than_equal": ("must be at least", "ge"),
-    "greater_than": ("must be above", "gt"),
-    "less_than_equal": ("must be at most", "le"),
-    "less_than": ("must be below", "lt"),
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
 }
-_KINDS: dict[Any, str] = {
+_NOUNS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -31,71 +31,70 @@ _KINDS: dict[Any, str] = {
     types.NoneType: "null",
 }
 _PLURALS: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
+# An alias in YAML may repeat a list many times over.
+_SHORT = Repr()
+_SHORT.maxstring, _SHORT.maxlist, _SHORT.maxlevel = 200, 20, 3
 
 
-def kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types that a field may hold: `int | None` as (int, NoneType)."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(kind for part in get_args(annotation) for kind in kinds(part))
-    return (annotation,)
+def shown(value: object) -> str:
+    return "null" if value is None else _SHORT.repr(value)
 
 
 def explain(error: ValidationError, live: Mapping[str, Entry]) -> str:
-    """The first finding of pydantic as one sentence; `live` has the keys that were given."""
-    finding = error.errors()[0]
-    cause = finding.get("ctx", {}).get("error")
+    """Returns pydantic's first error as a sentence: later ones often follow from it. `live` has the user's keys."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, Contradiction):
-        places = dict.fromkeys(live[key].origin for key in cause.keys if key in live)
-        return f"{cause} ({', '.join(places) or 'by default'})."
-    key = _key_at(finding["loc"])
+        keys = re.findall(r"\w+(?:\.\w+)*", str(cause))
+        origins = dict.fromkeys(live[key].origin for key in keys if key in live)
+        return f"{cause} ({', '.join(origins) or 'by default'})."
+    location = [str(name) for name in first["loc"]]
+    prefixes = (".".join(location[:end]) for end in range(len(location), 0, -1))
+    key = next(prefix for prefix in prefixes if prefix in LIVE)
     field, (value, origin) = LIVE[key].field, live[key]
-    shown = "null" if value is None else repr(value)
-    return f"{key} is {shown}, but {_rule(finding, field)}; {_remedy(value, field)} ({origin})."
+    return (
+        f"{key} is {shown(value)}, but {_rule(first, field)}; {_remedy(value, field)} ({origin})."
+    )
 
 
 def takes(field: FieldInfo) -> str:
-    """What a field accepts, in words: its types, then its bounds."""
-    words = " or ".join(_describe(kind) for kind in kinds(field.annotation))
+    """Says what a field accepts: its types, then its bounds."""
     bounds = [
-        f"{rule.removeprefix('must be ')} {getattr(limit, name)}"
+        f"{words} {getattr(limit, name)}"
         for limit in field.metadata
-        for rule, name in _BOUNDS.values()
+        for words, name in _BOUNDS.values()
         if getattr(limit, name, None) is not None
     ]
-    return ", ".join([words, *bounds])
+    return ", ".join([_either(field.annotation), *bounds])
 
 
-def _key_at(location: tuple[int | str, ...]) -> str:
-    for end in range(len(location), 0, -1):
-        key = ".".join(str(part) for part in location[:end])
-        if key in LIVE:
-            return key
-    raise KeyError(location)
-
-
-def _rule(finding: Any, field: FieldInfo) -> str:
-    kind, context = finding["type"], finding.get("ctx", {})
+def _rule(error: Any, field: FieldInfo) -> str:
+    kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
-        return f"{words} {context[name]}"
+        return f"must be {words} {context[name]}"
     if kind == "value_error":
         return str(context["error"])
     if kind == "finite_number":
         return "must be a finite number"
-    return "must be " + " or ".join(_describe(part) for part in kinds(field.annotation))
+    return f"must be {_either(field.annotation)}"
 
 
-def _describe(kind: Any) -> str:
+def _either(annotation: Any) -> str:
+    return " or ".join(_noun(kind) for kind in kinds(annotation))
+
+
+def _noun(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
-        return "a list of " + " or ".join(_plural(part) for part in kinds(get_args(kind)[0]))
-    return _KINDS[kind]
+        return "a list of " + " or ".join(_plural(inner) for inner in kinds(get_args(kind)[0]))
+    return _NOUNS[kind]
 
 
 def _plural(kind: Any) -> str:
     if get_origin(kind) is Literal:
-        return _describe(kind)
+        return _noun(kind)
     return f"lists of {_PLURALS[get_args(kind)[0]]}" if get_origin(kind) is list else _PLURALS[kind]
 
 
@@ -113,7 +112,7 @@ def _remedy(value: object, field: FieldInfo) -> str:
 
 def _unquoted(text: str, wanted: tuple[Any, ...]) -> bool:
     try:
-        value = parse_value(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         return False
     return type(value) in wanted or (type(value) is int and float in wanted)

@@ -1,7 +1,4 @@
-"""`reward_config`: which functions score completions, and how long and how large scoring may get.
-
-Refuses values outside their range; what spans several keys is in checks.py.
-"""
+"""`reward_config`: which functions score completions, and how long and how large scoring may get."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def update_settings(plan: RunPlan, sampling: SamplingSettings, backend: Backend)
         shape=micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
-        recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
+        recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
         objective=Objective.of(plan.config),
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(
