@@ -17,7 +17,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_text
 
 MAX_YAML_BYTES = 1 << 18
-MAX_SECTIONS = 6
+MAX_DEPTH, MAX_SECTIONS = 50, 6
+TOO_DEEP = "it is nested too deep, or within itself"
 MAX_INTEGER = 2**63 - 1
 
 
@@ -33,6 +34,17 @@ class _Loader(yaml.SafeLoader):
         first: [rule for rule in rules if not rule[0].endswith((":int", ":float", ":timestamp"))]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # The scanner's time grows with the square of the depth.
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError(TOO_DEEP)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -72,7 +84,7 @@ def _loader(text: str) -> Iterator[_Loader]:
         loader = _Loader(text)
         yield loader
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deep, or within itself") from None
+        raise yaml.YAMLError(TOO_DEEP) from None
     except (ValueError, OverflowError) as error:  # an escape such as \UFFFFFFFF
         raise yaml.YAMLError(str(error)) from None
 
