@@ -20,7 +20,6 @@ from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.format import (
     MANIFEST,
     Manifest,
-    StoredChunk,
     StoredTensor,
     write_manifest,
 )
@@ -180,7 +179,7 @@ class Saver:
             missing = [s for s in shards if s and not (partial / s.name).is_file()]
             if missing:
                 return f"{partial / missing[0].name} is not seen by rank 0: all hosts need the same folder"
-            manifest = work.complete(_stored(self._plan, shards))
+            manifest = work.complete(self._stored(shards))
             with (partial / MANIFEST).open("xb") as stream:
                 stream.write(write_manifest(manifest))
                 stream.flush()
@@ -192,37 +191,34 @@ class Saver:
             return f"{error.filename or partial}: {error.strerror}"
         return None
 
+    def _stored(self, shards: list[Shard | None]) -> dict[str, object]:
+        """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
+        tensors = {
+            role: {
+                spec.name: StoredTensor(shape=spec.shape, dtype="F32", chunks=[])
+                for spec in layout.specs
+            }
+            for role, layout in self._planned.items()
+        }
+        sums = {role: dict.fromkeys(names, 0) for role, names in tensors.items()}
+        for chunks, shard in zip(self._plan, shards, strict=True):
+            if shard is None:
+                continue
+            for chunk, stored, words in zip(chunks, shard.stored, shard.sums, strict=True):
+                tensors[chunk.role][chunk.name].chunks.append(stored)
+                total = sums[chunk.role][chunk.name] + words
+                sums[chunk.role][chunk.name] = total % SUM_MODULUS
+        return {
+            "files": {shard.name: shard.file for shard in shards if shard is not None},
+            "tensors": tensors,
+            "sums": {role: joined(of_role) for role, of_role in sums.items()},
+        }
+
     def _agree(self, error: str | None) -> None:
         """Raises NotWritten on all ranks if rank 0 has an error."""
         verdict = self._backend.world.gather_objects(error)[0]
         if verdict is not None:
             raise NotWritten(verdict)
-
-
-def _stored(plan: list[list[Chunk]], shards: list[Shard | None]) -> dict[str, object]:
-    """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
-    chunks: dict[str, dict[str, list[StoredChunk]]] = {}
-    sums: dict[str, dict[str, int]] = {}
-    for own, shard in zip(plan, shards, strict=True):
-        if shard is None:
-            continue
-        for chunk, stored, words in zip(own, shard.stored, shard.sums, strict=True):
-            chunks.setdefault(chunk.role, {}).setdefault(chunk.name, []).append(stored)
-            of_role = sums.setdefault(chunk.role, {})
-            of_role[chunk.name] = (of_role.get(chunk.name, 0) + words) % SUM_MODULUS
-    return {
-        "files": {shard.name: shard.file for shard in shards if shard is not None},
-        "tensors": {
-            role: {name: _tensor(of_tensor) for name, of_tensor in tensors.items()}
-            for role, tensors in chunks.items()
-        },
-        "sums": {role: joined(of_role) for role, of_role in sums.items()},
-    }
-
-
-def _tensor(chunks: list[StoredChunk]) -> StoredTensor:
-    shape = tuple(max(stops) for stops in zip(*(chunk.stop for chunk in chunks), strict=True))
-    return StoredTensor(shape=shape, dtype="F32", chunks=chunks)
 
 
 def _sync_folder(folder: Path) -> None:

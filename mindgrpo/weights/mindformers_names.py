@@ -5,6 +5,7 @@ Tensors that MindFormers has concatenated (qkv_concat) are an error: their order
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from mindgrpo.errors import UserError
@@ -30,15 +31,9 @@ CONCATENATED = ("w_qkv", "w_gate_hidden")
 
 
 def _renamed(name: str, table: dict[str, str]) -> str:
-    if name in table:
-        return table[name]
-    head, _, kind = name.rpartition(".")  # model.layers.3.self_attn.q_proj, weight
-    modules = head.split(".")
-    for length in (2, 1):
-        tail = ".".join(modules[-length:])
-        if tail in table and len(modules) > length:
-            return ".".join((*modules[:-length], table[tail], kind))
-    return name
+    # model.layers.3.self_attn.q_proj.weight: the one or two modules before the last word.
+    modules = rf"(?<=\.)({'|'.join(map(re.escape, table))})(?=\.\w+$)"
+    return table.get(name) or re.sub(modules, lambda match: table[match[1]], name)
 
 
 def to_mindformers(name: str) -> str:
