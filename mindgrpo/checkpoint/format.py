@@ -36,7 +36,7 @@ class DamagedCheckpoint(UserError):
     """A checkpoint that cannot be used as it is; an earlier one may do."""
 
 
-class Entry(BaseModel):
+class ManifestModel(BaseModel):
     """A part of a manifest: nothing unknown, nothing converted, nothing that is not finite."""
 
     model_config = ConfigDict(
@@ -44,14 +44,14 @@ class Entry(BaseModel):
     )
 
 
-class Best(Entry):
+class Best(ManifestModel):
     """The step whose evaluation gave the highest mean of the reward that the user chose."""
 
     step: Count
     score: float
 
 
-class RunState(Entry):
+class RunState(ManifestModel):
     """A run at the end of `step` (counted from 1), besides its weights.
 
     Sampling noise, data order and learning rates are functions of these numbers. `prompts` were taken from the data
@@ -73,7 +73,7 @@ class RunState(Entry):
     open_row: dict[str, Any] | None = None
 
 
-class StoredChunk(Entry):
+class StoredChunk(ManifestModel):
     """`offset` is from the first byte of the file's data; `digest` is the SHA-256 of the chunk's bytes."""
 
     start: tuple[Count, ...]
@@ -91,13 +91,13 @@ class StoredChunk(Entry):
         return self.offset + self.box.size * FLOAT_BYTES
 
 
-class StoredTensor(Entry):
+class StoredTensor(ManifestModel):
     shape: tuple[Count, ...]
     dtype: Literal["F32"]
     chunks: list[StoredChunk] = Field(alias="pieces")
 
 
-class StoredFile(Entry):
+class StoredFile(ManifestModel):
     """`header` is the SHA-256 of its first `header_bytes`, before the data."""
 
     bytes: Count
@@ -105,7 +105,7 @@ class StoredFile(Entry):
     header: Digest
 
 
-class Identity(Entry):
+class Identity(ManifestModel):
     """What has to be the same where the run is resumed.
 
     `config` is every setting by its dotted key; `model` the model's dimensions; `data` a digest of the prompts;
@@ -120,7 +120,7 @@ class Identity(Entry):
     unsaved: dict[str, str]
 
 
-class StoredAdapters(Entry):
+class StoredAdapters(ManifestModel):
     """The scale of a policy's LoRA adapters is alpha / rank; `targets` are the matrices that have them."""
 
     rank: int = Field(ge=1)
@@ -128,7 +128,7 @@ class StoredAdapters(Entry):
     targets: list[str]
 
 
-class Manifest(Entry):
+class Manifest(ManifestModel):
     """`tensors` by role and global name; `sums` a digest of each role's values, however they were cut."""
 
     format: Literal["mindgrpo checkpoint"] = "mindgrpo checkpoint"

@@ -22,7 +22,7 @@ from mindgrpo.models.families import parameter_specs, read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import to_mindformers
-from mindgrpo.weights.model_files import ModelFiles, StoredTensor
+from mindgrpo.weights.model_files import ModelFiles, ModelTensor
 from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
@@ -61,7 +61,7 @@ def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> M
     return ModelFiles(
         folder,
         {
-            name: StoredTensor(folder, "F32", s, partial(values_of, name))
+            name: ModelTensor(folder, "F32", s, partial(values_of, name))
             for name, s in shapes.items()
         },
     )

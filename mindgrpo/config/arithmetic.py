@@ -28,9 +28,7 @@ class BatchPlan:
     tokens_per_row: int
     samples_per_row: int | None  # at most; None: as many as fit
     interleaved: int  # slices of a micro-batch that pass the pipeline one after the other
-    formulas: tuple[
-        str, str
-    ]  # of the samples a step and the updates a rollout, in the user's numbers
+    formulas: tuple[str, str]  # of samples a step and updates a rollout, in the user's numbers
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
@@ -77,11 +75,9 @@ class BatchPlan:
         prompts, updates = self.formulas
         at_most = "at most " if self.samples_per_step % self.updates_per_rollout else ""
         cut = f" in {self.interleaved} parts" if self.interleaved > 1 else ""
-        packed = (
-            "as many samples as fit"
-            if self.samples_per_row is None
-            else f"at most {_count(self.samples_per_row, 'sample')}"
-        )
+        packed = "as many samples as fit"
+        if self.samples_per_row is not None:
+            packed = f"at most {_count(self.samples_per_row, 'sample')}"
         lines = [
             f"samples a step: {prompts} = {self.samples_per_step}",
             f"updates a rollout: {updates}, {at_most}{self.samples_per_update} samples each",
@@ -107,13 +103,12 @@ def validate_world(config: Config, world_size: int) -> None:
         if parallel is None:
             continue
         layout = tuple(getattr(parallel, axis) for axis in axes)
-        size, is_reference = math.prod(layout), role == "ref_config"
+        wrong = _wrong_layout(role, layout, world_size)
+        if role == "ref_config" and math.prod(layout) > world_size:
+            raise UserError(f"{wrong}, or ref_config.parallel_config to null for the actor's.")
         # The reference may leave ranks idle.
-        if size != world_size and not (is_reference and size < world_size):
-            other = (
-                ", or ref_config.parallel_config to null for the actor's" if is_reference else ""
-            )
-            raise UserError(f"{_wrong_layout(role, layout, world_size)}{other}.")
+        if role != "ref_config" and math.prod(layout) != world_size:
+            raise UserError(f"{wrong}.")
 
 
 def schedule_notes(config: Config, updates: int) -> list[str]:

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
-from mindgrpo.config.yaml_file import Entry, parse_yaml
+from mindgrpo.config.yaml_file import Sourced, parse_yaml
 
 _BOUNDS = {
     "greater_than_equal": ("at least", "ge"),
@@ -40,7 +40,7 @@ def shown(value: object) -> str:
     return "null" if value is None else _SHORT.repr(value)
 
 
-def explain(error: ValidationError, live: Mapping[str, Entry]) -> str:
+def explain(error: ValidationError, live: Mapping[str, Sourced]) -> str:
     """Returns pydantic's first error as a sentence: later ones often follow from it. `live` has the user's keys."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")

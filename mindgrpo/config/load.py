@@ -20,11 +20,9 @@ from mindgrpo.config.names import SECTIONS, unknown
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section, kinds
-from mindgrpo.config.yaml_file import Entry, flatten, parse_yaml, read_yaml
+from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
-
-Entries = dict[str, Entry]
 
 # What a run cannot start without; `plan` and its like can.
 RUN_KEYS: dict[str, str] = {
@@ -96,7 +94,7 @@ def write_resolved(loaded: Loaded, path: str | Path) -> None:
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _override(entries: Entries, key: str, value: object, origin: str) -> None:
+def _override(entries: dict[str, Sourced], key: str, value: object, origin: str) -> None:
     if value is None and key in SECTIONS:
         for name in [name for name in entries if name.startswith(key + ".")]:
             del entries[name]
@@ -127,7 +125,7 @@ def _parsed(text: str) -> object:
         return text
 
 
-def _is_live(key: str, entry: Entry, notices: dict[str, str]) -> bool:
+def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
     """Tells whether a key is live; adds a notice for a retired key and one that a run goes on without."""
     if key in LIVE:
         return True
@@ -147,7 +145,7 @@ def _is_live(key: str, entry: Entry, notices: dict[str, str]) -> bool:
     return False
 
 
-def _check_pending(key: str, entry: Entry, notices: dict[str, str]) -> None:
+def _check_pending(key: str, entry: Sourced, notices: dict[str, str]) -> None:
     pending = PENDING[key]
     if pending.accepts(entry.value):
         return
@@ -157,7 +155,7 @@ def _check_pending(key: str, entry: Entry, notices: dict[str, str]) -> None:
     notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
 
 
-def _build(live: Entries) -> Config:
+def _build(live: dict[str, Sourced]) -> Config:
     tree: dict[str, Any] = {}
     for key, entry in live.items():
         *sections, leaf = key.split(".")

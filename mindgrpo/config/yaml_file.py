@@ -22,7 +22,7 @@ TOO_DEEP = "it is nested too deep, or within itself"
 MAX_INTEGER = 2**63 - 1
 
 
-class Entry(NamedTuple):
+class Sourced(NamedTuple):
     value: object
     origin: str
 
@@ -95,7 +95,7 @@ def parse_yaml(text: str) -> Any:
         return loader.get_single_data()
 
 
-def read_yaml(path: Path) -> dict[str, Entry]:
+def read_yaml(path: Path) -> dict[str, Sourced]:
     """Returns every value by dotted key, in file order; a section is an entry of its own, with value {}."""
     remedy = "give the path of a YAML file with --config."
     text = read_text(path, "The configuration", remedy, MAX_YAML_BYTES)
@@ -120,7 +120,7 @@ def read_yaml(path: Path) -> dict[str, Entry]:
 
 def _entries(
     loader: _Loader, node: yaml.MappingNode, prefix: str, file: str
-) -> Iterator[tuple[str, Entry]]:
+) -> Iterator[tuple[str, Sourced]]:
     if prefix.count(".") > MAX_SECTIONS:
         raise _at(node, f"sections are more than {MAX_SECTIONS} deep, or within themselves")
     _check_keys(node, prefix, file)
@@ -129,10 +129,10 @@ def _entries(
     for key_node, value_node in node.value:
         key, origin = prefix + key_node.value, f"{file} line {key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode):
-            yield key, Entry({}, origin)
+            yield key, Sourced({}, origin)
             yield from _entries(loader, value_node, key + ".", file)
         else:
-            yield key, Entry(loader.construct_object(value_node, deep=True), origin)
+            yield key, Sourced(loader.construct_object(value_node, deep=True), origin)
 
 
 def _check_keys(node: yaml.MappingNode, prefix: str, file: str) -> None:
@@ -154,11 +154,11 @@ def _check_keys(node: yaml.MappingNode, prefix: str, file: str) -> None:
         lines[key_node.value] = line
 
 
-def flatten(value: object, key: str, origin: str) -> dict[str, Entry]:
+def flatten(value: object, key: str, origin: str) -> dict[str, Sourced]:
     """Returns a mapping below `key` as dotted keys; anything else, and an empty mapping, is one entry."""
     if not isinstance(value, dict) or not value:
-        return {key: Entry(value, origin)}
-    entries: dict[str, Entry] = {}
+        return {key: Sourced(value, origin)}
+    entries: dict[str, Sourced] = {}
     for name, inner in value.items():
         entries.update(flatten(inner, f"{key}.{name}", origin))
     return entries

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.weights.model_files import STORED_AS, ModelFiles, StoredTensor
+from mindgrpo.weights.model_files import STORED_AS, ModelFiles, ModelTensor
 
 # MindSpore's name of a dtype -> safetensors' name.
 _DTYPES = {"Float32": "F32", "Float16": "F16", "BFloat16": "BF16"}
@@ -25,7 +25,7 @@ _CHECKSUM = b"crc_num"
 
 def open_ckpt(directory: Path) -> ModelFiles:
     """Reads every tensor of the directory's *.ckpt files that may be a weight. Raises UserError."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, ModelTensor] = {}
     for name, tensor in chain.from_iterable(
         read_ckpt(file).items() for file in sorted(directory.glob("*.ckpt"))
     ):
@@ -38,7 +38,7 @@ def open_ckpt(directory: Path) -> ModelFiles:
     return ModelFiles(directory, tensors)
 
 
-def read_ckpt(file: Path) -> dict[str, StoredTensor]:
+def read_ckpt(file: Path) -> dict[str, ModelTensor]:
     """Reads a file's tensors by name; MindSpore writes large ones in slices. Raises UserError."""
     # MindSpore takes seconds to import, which only users of this format need to wait for.
     from google.protobuf.message import DecodeError
@@ -69,11 +69,11 @@ def read_ckpt(file: Path) -> dict[str, StoredTensor]:
 
 def _tensor(
     file: Path, name: str, dtype: str, shape: tuple[int, ...], content: bytes
-) -> StoredTensor:
+) -> ModelTensor:
     code = STORED_AS.get(dtype, "u1")
     if dtype in STORED_AS and prod(shape) * np.dtype(code).itemsize != len(content):
         raise _damaged(file, f"{name} has not the bytes that its shape {list(shape)} needs")
-    return StoredTensor(file, dtype, shape, partial(np.ndarray, shape, code, content))
+    return ModelTensor(file, dtype, shape, partial(np.ndarray, shape, code, content))
 
 
 def _damaged(file: Path, why: str) -> UserError:

@@ -16,7 +16,7 @@ from mindgrpo.parallel.sharding import Box
 STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-class StoredTensor(NamedTuple):
+class ModelTensor(NamedTuple):
     """`values` returns an array of `shape`, as STORED_AS says of `dtype`; reading parts of it is cheap."""
 
     file: Path
@@ -26,7 +26,7 @@ class StoredTensor(NamedTuple):
 
 
 class ModelFiles:
-    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, ModelTensor]) -> None:
         self.path = path
         self.tensors = tensors
 
@@ -60,7 +60,7 @@ class ModelFiles:
         bits <<= 16
         return bits.view(np.float32)
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def _tensor(self, name: str) -> ModelTensor:
         if name not in self.tensors:
             raise UserError(
                 f"{self.path} has no tensor {name} among its {len(self.tensors)}; "
@@ -69,7 +69,7 @@ class ModelFiles:
         return self.tensors[name]
 
 
-def _slices(box: Box | None, tensor: StoredTensor, name: str) -> tuple[slice, ...]:
+def _slices(box: Box | None, tensor: ModelTensor, name: str) -> tuple[slice, ...]:
     shape = tensor.shape
     if box is None:
         return tuple(map(slice, shape))

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import is_inside, read_object
-from mindgrpo.weights.model_files import STORED_AS, ModelFiles, StoredTensor
+from mindgrpo.weights.model_files import STORED_AS, ModelFiles, ModelTensor
 from mindgrpo.weights.safetensors_writer import (
     INDEX_FILE,
     NAME_MAP_FILE,
@@ -44,7 +44,7 @@ class SafetensorsDirectory(ModelFiles):
         super().__init__(path, _read_header(single) if single.exists() else _tensors_of_index(path))
 
 
-def _tensors_of_index(directory: Path) -> dict[str, StoredTensor]:
+def _tensors_of_index(directory: Path) -> dict[str, ModelTensor]:
     index, name_map = directory / INDEX_FILE, directory / NAME_MAP_FILE
     if not index.exists():
         if name_map.is_file():
@@ -59,7 +59,7 @@ def _tensors_of_index(directory: Path) -> dict[str, StoredTensor]:
     return _tensors_of_map(index, weight_map)
 
 
-def _tensors_of_map(index: Path, weight_map: Any) -> dict[str, StoredTensor]:
+def _tensors_of_map(index: Path, weight_map: Any) -> dict[str, ModelTensor]:
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise UserError(
             f"{index} is no index of safetensors (a JSON object from names to files, in "
@@ -89,7 +89,7 @@ def _shard_path(index: Path, shard: str) -> Path:
     return path
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def _read_header(file: Path) -> dict[str, ModelTensor]:
     if not file.is_file():
         raise UserError(f"{file} is no regular file; {_AGAIN}")
     try:
@@ -108,7 +108,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             # Opened for each read: pages of a closed map do not count as this program's memory.
             code = STORED_AS.get(dtype, "u1")
             values = partial(np.memmap, file, code, "r", 8 + length + start, shape)
-            tensors[name] = StoredTensor(file, dtype, shape, values)
+            tensors[name] = ModelTensor(file, dtype, shape, values)
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error}; make it readable or {_AGAIN}") from None
     except (SafetensorError, ValueError, TypeError) as error:
