@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mindgrpo.checkpoint.format import Identity
 from mindgrpo.errors import UserError
@@ -89,12 +88,8 @@ def _differences(saved: Identity, now: Identity) -> Iterator[Difference]:
         if saved.config[key] != now.config[key] and not ignored:
             dangerous = not key.startswith(REPORTED)
             yield Difference(key, saved.config[key], now.config[key], dangerous)
-    contents: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
-        ("model", saved.model, now.model),
-        ("batch", saved.batch, now.batch),
-        ("weights", saved.unsaved, now.unsaved),
-    )
-    for title, was, is_now in contents:
+    for title, field in (("model", "model"), ("batch", "batch"), ("weights", "unsaved")):
+        was, is_now = getattr(saved, field), getattr(now, field)
         for key in sorted(was.keys() | is_now.keys()):
             if was.get(key) != is_now.get(key):
                 yield Difference(f"{title}.{key}", was.get(key), is_now.get(key))

@@ -57,10 +57,6 @@ class _Work:
     error: str | None = None
     thread: threading.Thread | None = None
 
-    @property
-    def is_written(self) -> bool:
-        return self.thread is None or not self.thread.is_alive()
-
     def write(
         self, path: Path, chunks: list[Chunk], array_of: Callable[[Chunk], np.ndarray]
     ) -> None:
@@ -89,7 +85,8 @@ class Saver:
     @property
     def is_written(self) -> bool:
         """Whether `commit` would not wait for this rank."""
-        return self._work is not None and self._work.is_written
+        work = self._work
+        return work is not None and (work.thread is None or not work.thread.is_alive())
 
     def begin(
         self,

@@ -27,8 +27,14 @@ class Aliases:
         names = dict(self._names())
         return names.get(name) or names.get(name.rpartition(".")[2])
 
-    def why_absent(self, name: str) -> str | None:
-        return self.absent.get(name.rpartition(".")[2])
+    def remedy(self, name: str, dashes: str = "") -> str | None:
+        """Says what is here instead of another trainer's name, as the end of a sentence."""
+        ours = self.ours(name)
+        return (
+            f"it is called {dashes}{ours} here"
+            if ours
+            else self.absent.get(name.rpartition(".")[2])
+        )
 
     def _names(self) -> Iterator[tuple[str, str]]:
         pairs = [(name, key) for key in self.by_key for name in self.names_of(key)]

@@ -5,8 +5,8 @@ Numbers that cannot be met are errors that propose settings which work.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindgrpo.config.schema import Config
@@ -136,8 +136,13 @@ def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) ->
         steps = (abs(math.log2(a / b)) for a, b in zip(layout, wanted, strict=True))
         return round(sum(steps), 6), layout
 
-    layouts = sorted(_factorisations(world_size, len(wanted)), key=distance)
-    return [_layout_name(layout) for layout in layouts[:count]]
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    products = itertools.product(divisors, repeat=len(wanted))
+    layouts = sorted((one for one in products if math.prod(one) == world_size), key=distance)
+    return [
+        "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
+        for layout in layouts[:count]
+    ]
 
 
 def _prompts(config: Config) -> tuple[int, str]:
@@ -205,20 +210,6 @@ def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int) -> str:
         f"{_count(world_size, 'rank')}; start {start}, or set {role}.parallel_config "
         f"({'/'.join(axes)}) to {choices}"
     )
-
-
-def _layout_name(layout: tuple[int, ...]) -> str:
-    return "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
-
-
-def _factorisations(number: int, num_factors: int) -> Iterator[tuple[int, ...]]:
-    if num_factors == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, num_factors - 1):
-                yield (first, *rest)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

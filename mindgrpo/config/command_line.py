@@ -90,6 +90,4 @@ def _may_stand_alone(flag: str) -> bool:
 
 def _flag_suggestion(name: str) -> str:
     near = nearest(f"--{name}", ["--config", *FLAGS], cutoff=0.8)
-    if near and not aliases().ours(name) and not aliases().why_absent(name):
-        return f"did you mean {near}"
-    return suggestion(name, "--")
+    return f"did you mean {near}" if near and not aliases().remedy(name) else suggestion(name, "--")

@@ -23,14 +23,14 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("below", "lt"),
 }
-_NOUNS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    types.NoneType: "null",
+# Of one, and of several in a list.
+_NOUNS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true or false"),
+    str: ("text", "texts"),
+    types.NoneType: ("null", "null"),
 }
-_PLURALS: dict[Any, str] = {int: "whole numbers", float: "numbers", str: "texts"}
 # An alias in YAML may repeat a list many times over.
 _SHORT = Repr()
 _SHORT.maxstring, _SHORT.maxlist, _SHORT.maxlevel = 200, 20, 3
@@ -84,18 +84,13 @@ def _either(annotation: Any) -> str:
     return " or ".join(_noun(kind) for kind in kinds(annotation))
 
 
-def _noun(kind: Any) -> str:
+def _noun(kind: Any, several: bool = False) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
-        return "a list of " + " or ".join(_plural(inner) for inner in kinds(get_args(kind)[0]))
-    return _NOUNS[kind]
-
-
-def _plural(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return _noun(kind)
-    return f"lists of {_PLURALS[get_args(kind)[0]]}" if get_origin(kind) is list else _PLURALS[kind]
+        inner = " or ".join(_noun(one, several=True) for one in kinds(get_args(kind)[0]))
+        return f"{'lists' if several else 'a list'} of {inner}"
+    return _NOUNS[kind][several]
 
 
 def _remedy(value: object, field: FieldInfo) -> str:

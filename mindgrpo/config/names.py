@@ -21,11 +21,8 @@ def leaf_of(key: str) -> str:
 
 def suggestion(key: str, dashes: str = "") -> str:
     """Returns the remedy for an unknown dotted key or bare name, as the end of a sentence."""
-    ours, why_absent = aliases().ours(key), aliases().why_absent(key)
-    if ours:
-        return f"it is called {dashes}{ours} here"
-    if why_absent:
-        return why_absent
+    if remedy := aliases().remedy(key, dashes):
+        return remedy
     section, _, leaf = key.rpartition(".")
     same = [known for known in KNOWN if leaf_of(known) == leaf]
     near = nearest(key, same, cutoff=0.0)
@@ -54,8 +51,7 @@ def section_suggestion(section: str) -> str:
 
 def unknown(key: str, is_section: bool) -> str:
     """Says what is wrong with a key that is neither live, pending nor retired, and the remedy."""
-    is_alias = aliases().ours(key) or aliases().why_absent(key)
-    words = [] if is_alias and not is_section else key.split(".")
+    words = key.split(".") if is_section or not aliases().remedy(key) else []
     for prefix in (".".join(words[:end]) for end in range(1, len(words))):
         if prefix in LIVE or prefix in PENDING:
             return f"{prefix} takes one value, but is given the section '{key[len(prefix) + 1 :]}'"

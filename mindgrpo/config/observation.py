@@ -9,19 +9,14 @@ from pydantic import Field, field_validator
 from mindgrpo.config.section import BEFORE_TEXT, Section, spelled
 
 # Users' names for phases -> ours; ours are accepted as well.
-PROFILED_STAGES: dict[str, tuple[str, ...]] = {
-    "actor_generate": ("rollout",),
-    "actor_old_log_prob": ("old_logps",),
-    "reference_log_prob": ("reference",),
-    "actor_update": ("update",),
-    "reshard": ("reshard",),
-    "score": ("score",),
-    "rollout": ("rollout",),
-    "old_logps": ("old_logps",),
-    "reference": ("reference",),
-    "update": ("update",),
-    "sync_reference": ("sync_reference",),
+PROFILED_STAGES: dict[str, str] = {
+    "actor_generate": "rollout",
+    "actor_old_log_prob": "old_logps",
+    "reference_log_prob": "reference",
+    "actor_update": "update",
 }
+for _phase in ("reshard", "score", *PROFILED_STAGES.values(), "sync_reference"):
+    PROFILED_STAGES[_phase] = _phase
 
 
 _Seconds = Annotated[float | None, Field(gt=0)]
@@ -159,7 +154,7 @@ class ProfilerConfig(Section):
         names = [self.stage] if isinstance(self.stage, str) else self.stage
         if "all" in names:
             return None
-        return frozenset(phase for name in names for phase in PROFILED_STAGES[name])
+        return frozenset(PROFILED_STAGES[name] for name in names)
 
     def covers(self, step: int, rank: int) -> bool:
         """Tells whether `rank` traces `step`, counted from 0."""

@@ -37,10 +37,9 @@ def explain(name: str) -> str:
         sections = [known for known in sorted(SECTIONS) if f".{known}".endswith(f".{key}")]
         if sections:
             return "\n\n".join(_explain_section(section) for section in sections)
-        ours, why_absent = aliases().ours(key), aliases().why_absent(key)
-        if ours:
+        if ours := aliases().ours(key):
             return f"{name} is called {ours} here.\n\n{explain(ours)}"
-        if why_absent:
+        if why_absent := aliases().remedy(key):
             return f"{name} is no key here: {why_absent}."
     keys = [key]
     if key not in KNOWN and not retired_key(key):

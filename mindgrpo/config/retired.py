@@ -29,14 +29,12 @@ RETIRED: dict[str, str] = {
     "actor_config.enable_parallel_optimizer": "each data-parallel replica keeps its moments whole; "
     "use model_parallel, pipeline_stage or optimizer.opt_offload to lower memory a rank",
     "actor_config.loss_scale_value": "gradients are float32, which needs no scaling; leave it out",
-    "actor_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "actor_config.recompute_config.select_comm_recompute": "use recompute",
     "actor_config.recompute_config.parallel_optimizer_comm_recompute": "use recompute",
     "actor_config.recompute_config.mp_comm_recompute": "use recompute",
     "actor_config.recompute_config.recompute_slice_activation": "use recompute",
     "ref_config.use_eod_attn_mask_compression": "samples attend to themselves only; leave it out",
     "ref_config.recompute_config": "the reference has no backward pass; leave it out",
-    "ref_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "ref_config.parallel_config.micro_batch_num": "use ref_config.ref_model_batch_size",
     "generate_config.infer_model_batch_size": "use generate_config.max_num_seqs",
     "generate_config.offset": "the generator has one pipeline stage; leave it out",
@@ -45,7 +43,6 @@ RETIRED: dict[str, str] = {
     "generate_config.max_num_batched_tokens": "use generate_config.max_num_seqs",
     "generate_config.num_scheduler_steps": "a graph call draws one token a slot; leave it out",
     "generate_config.gpu_memory_utilization": "use context.max_device_memory and max_num_seqs",
-    "generate_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "generate_config.parallel_config.micro_batch_num": "use generate_config.max_num_seqs",
     "generate_config.sampling_config.bos_token_id": "the chat template writes it; leave it out",
     "generate_config.sampling_config.pad_token_id": "lengths tell where text ends; leave it out",
@@ -87,6 +84,7 @@ PENDING: dict[str, Pending] = {
     ),
 }
 for _role in ("actor_config", "ref_config", "generate_config"):
+    RETIRED[f"{_role}.parallel_config.vocab_emb_dp"] = "model_parallel splits it; leave it out"
     PENDING[f"{_role}.parallel_config.context_parallel"] = Pending("context parallelism", 1)
     PENDING[f"{_role}.parallel_config.expert_parallel"] = Pending("expert parallelism", 1)
     PENDING[f"{_role}.parallel_config.use_seq_parallel"] = Pending("sequence parallelism", False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
 
@@ -48,6 +48,10 @@ def memory_bytes(text: str) -> int:
     if match is None or len(text) > 20 or float(match[1]) <= 0:
         raise ValueError("must be a size above 0 such as 58GB, 512MB or 65536KB")
     return int(float(match[1]) * 2 ** _UNITS[match[2].upper()])
+
+
+# The field stays text.
+AFTER_SIZE = AfterValidator(lambda text: text if text is None or memory_bytes(text) else None)
 
 
 @dataclass(frozen=True)

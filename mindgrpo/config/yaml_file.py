@@ -34,7 +34,6 @@ class _Loader(yaml.SafeLoader):
         first: [rule for rule in rules if not rule[0].endswith((":int", ":float", ":timestamp"))]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -58,19 +57,15 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"),
-    list("-+0123456789"),
+_INT = r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"
+_FLOAT = (
+    r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
 )
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^([-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
-    ),
-    list("-+0123456789."),
-)
+for _tag, _pattern in (("int", _INT), ("float", _FLOAT)):
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list("-+0123456789.")
+    )
 
 
 def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:

@@ -24,8 +24,8 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of the pool: `parts` lie side by side along its last dim."""
+class FusedParameter:
+    """One tensor of the pool: `parts` are concatenated along its last dim, `widths[i]` of part i."""
 
     key: str
     parts: tuple[ParameterSpec, ...]
@@ -40,10 +40,9 @@ class Stored:
 
 
 def _fused_key(name: str) -> str:
-    for key, parts in FUSED:
-        for part in parts:
-            if f".{part}." in name:
-                return name.replace(part, key)
+    for key, modules in FUSED:
+        for module in modules:
+            name = name.replace(f".{module}.", f".{key}.")
     return name
 
 
@@ -52,7 +51,7 @@ def is_transposed(name: str, num_dims: int) -> bool:
     return num_dims == 2 and name not in UNTRANSPOSED
 
 
-def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
+def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
     """Lays out the rank's tensors in its pool: those with weight decay first, so that each kind is one flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.grid.holds(rank):
@@ -60,25 +59,17 @@ def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
         for spec in layout.specs:
             if stage in layout.stages_of(spec.name):
                 groups.setdefault(_fused_key(spec.name), []).append(spec)
-    stored: list[Stored] = []
+    stored: list[FusedParameter] = []
     offset = 0
-    for decay in (True, False):
-        for key, parts in groups.items():
-            if parts[0].decay is not decay:
-                continue
-            entry = _stored(key, parts, layout, offset)
-            stored.append(entry)
-            offset += entry.size
+    for key, specs in sorted(groups.items(), key=lambda group: not group[1][0].decay):
+        shapes = [local_shape(spec, layout.grid.model_parallel) for spec in specs]
+        if is_transposed(specs[0].name, len(specs[0].shape)):
+            shapes = [shape[::-1] for shape in shapes]
+        widths = tuple(shape[-1] for shape in shapes)
+        shape = (*shapes[0][:-1], sum(widths))
+        stored.append(FusedParameter(key, tuple(specs), shape, widths, offset, specs[0].decay))
+        offset += stored[-1].size
     return tuple(stored)
-
-
-def _stored(key: str, parts: list[ParameterSpec], layout: Layout, offset: int) -> Stored:
-    shapes = [local_shape(spec, layout.grid.model_parallel) for spec in parts]
-    if is_transposed(parts[0].name, len(parts[0].shape)):
-        shapes = [shape[::-1] for shape in shapes]
-    widths = tuple(shape[-1] for shape in shapes)
-    shape = (*shapes[0][:-1], sum(widths))
-    return Stored(key, tuple(parts), shape, widths, offset, parts[0].decay)
 
 
 class Weights:
@@ -118,18 +109,15 @@ class Weights:
         size = sum(entry.size for entry in self.stored)
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
         self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.stored}
-        self.parts = dict(self._parts())
+        self.parts = dict(self._views())
         decaying = sum(entry.size for entry in self.stored if entry.decay)
-        self.runs = (
-            pool.view(0, (decaying,)),
-            pool.view(decaying, (size - decaying,)),
-        )
+        self.runs = pool.view(0, (decaying,)), pool.view(decaying, (size - decaying,))
 
     @property
     def num_bytes(self) -> int:
         return self.pool.num_bytes
 
-    def _parts(self) -> Iterator[tuple[str, np.ndarray]]:
+    def _views(self) -> Iterator[tuple[str, np.ndarray]]:
         for entry in self.stored:
             start = 0
             for spec, width in zip(entry.parts, entry.widths, strict=True):
