@@ -150,7 +150,7 @@ class GRPOTrainer:
             except Stop as stop:
                 ended = stop
                 session.save()
-        self.backend.presence.now("close")
+        self.backend.health.enter("close")
         self.watch.close()
         if self.inputs.scorer is not None:
             self.inputs.scorer.close()
@@ -164,7 +164,7 @@ class GRPOTrainer:
 
     def _run_steps(self) -> None:
         session, every = self.session, self.config.rl_config.eval_steps
-        self.backend.presence.now("loop")
+        self.backend.health.enter("loop")
         if session.open_row is not None:
             session.write_row(self._evaluate(session.done))
         elif session.done == 0 and self.config.rl_config.eval_on_start:
@@ -193,11 +193,18 @@ class GRPOTrainer:
             adapters = self.roles.policy.adapters
             if adapters is not None:
                 folder = self.record.directory / "adapter"
-                export_adapters(adapters, self.backend, self.config.actor_config.load, folder)
+                export_adapters(
+                    adapters,
+                    self.backend,
+                    self.config.actor_config.load,
+                    folder,
+                    self.roles.residency,
+                )
 
     def _write_weights(self, target: Path) -> None:
         policy, source = self.roles.policy, self.config.actor_config.load
-        export_policy(policy.weights, self.backend, source, target, policy.adapters)
+        memory = self.roles.residency
+        export_policy(policy.weights, self.backend, source, target, memory, policy.adapters)
         if self.backend.rank == 0:
             named = self.config.rl_config.chat_template is not None
             write_tokenizer(self.inputs.tokenizer, target, named)

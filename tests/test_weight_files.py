@@ -17,7 +17,7 @@ from golden_models import FAMILIES, FOLDER
 from mindspore.train.checkpoint_pb2 import Checkpoint
 from test_mindformers_oracle import mindformers_name
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import parameter_specs, read_config
 from mindgrpo.parallel.sharding import Box
