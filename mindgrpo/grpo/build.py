@@ -63,7 +63,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> 
         shape=_micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
-        recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
+        recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
         loss_config=loss_config(plan.config),
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(

@@ -12,8 +12,8 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Candidate, Start
-from mindgrpo.checkpoint.state import RunState
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
