@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 import worker
 
 LAUNCHER_CHECK_SECONDS = 0.5
+# Imports transformers when a rank renders its first prompt.
+FIRST_RENDERING = "mindgrpo.data.rendering"
 # What MindSpore imports when it compiles for the first time.
 FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
 
@@ -88,7 +90,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
         backend.load(target)
     except UserError:
         return False  # the check tells
-    for name in ("mindgrpo.trainer", *FIRST_COMPILE):
+    for name in ("mindgrpo.trainer", FIRST_RENDERING, *FIRST_COMPILE):
         importlib.import_module(name)
     importlib.import_module("mindgrpo.backend.native_library").library_path()
     return num_threads() == threads

@@ -20,7 +20,16 @@ from tokenizers import Tokenizer as Codec
 from mindgrpo.documents import read_json, read_object
 from mindgrpo.errors import UserError
 
-TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
+TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+FURTHER_KEY = "additional_special_tokens"
 PAIR = ("vocab.json", "merges.txt")
 FAMILIES = {"qwen2": "qwen", "qwen3": "qwen", "qwen": "qwen", "gpt2": "gpt2"}
 # How Qwen cuts text before it merges bytes: digits stand alone.
@@ -145,11 +154,7 @@ def added_tokens(
         ]
     older = settings_in(folder / "added_tokens.json")
     mapped = settings_in(folder / "special_tokens_map.json")
-    extra = [
-        entry
-        for held in (settings, mapped)
-        for entry in listed_in(held, "additional_special_tokens", folder)
-    ]
+    extra = [entry for held in (settings, mapped) for entry in listed_in(held, FURTHER_KEY, folder)]
     special = {*tokens.values(), *(content_of(entry) for entry in extra)} - {""}
     if not all(type(number) is int for number in older.values()):
         raise UserError(
@@ -206,13 +211,8 @@ def add(codec: Codec, entry: Added, folder: Path) -> None:
 def codec_of_transformers(folder: Path) -> tuple[Codec, SpecialTokens]:
     # Importing it without torch prints advice that has nothing to do with tokenizers.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UserError(
-            f"{folder} has no tokenizer.json and reading its older files takes transformers; "
-            "pip install transformers, or save tokenizer.json there"
-        ) from error
+    from transformers import AutoTokenizer
+
     try:
         loaded = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
@@ -230,6 +230,12 @@ def codec_of_transformers(folder: Path) -> tuple[Codec, SpecialTokens]:
 def named_tokens(folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
     listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
     return {key: content_of(listed[key]) for key in TOKEN_KEYS if content_of(listed.get(key))}
+
+
+def further_tokens(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Contents of `additional_special_tokens`, which chat templates may ask for. Raises UserError."""
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
+    return [content_of(entry) for entry in listed_in(listed, FURTHER_KEY, folder)]
 
 
 def content_of(entry: object) -> str:
