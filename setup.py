@@ -62,7 +62,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["mindgrpo", "mindgrpo.*"]),
-    package_data={"mindgrpo": ["backend/native/*.[ch]", "**/*.yaml", "**/*.json", "**/*.jinja"]},
+    package_data={
+        "mindgrpo": ["backend/kernels/native/*.[ch]", "**/*.yaml", "**/*.json", "**/*.jinja"]
+    },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
 )

@@ -14,31 +14,31 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
 from mindgrpo.algorithm.schedule import learning_rate
-from mindgrpo.backend import connect
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.connect import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
 from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
 from mindgrpo.data.tokenizer_files import write_tokenizer
-from mindgrpo.evaluation import Evaluator, modes_of
-from mindgrpo.experience import check_rewards, score
-from mindgrpo.export import export_adapters, export_policy
+from mindgrpo.grpo.evaluation import Evaluator, modes_of
+from mindgrpo.grpo.hf_export import export_adapters, export_policy
+from mindgrpo.grpo.metrics import figures_of, resources
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.rollout import check_rewards, score
+from mindgrpo.grpo.step import StepOutcome, Stepper
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
-from mindgrpo.preflight import Reward, prepare, runtime_settings
-from mindgrpo.roles import Roles
-from mindgrpo.run_record import RunRecord
-from mindgrpo.run_resume import on_first_rank, restored_roles
-from mindgrpo.run_session import Session
-from mindgrpo.run_start import find_start
-from mindgrpo.run_watch import Watch
-from mindgrpo.same_start import check_same_start
-from mindgrpo.skipped import SkippedUpdates
-from mindgrpo.step import StepOutcome, Stepper
-from mindgrpo.step_figures import figures_of, resources
-from mindgrpo.stopping import Stop, Stopping
+from mindgrpo.run.nan_guard import SkippedUpdates
+from mindgrpo.run.preflight import Reward, prepare, runtime_settings
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import on_first_rank, restored_roles
+from mindgrpo.run.same_start import check_same_start
+from mindgrpo.run.session import Session
+from mindgrpo.run.start import find_start
+from mindgrpo.run.stop_signals import Stop, Stopping
+from mindgrpo.run.watch import Watch
 
 
 class GRPOTrainer:
@@ -193,11 +193,18 @@ class GRPOTrainer:
             adapters = self.roles.policy.adapters
             if adapters is not None:
                 folder = self.record.directory / "adapter"
-                export_adapters(adapters, self.backend, self.config.actor_config.load, folder)
+                export_adapters(
+                    adapters,
+                    self.backend,
+                    self.config.actor_config.load,
+                    folder,
+                    self.roles.residency,
+                )
 
     def _write_weights(self, target: Path) -> None:
         policy, source = self.roles.policy, self.config.actor_config.load
-        export_policy(policy.weights, self.backend, source, target, policy.adapters)
+        memory = self.roles.residency
+        export_policy(policy.weights, self.backend, source, target, memory, policy.adapters)
         if self.backend.rank == 0:
             named = self.config.rl_config.chat_template is not None
             write_tokenizer(self.inputs.tokenizer, target, named)

@@ -40,7 +40,7 @@ def start_check(ranks: str, arguments: list[str]) -> None:
     elif os.fork() == 0:
         verdict = os.dup(1)
         os.dup2(2, 1)  # what the user's code prints
-        from mindgrpo.__main__ import main
+        from mindgrpo.cli.verbs import main
 
         os.write(verdict, b"%d\n" % main(["check", "--ranks", ranks, *arguments]))
         os._exit(0)
@@ -49,7 +49,7 @@ def start_check(ranks: str, arguments: list[str]) -> None:
 def start_building() -> None:
     """The C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
     if os.fork() == 0:
-        from mindgrpo.backend.native_library import library_path
+        from mindgrpo.backend.kernels.native.library import library_path
 
         library_path()
         os._exit(0)
@@ -77,7 +77,8 @@ def import_for_ranks(arguments: list[str]) -> bool:
     threads = (
         num_threads()
     )  # those of OpenBLAS, which it ends before a fork and starts again after it
-    from mindgrpo import backend, config
+    from mindgrpo import config
+    from mindgrpo.backend import connect, targets
     from mindgrpo.errors import UserError
 
     target = None
@@ -85,14 +86,14 @@ def import_for_ranks(arguments: list[str]) -> bool:
         if has_config(arguments):
             given = config.load_config(*config.configuration_words(arguments))
             target = given.config.context.device_target
-        if os.environ.get("MINDGRPO_FORK") == "0" or not backend.may_fork(target):
+        if os.environ.get("MINDGRPO_FORK") == "0" or not targets.may_fork(target):
             return False
-        backend.load(target)
+        connect.load(target)
     except UserError:
         return False  # the check tells
     for name in ("mindgrpo.trainer", FIRST_RENDERING, *FIRST_COMPILE):
         importlib.import_module(name)
-    importlib.import_module("mindgrpo.backend.native_library").library_path()
+    importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
     return num_threads() == threads
 
 
@@ -168,7 +169,7 @@ class Server:
         """Nobody is left who would."""
         for pid in self._lines:
             os.kill(pid, signal.SIGKILL)
-        importlib.import_module("mindgrpo.backend.host").remove_board(os.environ)
+        importlib.import_module("mindgrpo.backend.cpu.host").remove_board(os.environ)
 
     def _hand_on(self, pid: int, status: int) -> None:
         line = self._lines.pop(pid)

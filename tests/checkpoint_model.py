@@ -11,10 +11,10 @@ import numpy as np
 from mindgrpo.checkpoint.manifest import Identity, Manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.weights import Weights
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.weights.local_weights import Weights
 
 MODEL = {
     "model_type": "qwen2",

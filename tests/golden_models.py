@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
-from mindgrpo.algorithm.samples import LENGTH, Samples
-from mindgrpo.backend import Backend
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import KEEP_ALL, Shard, Stage
-from mindgrpo.model.families import DecoderConfig, parameter_specs, read_config
-from mindgrpo.model.pretrained import load_weights
-from mindgrpo.model.weights import Weights
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.backend.contract import Backend
+from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
+from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 FAMILIES = ("qwen2", "llama", "qwen3")

@@ -18,11 +18,11 @@ from typing import Any
 
 from ranks_as_processes import native
 
-from mindgrpo.backend.far_group import far_group
-from mindgrpo.backend.far_hosts import FarHosts
-from mindgrpo.backend.host import Host
-from mindgrpo.backend.placement import Placement
-from mindgrpo.backend.shared_group import SharedGroup, shared_group
+from mindgrpo.backend.cpu.far_group import far_group
+from mindgrpo.backend.cpu.far_hosts import FarHosts
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.placement import Placement
+from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.presence.rank import Presence
 
 WAIT_SECONDS = 40.0

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindgrpo.algorithm.loss import Tokens, importance_ratio, token_weights
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import Tokens, importance_ratio, token_weights
 
 LENGTHS = np.array([5, 1, 9, 0, 4, 6, 3])
 COUNTED = np.array([True, True, True, True, False, True, True])

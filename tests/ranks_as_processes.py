@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.backend import native_library
-from mindgrpo.backend.host import BOARD_FOLDERS, Host
+from mindgrpo.backend.cpu.host import BOARD_FOLDERS, Host
+from mindgrpo.backend.kernels.native import library as native_library
 
 WAIT_SECONDS = 30.0
 

@@ -15,10 +15,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from mindgrpo.backend.kernels import Heads, Vocabulary
-from mindgrpo.backend.native_rollout import NativeSlots
-from mindgrpo.backend.rollout import Job, Memory, Partition, Share
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.rollout import (
+    Job,
+    Memory,
+    Partition,
+    Share,
+)
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.samples import Completion
-from mindgrpo.backend import Backend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.generate.engine import Draw, Generator, Request
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
+from mindgrpo.algorithm.types import Completion
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 VOCAB, GROUP, VERSION = 67, 4, 7
 MAX_PROMPT, MAX_TOKENS = 6, 10

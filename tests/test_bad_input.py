@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mindgrpo import capacity, doctor
-from mindgrpo.arguments import Arguments
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.source import read_yaml
 from mindgrpo.data.directories import FOR_TRAINING, files_of
@@ -24,11 +24,17 @@ from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.mindrecord_pages import read_rows
 from mindgrpo.data.records import asked
 from mindgrpo.data.sources import open_records
-from mindgrpo.documents import NotJson, is_inside, parse_json, read_text
-from mindgrpo.environment import wrong_variables
 from mindgrpo.errors import UserError
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
-from mindgrpo.model.families import decoder_config
+from mindgrpo.models.families import decoder_config
+from mindgrpo.run import host_limits as capacity
+from mindgrpo.run import machine_checks as doctor
+from mindgrpo.strict_files import (
+    NotJson,
+    is_inside,
+    parse_json,
+    read_text,
+)
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 
 INDEX = "model.safetensors.index.json"
 

@@ -23,7 +23,7 @@ from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.manifest import read_manifest
 from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
 from mindgrpo.checkpoint.sums import values_digest
-from mindgrpo.layout.split import Box
+from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
@@ -125,7 +125,7 @@ def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
 
     def other(backend: Any, change: dict[str, Any]) -> None:
-        from mindgrpo.model.weights import Weights
+        from mindgrpo.weights.local_weights import Weights
 
         place = layout((1, 1, 1), MODEL | change)
         check_tensors(folder, manifest, {r: Weights(place, 0, backend) for r in ROLES})

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.reward.builtin import sandbox
-from mindgrpo.reward.builtin.kernel_filter import MACHINES, FilterUnavailable, filter_code
-from mindgrpo.reward.builtin.program import code_reward, last_code_block
+from mindgrpo.rewards.builtin import sandbox
+from mindgrpo.rewards.builtin.kernel_filter import MACHINES, FilterUnavailable, filter_code
+from mindgrpo.rewards.builtin.program import code_reward, last_code_block
 
 MIB = 1 << 20
 

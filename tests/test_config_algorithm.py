@@ -13,10 +13,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.algorithm.objective import Credit, Objective
-from mindgrpo.algorithm.summary import algorithm_lines
+from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.grpo.algorithm_summary import algorithm_lines
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 

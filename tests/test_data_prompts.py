@@ -22,7 +22,7 @@ from mindgrpo.data.records import Record
 from mindgrpo.data.sources import ALONE, Ranks, Records, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.preflight import prepare
+from mindgrpo.run.preflight import prepare
 
 FIRST_ORDER = [5, 0, 6, 1, 7, 2, 4, 3]
 LONG = [{"question": "1?", "answer": "1"}, {"question": "abcd " * 40, "answer": "2"}]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo import doctor
-from mindgrpo.backend import native_library
+from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.run import machine_checks as doctor
 
 
 def finding(word: str) -> doctor.Finding:

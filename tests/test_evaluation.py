@@ -26,20 +26,27 @@ from small_generators import (
     requests_of,
 )
 
-from mindgrpo.__main__ import main
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.native_library import library_path
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.cli.eval import grid_for
+from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
 from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome, modes_of
-from mindgrpo.evaluation_run import grid_for
-from mindgrpo.generate.engine import Draw, Request
-from mindgrpo.generate.noise import EVALUATION
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.monitor.evaluations import write_evaluation
-from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.grpo.evaluation import (
+    GREEDY,
+    SAMPLED,
+    Evaluator,
+    Mode,
+    Outcome,
+    modes_of,
+)
+from mindgrpo.rewards.scores import Report, Scores
+from mindgrpo.rollout.embedded.engine import Draw, Request
+from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.evaluation_log import write_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

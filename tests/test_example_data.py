@@ -18,8 +18,8 @@ from types import ModuleType
 import pytest
 
 from mindgrpo.data.tokenizer import load_tokenizer
-from mindgrpo.reward.builtin.accuracy import accuracy_reward
-from mindgrpo.reward.builtin.formats import format_reward
+from mindgrpo.rewards.builtin.accuracy import accuracy_reward
+from mindgrpo.rewards.builtin.formats import format_reward
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo" / "tiny_arithmetic"
 

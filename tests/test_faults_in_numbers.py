@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mindgrpo import dump
 from mindgrpo.errors import UserError
+from mindgrpo.run import batch_dump as dump
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

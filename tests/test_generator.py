@@ -32,15 +32,25 @@ from small_generators import (
 )
 
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import LENGTH, STOPPED, Completion, Samples
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.experience import sample_logps
-from mindgrpo.generate.engine import Draw, Generator, Request, StaleWeights
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.decoder import Shard
-from mindgrpo.model.weights import Weights
-from mindgrpo.update.pipeline import Pipeline
+from mindgrpo.algorithm.types import (
+    LENGTH,
+    STOPPED,
+    Completion,
+    Samples,
+)
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.grpo.rollout import sample_logps
+from mindgrpo.models.decoder import Shard
+from mindgrpo.rollout.embedded.engine import (
+    Draw,
+    Generator,
+    Request,
+    StaleWeights,
+)
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.training.pipeline import Pipeline
+from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., Generator]
 TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]

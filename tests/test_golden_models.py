@@ -24,12 +24,13 @@ from golden_models import (
 )
 
 from mindgrpo.algorithm.packing import Row
-from mindgrpo.algorithm.samples import LENGTH, STOPPED
-from mindgrpo.backend import Backend, connect
-from mindgrpo.generate.engine import Draw, Generator, Request
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.pretrained import load_weights
+from mindgrpo.algorithm.types import LENGTH, STOPPED
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.weights.pretrained import load_weights
 
 LOGITS, LOGPS = 1e-4, 1e-5
 # Of a tensor's largest gradient.

@@ -16,12 +16,17 @@ import pytest
 from mindspore import Tensor
 from ranks_as_processes import native, numbers, run
 
-from mindgrpo.backend import PeerLost
-from mindgrpo.backend.cpu import CpuBackend, CpuGraph
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.backend import CpuBackend, CpuGraph
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_group import (
+    KINDS,
+    NativeGroup,
+    SharedGroup,
+    shared_group,
+)
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import PythonSum
-from mindgrpo.backend.host import Host
-from mindgrpo.backend.shared_group import KINDS, NativeGroup, SharedGroup, shared_group
 
 SMALL_BUFFER = 1000
 

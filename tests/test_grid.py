@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.grid import Grid
+from mindgrpo.parallel.mesh import Grid
 
 GRIDS = [Grid(*axes) for axes in product((1, 2, 3), (1, 2, 4), (1, 2, 5))]
 

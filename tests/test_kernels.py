@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels import Heads, Kernels, Vocabulary
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.model.families import DecoderConfig
-from mindgrpo.model.rotary import rotary_table
+from mindgrpo.backend.kernels.contract import Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.rotary import rotary_table
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 

@@ -15,10 +15,10 @@ import pytest
 from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 
-from mindgrpo.algorithm.loss import Tokens, policy_loss
-from mindgrpo.algorithm.objective import Objective
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.update.loss_cell import PolicyLoss
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import Tokens, policy_loss
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.training.loss_cell import PolicyLoss
 
 Result = tuple[float, np.ndarray, np.ndarray]
 Call = Callable[[list[np.ndarray]], Result]

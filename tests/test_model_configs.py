@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.model.families import decoder_config
-from mindgrpo.model.shapes import check_agreement, read_model_yaml
+from mindgrpo.models.families import decoder_config
+from mindgrpo.run.mindformers_yaml import check_agreement, read_model_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
 # From the models' cards; tied embeddings are counted once.

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from hosts_as_processes import TOKEN, free_port
 
-from mindgrpo.backend import PeerLost, network, wire
-from mindgrpo.backend.network import Network, in_words
-from mindgrpo.backend.placement import Placement
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu import network, wire
+from mindgrpo.backend.cpu.network import Network, in_words
+from mindgrpo.backend.cpu.placement import Placement
 from mindgrpo.errors import UserError
 
 HERE = "127.0.0.1"

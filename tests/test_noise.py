@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mindgrpo.generate.noise import EVALUATION, ROLLOUT, uniforms
+from mindgrpo.rollout.noise import EVALUATION, ROLLOUT, uniforms
 
 
 def test_the_same_five_numbers_give_the_same_noise() -> None:

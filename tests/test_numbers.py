@@ -8,16 +8,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.agreement import RanksDisagree, check_alike, different_ranks, digest, step_digests
 from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.samples import Samples
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.checksum import part_sums, total_sums
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.grpo.rank_consistency import (
+    RanksDisagree,
+    check_alike,
+    different_ranks,
+    digest,
+    step_digests,
+)
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.weights.checksum import part_sums, total_sums
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 CONFIG = decoder_config(
     {

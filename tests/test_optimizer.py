@@ -8,17 +8,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.backend.native_kernels import NativeKernels
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
-from mindgrpo.update.optimizer import AdamW, AdamWSettings
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.optimizer import AdamW, AdamWSettings
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 SETTINGS = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 RAW = {

@@ -25,10 +25,10 @@ from small_generators import (
     run_by,
 )
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.kernels import Kernels
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.weights import Weights
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.weights.local_weights import Weights
 
 OTHERS = {
     "greedy": replace(SETTINGS, temperature=0.0),

@@ -18,7 +18,7 @@ from mindgrpo.algorithm.packing import (
     pack,
     padding_share,
 )
-from mindgrpo.algorithm.samples import Completion, Samples, collect
+from mindgrpo.algorithm.types import Completion, Samples, collect
 from mindgrpo.errors import UserError
 
 ROW = 20

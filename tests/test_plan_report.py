@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.__main__ import main
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, ParameterSpec
-from mindgrpo.reshard.link_time import Links, busiest_link
-from mindgrpo.reshard.plan import Plan, plan_reshard
+from mindgrpo.cli.verbs import main
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, ParameterSpec
+from mindgrpo.weight_sync.link_time import Links, busiest_link
+from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

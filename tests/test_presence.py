@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import pytest
 
-from mindgrpo.backend import PeerLost
+from mindgrpo.backend.contract import PeerLost
 from mindgrpo.presence import failure, verdict
 from mindgrpo.presence.deadlines import LONGEST_LOOK, SILENT_SECONDS, Deadlines, Overdue
 from mindgrpo.presence.rank import Presence

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 

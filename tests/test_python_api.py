@@ -8,7 +8,7 @@ import pytest
 
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.preflight import prepare
+from mindgrpo.run.preflight import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

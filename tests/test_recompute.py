@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.cpu import CpuBackend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.decoder import Recompute, Shard, Stage
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
+from mindgrpo.models.decoder import Recompute, Shard, Stage
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 NUM_LAYERS, TOKENS = 3, 8
 RAW = {

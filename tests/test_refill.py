@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindgrpo.algorithm.samples import Samples
-from mindgrpo.experience import Scored
-from mindgrpo.refill import DrawGroups, Refills, refill
-from mindgrpo.reward.scores import Report, Scores
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.grpo.dynamic_sampling import DrawGroups, Refills, refill
+from mindgrpo.grpo.rollout import Scored
+from mindgrpo.rewards.scores import Report, Scores
 
 GROUP = 2
 

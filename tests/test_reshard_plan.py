@@ -16,10 +16,16 @@ import pytest
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Box, Layout, ParameterSpec, Place, layers_of_stage
-from mindgrpo.reshard.plan import Move, Plan, plan_reshard
-from mindgrpo.reshard.rounds import Piece, rounds
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import (
+    Box,
+    Layout,
+    ParameterSpec,
+    Place,
+    layers_of_stage,
+)
+from mindgrpo.weight_sync.plan import Move, Plan, plan_reshard
+from mindgrpo.weight_sync.rounds import Piece, rounds
 
 Weights = dict[str, NDArray[np.float32]]
 

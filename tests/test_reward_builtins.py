@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin import ALSO_CALLED, BUILTINS
-from mindgrpo.reward.builtin.accuracy import accuracy_reward, qwen_accuracy_reward
-from mindgrpo.reward.builtin.formats import (
+from mindgrpo.rewards.builtin import ALSO_CALLED, BUILTINS
+from mindgrpo.rewards.builtin.accuracy import accuracy_reward, qwen_accuracy_reward
+from mindgrpo.rewards.builtin.formats import (
     format_reward,
     soft_format_reward,
     tag_count_reward,
     think_format_reward,
 )
-from mindgrpo.reward.builtin.knights import kk_reward
-from mindgrpo.reward.builtin.lengths import (
+from mindgrpo.rewards.builtin.knights import kk_reward
+from mindgrpo.rewards.builtin.lengths import (
     cosine_reward,
     repetition_penalty_reward,
     soft_overlong_punishment,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
 
 GOOD = "<think>12+30=42</think><answer>42</answer>"
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.samples import Samples
+from mindgrpo.algorithm.types import Samples
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.experience import ScoringFailed, check_rewards, score
+from mindgrpo.grpo.rollout import ScoringFailed, check_rewards, score
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
-from mindgrpo.preflight import Inputs, prepare
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.run.preflight import Inputs, prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

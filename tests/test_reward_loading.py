@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.builtin.accuracy import accuracy_reward
-from mindgrpo.reward.load import resolve
-from mindgrpo.reward.spec import parse, reference_to
+from mindgrpo.rewards.builtin.accuracy import accuracy_reward
+from mindgrpo.rewards.load import resolve
+from mindgrpo.rewards.spec import parse, reference_to
 
 
 def local() -> Callable[[list[str]], float]:

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
-from mindgrpo.reward.scores import Scores
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Scores
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 1.5
@@ -129,7 +129,7 @@ def test_waiting_for_a_function_costs_no_processor_time(scorer: Callable[..., Sc
 
 
 def test_a_worker_imports_its_reward_and_no_device_library(scorer: Callable[..., Scorer]) -> None:
-    names = ["mindspore", "numpy", "sympy", "mindgrpo.reward.workers.worker"]
+    names = ["mindspore", "numpy", "sympy", "mindgrpo.rewards.workers.worker"]
     scores = score(scorer(f"{ODD}:loaded"), names)
     assert scores.total.tolist() == [0.0, 0.0, 0.0, 1.0]
 
@@ -239,8 +239,8 @@ def marked(mark: str) -> list[int]:
 
 RANK = """
 import sys
-from mindgrpo.reward.limits import Limits
-from mindgrpo.reward.score import Scorer
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
 scorer = Scorer(sys.argv[1:], None, Limits(deadline=60.0))
 scorer.dry_run(["aa", "bb"], ["", ""], {})
 print("ready", flush=True)

@@ -14,10 +14,10 @@ import pytest
 from mindspore import Tensor
 from slots_by_hand import Ranks
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.native_library import library_path
-from mindgrpo.generate.sampling import Sampler
-from mindgrpo.generate.settings import SamplingSettings
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.rollout.embedded.sampling import Sampler
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 ROWS, VOCAB = 128, 67
 PLAIN = SamplingSettings(stop_ids=(3, 40))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.config.rewards import RewardConfig
-from mindgrpo.reward.builtin import BUILTINS
-from mindgrpo.reward.outcome import KINDS
+from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.rewards.outcome import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"

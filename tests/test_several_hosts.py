@@ -17,10 +17,10 @@ import pytest
 from hosts_as_processes import Rank, run
 from ranks_as_processes import numbers
 
-from mindgrpo.backend import PeerLost
-from mindgrpo.backend.far_group import by_host
-from mindgrpo.backend.far_memory import FarBuckets, FarLink
-from mindgrpo.backend.placement import Placement, placement_of
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.far_group import by_host
+from mindgrpo.backend.cpu.far_memory import FarBuckets, FarLink
+from mindgrpo.backend.cpu.placement import Placement, placement_of
 from mindgrpo.errors import UserError
 
 

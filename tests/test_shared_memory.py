@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from ranks_as_processes import Work, native, numbers, run
 
-from mindgrpo.backend import PeerLost
-from mindgrpo.backend import host as host_module
-from mindgrpo.backend.host import Host
-from mindgrpo.backend.shared_group import SharedGroup, shared_group
-from mindgrpo.backend.shared_memory import Segment, SharedBuckets, SharedLink
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu import host as host_module
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
+from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 

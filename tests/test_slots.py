@@ -26,12 +26,13 @@ from small_generators import (
     run,
 )
 
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.generate import room, slots
-from mindgrpo.generate.engine import Generator, Request
-from mindgrpo.generate.room import Footprint, Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.weights import Weights
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.rollout.embedded import kv_cache as room
+from mindgrpo.rollout.embedded import slots
+from mindgrpo.rollout.embedded.engine import Generator, Request
+from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C
 

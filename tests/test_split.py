@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import (
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import (
     Box,
     Layout,
     ParameterSpec,

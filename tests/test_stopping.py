@@ -18,7 +18,7 @@ from ranks_as_threads import run
 
 from mindgrpo.checkpoint.keep import to_delete
 from mindgrpo.monitor import continuing
-from mindgrpo.stopping import Stop, Stopping
+from mindgrpo.run.stop_signals import Stop, Stopping
 
 
 def reason(stopping: Stopping) -> tuple[str, int] | None:
@@ -54,7 +54,7 @@ def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:
         "import os, signal, sys\n"
         "sys.path.insert(0, 'tests')\n"
         "from ranks_as_threads import World, ThreadBackend\n"
-        "from mindgrpo.stopping import Stop, Stopping\n"
+        "from mindgrpo.run.stop_signals import Stop, Stopping\n"
         "stopping = Stopping(ThreadBackend(World(1), 0), 0.0, None)\n"
         "with stopping.listening():\n"
         "    stopping.check()\n"

@@ -18,9 +18,9 @@ import pytest
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config.observation import PROFILED_STAGES, ProfilerConfig
+from mindgrpo.memory.account import PHASES
 from mindgrpo.monitor.trace import PhaseTrace
-from mindgrpo.residency import PHASES
-from mindgrpo.run_watch import Profile
+from mindgrpo.run.watch import Profile
 
 
 class Alone:

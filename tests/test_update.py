@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.finite import NotFinite
-from mindgrpo.algorithm.loss import Tokens, policy_loss, token_weights
-from mindgrpo.algorithm.objective import Objective
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import Samples
-from mindgrpo.backend.cpu import CpuBackend
-from mindgrpo.backend.plain_kernels import PlainKernels
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS
-from mindgrpo.model.families import decoder_config, parameter_specs
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.update.batches import UpdateReport, update
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.weights.pretrained import fill_random
 
 CONFIG = decoder_config(
     {
@@ -163,7 +163,7 @@ def test_a_head_in_chunks_learns_the_same(
     policy_of: PolicyOf, packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Seven rows a chunk, the last one short.
-    monkeypatch.setattr("mindgrpo.update.pipeline.LOGITS_BYTES", 7 * 4 * 67)
+    monkeypatch.setattr("mindgrpo.training.pipeline.LOGITS_BYTES", 7 * 4 * 67)
     chunked = replace(SETTINGS, temperature=SETTINGS.temperature, max_grad_norm=0.5 + 1e-12)
     assert_same(one_update(policy_of(chunked), samples()), packed)
 

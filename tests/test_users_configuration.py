@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import yaml
 
-from mindgrpo.__main__ import main
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory, SafetensorsWriter
-from mindgrpo.model.families import decoder_config, parameter_specs
+from mindgrpo.cli.verbs import main
+from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"

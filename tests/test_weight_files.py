@@ -16,15 +16,15 @@ import pytest
 from golden_models import FAMILIES, FOLDER
 from test_mindformers_oracle import mindformers_name
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
-from mindgrpo.model.checkpoint_files import SafetensorsDirectory
-from mindgrpo.model.ckpt_files import read_ckpt
-from mindgrpo.model.families import parameter_specs, read_config
-from mindgrpo.model.mindformers_names import to_huggingface, to_mindformers
-from mindgrpo.model.pretrained import check_tensors
-from mindgrpo.model.weight_files import open_weights
+from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.mindformers_names import to_huggingface, to_mindformers
+from mindgrpo.weights.mindspore_ckpt import read_ckpt
+from mindgrpo.weights.model_files import open_weights
+from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 
 def assert_same_model(directory: Path, family: str) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindgrpo.algorithm.advantage import group_advantages, leave_one_out, reinforce_plus_plus
-from mindgrpo.algorithm.loss import kl_estimate
-from mindgrpo.algorithm.mismatch import Mismatch, correct_mismatch
-from mindgrpo.algorithm.objective import Credit
-from mindgrpo.algorithm.samples import LENGTH, Samples
+from mindgrpo.algorithm.advantages import group_advantages, leave_one_out, reinforce_plus_plus
+from mindgrpo.algorithm.loss_config import Credit
+from mindgrpo.algorithm.losses import kl_estimate
+from mindgrpo.algorithm.rollout_correction import Mismatch, correct_mismatch
+from mindgrpo.algorithm.types import LENGTH, Samples
 
 
 def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mismatch | None:
@@ -26,7 +26,7 @@ def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mism
     if estimator.startswith("reinforce_plus_plus"):
         counted = np.ones(len(samples), bool) if samples.counted is None else samples.counted
         baseline = group if estimator.endswith("baseline") else None
-        tokens = reinforce_plus_plus(rewards, penalties, counted, baseline)
+        tokens = reinforce_plus_plus(rewards, penalties, counted, baseline, credit.std_floor)
         samples.advantages = np.array(
             [values.mean() if values.size else 0.0 for values in tokens], np.float32
         )
@@ -39,7 +39,9 @@ def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mism
         if estimator == "rloo":
             samples.advantages = leave_one_out(total, group)
         else:
-            samples.advantages = group_advantages(total, group, credit.scale_rewards)
+            samples.advantages = group_advantages(
+                total, group, credit.scale_rewards, credit.std_floor
+            )
     return _correct(samples, credit)
 
 

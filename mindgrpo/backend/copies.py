@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindgrpo.backend.native_library import library
+from mindgrpo.backend.kernels.native.library import library
 
 
 class Copies:

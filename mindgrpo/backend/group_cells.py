@@ -11,8 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend import native_library
-from mindgrpo.backend.shared_group import NativeGroup, SharedGroup
+from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup
+from mindgrpo.backend.kernels.native import library as native_library
 
 
 def _same(x: Any) -> Any:
@@ -95,9 +95,9 @@ class GatherBySum(nn.Cell):
     def __init__(self, total: nn.Cell, index: int, size: int) -> None:
         super().__init__()
         self.total = total
-        self.place = Tensor(np.arange(size) == index, ms.float32)
+        self.one_hot = Tensor(np.arange(size) == index, ms.float32)
         self.size = size
 
     def construct(self, x: Any) -> Any:
-        place = ops.reshape(self.place, (self.size,) + (1,) * len(x.shape))
-        return self.total(place * ops.expand_dims(x, 0))
+        mask = ops.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
+        return self.total(mask * ops.expand_dims(x, 0))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindgrpo.backend import Pool
+from mindgrpo.backend.contract import Pool
 
 ALIGN_BYTES = 4096
 # Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.

@@ -14,8 +14,8 @@ from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
-from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.local_weights import Weights
 
 
 def check_tensors(folder: Path, manifest: Manifest, roles: Mapping[str, Weights]) -> None:

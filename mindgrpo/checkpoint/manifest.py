@@ -17,9 +17,9 @@ from pydantic import Field, ValidationError
 
 from mindgrpo.checkpoint.plan import FLOAT_BYTES
 from mindgrpo.checkpoint.state import Count, Entry, RunState
-from mindgrpo.documents import NotJson, parse_json, read_bytes
 from mindgrpo.errors import UserError
-from mindgrpo.layout.split import Box
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.strict_files import NotJson, parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "mindgrpo checkpoint", 1

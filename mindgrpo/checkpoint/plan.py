@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mindgrpo.layout.split import Box, Layout
+from mindgrpo.parallel.sharding import Box, Layout
 
 FLOAT_BYTES = 4
 # A reader verifies a whole piece to take a part of it, and holds one at a time.

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest
 from mindgrpo.checkpoint.plan import Piece, plan_pieces
 from mindgrpo.checkpoint.shard import SUM_MODULUS, Shard, shard_bytes, write_shard
 from mindgrpo.checkpoint.sums import joined
-from mindgrpo.layout.split import Layout
-from mindgrpo.model.weights import Weights
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.local_weights import Weights
 
 # Left free on the disk: metrics and completions go on.
 SPARE_BYTES = 16 << 20

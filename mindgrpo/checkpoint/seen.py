@@ -11,7 +11,7 @@ import secrets
 import time
 from pathlib import Path
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.errors import UserError
 
 # A network's file system may show a new file late.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.plan import plan_pieces
 from mindgrpo.checkpoint.shard import SUM_MODULUS, word_sum
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
 
 
 def joined(sums: Mapping[str, int]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from mindgrpo.config.names import SECTIONS, suggestion
 from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.schema import LIVE
-from mindgrpo.documents import no_path
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import no_path
 
 FLAGS: dict[str, str] = {
     "--model_name": "rl_config.model_name",

@@ -21,8 +21,8 @@ from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section
 from mindgrpo.config.sentences import explain, kinds
 from mindgrpo.config.source import Entry, flatten, parse_value, read_yaml
-from mindgrpo.documents import no_path
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import no_path
 
 __all__ = ["FLAGS", "Loaded", "load_config", "parse_command_line", "require_run_keys"]
 __all__ += ["write_resolved"]

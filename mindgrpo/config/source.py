@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import read_text
 
 MAX_YAML_BYTES = 1 << 18
 # What aliases grow into counts; the longest configuration of users has some 200.

@@ -17,8 +17,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Codec
 
-from mindgrpo.documents import read_json, read_object
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import read_json, read_object
 
 TOKEN_KEYS = (
     "bos_token",

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindgrpo.documents import is_inside, read_object
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import is_inside, read_object
 
 OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl")

@@ -19,8 +19,8 @@ import numpy as np
 from mindgrpo.data.mindrecord_pages import read_rows
 from mindgrpo.data.records import Record, asked, gold_answer, messages_of
 from mindgrpo.data.rows import Row
-from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import NotJson, parse_json
 
 # "messages" is empty where the prompt is one question.
 SCHEMA = {

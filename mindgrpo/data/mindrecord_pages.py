@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.data.rows import Row
-from mindgrpo.documents import NotJson, parse_json
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import NotJson, parse_json
 
 MAX_HEADER_BYTES = 1 << 28
 LENGTH = struct.Struct("<Q")

@@ -14,8 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mindgrpo.documents import NotJson, parse_json, read_json
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import NotJson, parse_json, read_json
 
 Row = dict[str, Any]
 # A document is read at once; larger data sets come one object a line.

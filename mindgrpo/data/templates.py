@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo import documents
-from mindgrpo.documents import NotJson, parse_json
+from mindgrpo import strict_files as documents
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import NotJson, parse_json
 
 MAX_TEMPLATE_BYTES = 1 << 20
 SHIPPED = Path(__file__).parent / "templates"

@@ -23,8 +23,8 @@ from mindgrpo.data.templates import (
     choose_template,
     shipped_names,
 )
-from mindgrpo.documents import read_text
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import read_text
 
 
 @dataclass(frozen=True)

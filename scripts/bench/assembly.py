@@ -13,12 +13,13 @@ from typing import Any
 
 from work import Work
 
-from mindgrpo.backend import Backend, connect
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.model.families import DecoderConfig, decoder_config, read_config
-from mindgrpo.roles import Roles
-from mindgrpo.run_plan import RunPlan, plan_run
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.models.families import DecoderConfig, decoder_config, read_config
+from mindgrpo.rollout.sampling_params import SamplingSettings
 
 BETA = 0.01
 MICRO_BATCH_TOKENS = 2304

@@ -21,14 +21,14 @@ import launching
 import moving
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 KEY = "MINDGRPO_BENCH_FOLDER"
 ROLES = ("policy", "first_moments", "second_moments")

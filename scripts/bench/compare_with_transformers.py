@@ -20,13 +20,13 @@ SEED = 0
 def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
-    from mindgrpo.backend import connect
-    from mindgrpo.layout.grid import Grid
-    from mindgrpo.layout.split import Layout, layers_of_stage
-    from mindgrpo.model.decoder import Shard, Stage
-    from mindgrpo.model.families import parameter_specs, read_config
-    from mindgrpo.model.pretrained import load_weights
-    from mindgrpo.model.weights import Weights
+    from mindgrpo.backend.connect import connect
+    from mindgrpo.models.decoder import Shard, Stage
+    from mindgrpo.models.families import parameter_specs, read_config
+    from mindgrpo.parallel.mesh import Grid
+    from mindgrpo.parallel.sharding import Layout, layers_of_stage
+    from mindgrpo.weights.local_weights import Weights
+    from mindgrpo.weights.pretrained import load_weights
 
     config = read_config(model)
     layers = tuple(layers_of_stage(config.num_hidden_layers, 1))

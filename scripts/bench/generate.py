@@ -28,8 +28,8 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, task: Generation) -> None:
     import assembly
 
-    from mindgrpo.generate.engine import Draw, Request
-    from mindgrpo.generate.noise import ROLLOUT
+    from mindgrpo.rollout.embedded.engine import Draw, Request
+    from mindgrpo.rollout.noise import ROLLOUT
 
     backend = assembly.join_ranks()
     assert backend is not None, "one process has no scheduler"

@@ -70,9 +70,9 @@ class Watch(threading.Thread):
 def measure(given: argparse.Namespace) -> None:
     import assembly
 
-    from mindgrpo.experience import Scored
-    from mindgrpo.reward.score import Scores
-    from mindgrpo.step import Stepper
+    from mindgrpo.grpo.rollout import Scored
+    from mindgrpo.grpo.step import Stepper
+    from mindgrpo.rewards.score import Scores
 
     work = read_work(given.work)
     backend = assembly.join_ranks()

@@ -15,10 +15,15 @@ import launching
 import numpy as np
 from work import read_work
 
-from mindgrpo.backend import Backend
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs, read_config
+from mindgrpo.backend.contract import Backend
+from mindgrpo.models.families import (
+    DecoderConfig,
+    decoder_config,
+    parameter_specs,
+    read_config,
+)
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 
 
 def options(description: str) -> argparse.Namespace:

@@ -15,10 +15,15 @@ from typing import Any
 
 from launching import degrees
 
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs, read_config
-from mindgrpo.reshard.plan import plan_reshard
+from mindgrpo.models.families import (
+    DecoderConfig,
+    decoder_config,
+    parameter_specs,
+    read_config,
+)
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.weight_sync.plan import plan_reshard
 
 QWEN2_5_72B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -28,10 +28,10 @@ def main() -> None:
 def measure(given) -> None:  # type: ignore[no-untyped-def]
     import assembly
 
-    from mindgrpo.model.pretrained import fill_random
-    from mindgrpo.model.weights import Weights
-    from mindgrpo.reshard.execute import Resharder, checksums
-    from mindgrpo.reshard.plan import plan_reshard
+    from mindgrpo.weight_sync.execute import Resharder, checksums
+    from mindgrpo.weight_sync.plan import plan_reshard
+    from mindgrpo.weights.local_weights import Weights
+    from mindgrpo.weights.pretrained import fill_random
 
     backend = assembly.join_ranks()
     if backend is None:
@@ -81,9 +81,9 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
 
 def expected(target, backend) -> dict[str, int]:  # type: ignore[no-untyped-def]
     """Checksums of the same random weights made in the target's own layout."""
-    from mindgrpo.model.pretrained import fill_random
-    from mindgrpo.model.weights import Weights
-    from mindgrpo.reshard.execute import checksums
+    from mindgrpo.weight_sync.execute import checksums
+    from mindgrpo.weights.local_weights import Weights
+    from mindgrpo.weights.pretrained import fill_random
 
     made = Weights(target.layout, backend.rank, backend)
     fill_random(made, seed=0)

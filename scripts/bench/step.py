@@ -38,9 +38,9 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
-    from mindgrpo.experience import Scored
-    from mindgrpo.reward.scores import Scores
-    from mindgrpo.step import StepOutcome, Stepper
+    from mindgrpo.grpo.rollout import Scored
+    from mindgrpo.grpo.step import StepOutcome, Stepper
+    from mindgrpo.rewards.scores import Scores
 
     backend = assembly.join_ranks()
     if backend is None:

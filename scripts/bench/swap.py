@@ -27,8 +27,8 @@ def main() -> None:
 def measure(given) -> None:  # type: ignore[no-untyped-def]
     import assembly
 
-    from mindgrpo.model.pretrained import fill_random
-    from mindgrpo.model.weights import Weights
+    from mindgrpo.weights.local_weights import Weights
+    from mindgrpo.weights.pretrained import fill_random
 
     backend = assembly.join_ranks()
     if backend is None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo import __main__, step
-from mindgrpo.delivery import Delivery
-from mindgrpo.reshard.execute import Traffic
-from mindgrpo.step import Stepper
-from mindgrpo.update import batches
-from mindgrpo.update.policy import Policy
+from mindgrpo.cli import verbs
+from mindgrpo.grpo import step
+from mindgrpo.grpo.step import Stepper
+from mindgrpo.training import update as batches
+from mindgrpo.training.policy import Policy
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.syncer import WeightSyncer
 
 Change = Callable[[Any], Any]
 
@@ -101,25 +102,25 @@ def nan_gradient(at: int) -> None:
 def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = next(iter(delivery._target.parts.values()))
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = next(iter(syncer._target.parts.values()))
         part.view(np.uint32)[0, 0] ^= 1
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = delivery._target.parts["model.layers.0.mlp.down_proj.weight"]
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = syncer._target.parts["model.layers.0.mlp.down_proj.weight"]
         part[[0, 1]] = part[[1, 0]]
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def replica_weight(at: int) -> None:
@@ -135,17 +136,17 @@ def replica_weight(at: int) -> None:
 
 def stale_generator(at: int) -> None:
     """No weights are delivered, on any rank, and the generator is told that they were."""
-    original = Delivery.run
+    original = WeightSyncer.run
 
-    def changed(delivery: Delivery) -> Any:
-        return Traffic(0, 0.0) if Clock.step >= at else original(delivery)
+    def changed(syncer: WeightSyncer) -> Any:
+        return Traffic(0, 0.0) if Clock.step >= at else original(syncer)
 
-    put(Delivery, "run", changed)
+    put(WeightSyncer, "run", changed)
 
 
 def token(at: int) -> None:
     """One drawn token."""
-    from mindgrpo.generate.engine import Generator
+    from mindgrpo.rollout.embedded.engine import Generator
 
     def change(completions: list[Any], *_: Any) -> Any:
         completions[0].tokens[0] ^= 1
@@ -156,7 +157,7 @@ def token(at: int) -> None:
 
 def noise(at: int) -> None:
     """Another seed, for the draws alone."""
-    from mindgrpo.generate import engine
+    from mindgrpo.rollout.embedded import engine
 
     original = engine.uniforms
 
@@ -178,7 +179,7 @@ def prompts(at: int) -> None:
 
 def code(at: int) -> None:
     """Another version of the program."""
-    from mindgrpo import same_start
+    from mindgrpo.run import same_start
 
     put(same_start, "code_digest", lambda: "0" * 16)
 
@@ -207,7 +208,7 @@ def main() -> int:
             arguments += ARGUMENTS[name]
         elif here:
             IN_STEPS[name](int(at or 0))
-    return __main__.main(["train", *arguments])
+    return verbs.main(["train", *arguments])
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def become(words: list[str], folder: Path, outside: Path) -> NoReturn:
 
 
 def run_words(words: list[str]) -> int:
-    from mindgrpo.__main__ import main
+    from mindgrpo.cli.verbs import main
 
     if words[0] == "env":
         pairs = [word for word in words[1:] if "=" in word and not word.startswith("--")]
@@ -207,10 +207,10 @@ def outcomes(
 def warm_up() -> None:
     """Everything that a case imports, so that the fork of it costs little."""
     for name in (
-        "mindgrpo.preflight",
-        "mindgrpo.export",
-        "mindgrpo.reward.trial",
-        "mindgrpo.planning",
+        "mindgrpo.run.preflight",
+        "mindgrpo.grpo.hf_export",
+        "mindgrpo.cli.score",
+        "mindgrpo.cli.plan",
         "pyarrow",
     ):
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 
 
 def communication(backend: Backend) -> dict[str, Any]:

@@ -24,33 +24,34 @@ from carried import communication, sum_in_graph
 from saving import saved_and_loaded
 
 from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.objective import Credit, Objective
+from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.samples import Samples
-from mindgrpo.backend import Backend, connect
-from mindgrpo.backend.host import job_name
-from mindgrpo.delivery import Delivery
-from mindgrpo.experience import Scored, generate, sample_logps
-from mindgrpo.generate.engine import Draw, Generator
-from mindgrpo.generate.noise import EVALUATION, ROLLOUT
-from mindgrpo.generate.room import Room
-from mindgrpo.generate.settings import SamplingSettings
-from mindgrpo.layout.grid import Grid
-from mindgrpo.layout.split import Layout, layers_of_stage
-from mindgrpo.model.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.model.families import DecoderConfig, decoder_config, parameter_specs
-from mindgrpo.model.lora import fill_adapters
-from mindgrpo.model.lora_plan import TARGETS, LoraSettings
-from mindgrpo.model.pretrained import fill_random
-from mindgrpo.model.weights import Weights
-from mindgrpo.refill import refill
-from mindgrpo.reshard.execute import Resharder, checksums
-from mindgrpo.reshard.plan import plan_reshard
-from mindgrpo.reward.scores import Scores
-from mindgrpo.update.batches import UpdateReport, update
-from mindgrpo.update.optimizer import AdamWSettings
-from mindgrpo.update.pipeline import Pipeline
-from mindgrpo.update.policy import Policy, UpdateSettings
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.cpu.host import job_name
+from mindgrpo.grpo.dynamic_sampling import refill
+from mindgrpo.grpo.rollout import Scored, generate, sample_logps
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
+from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.pipeline import Pipeline
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
 BUCKET_BYTES = 32 << 10  # several rounds a pair
@@ -100,7 +101,7 @@ class Run:
         self.reference = self._reference()
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
-        self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
         self.replaced: list[int] = []
 
     def _policy(self) -> Policy:
@@ -145,7 +146,7 @@ class Run:
         )
 
     def step(self, number: int) -> dict[str, Any]:
-        self.delivery.run()
+        self.syncer.run()
         self.generator.version = self.policy.version
         samples = self._generate(number, prompts())
         earned = rewards(samples)
@@ -194,7 +195,7 @@ class Run:
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
-        self.delivery.run()
+        self.syncer.run()
         self.generator.version = self.policy.version
         settings = replace(self.generator.settings, temperature=0.0)
         draw, given = Draw(SEED, EVALUATION, c.NUM_STEPS), prompts()
@@ -219,7 +220,7 @@ class Run:
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
-        Delivery(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
+        WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
         return {name: np.array(part) for name, part in weights.parts.items()}
 
 

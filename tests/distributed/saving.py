@@ -9,14 +9,14 @@ from typing import Any
 import cases as c
 import numpy as np
 
-from mindgrpo.backend import Backend
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.state import RunState
 from mindgrpo.checkpoint.sums import values_digest
-from mindgrpo.model.weights import Weights
-from mindgrpo.reshard.execute import checksums
+from mindgrpo.weight_sync.execute import checksums
+from mindgrpo.weights.local_weights import Weights
 
 Grid3 = tuple[int, int, int]
 IDENTITY = Identity(code="", config={}, model={}, data="", batch={}, unsaved={})

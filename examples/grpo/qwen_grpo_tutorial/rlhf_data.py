@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mindgrpo.arguments import Arguments
-from mindgrpo.arguments import path as path_of
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.data.convert import ConversionReport, convert
 from mindgrpo.data.directories import FOR_TRAINING
 from mindgrpo.data.progress import progress_bar

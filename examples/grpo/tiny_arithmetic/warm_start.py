@@ -24,21 +24,21 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm.objective import Objective  # noqa: E402
+from mindgrpo.algorithm.loss_config import Objective  # noqa: E402
 from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
-from mindgrpo.algorithm.samples import STOPPED, Samples  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
-from mindgrpo.backend import connect  # noqa: E402
+from mindgrpo.algorithm.types import STOPPED, Samples  # noqa: E402
+from mindgrpo.backend.connect import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.layout.grid import Grid  # noqa: E402
-from mindgrpo.layout.split import Layout, layers_of_stage  # noqa: E402
-from mindgrpo.model.checkpoint_files import SafetensorsWriter  # noqa: E402
-from mindgrpo.model.decoder import KEEP_ALL  # noqa: E402
-from mindgrpo.model.families import decoder_config, parameter_specs  # noqa: E402
-from mindgrpo.model.pretrained import fill_random  # noqa: E402
-from mindgrpo.update.batches import update  # noqa: E402
-from mindgrpo.update.optimizer import AdamWSettings  # noqa: E402
-from mindgrpo.update.policy import Policy, UpdateSettings  # noqa: E402
+from mindgrpo.models.decoder import KEEP_ALL  # noqa: E402
+from mindgrpo.models.families import decoder_config, parameter_specs  # noqa: E402
+from mindgrpo.parallel.mesh import Grid  # noqa: E402
+from mindgrpo.parallel.sharding import Layout, layers_of_stage  # noqa: E402
+from mindgrpo.training.optimizer import AdamWSettings  # noqa: E402
+from mindgrpo.training.policy import Policy, UpdateSettings  # noqa: E402
+from mindgrpo.training.update import update  # noqa: E402
+from mindgrpo.weights.pretrained import fill_random  # noqa: E402
+from mindgrpo.weights.safetensors_files import SafetensorsWriter  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

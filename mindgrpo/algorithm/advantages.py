@@ -1,0 +1,85 @@
+"""Advantages from rewards, one function an estimator. Pure numpy; refuses rewards that are not numbers.
+
+Group statistics are those of `num_generations` neighbouring samples, batch statistics those of the whole step, so
+neither depends on how samples are shared out over updates or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Added to a standard deviation before dividing by it (verl's value; TRL adds 1e-4).
+STD_FLOOR = 1e-6
+
+
+def group_advantages(
+    rewards: np.ndarray, num_generations: int, scale: str, std_floor: float = STD_FLOOR
+) -> np.ndarray:
+    """float32 [samples]: A_i = (r_i - mean(group)) / (std + std_floor) (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+
+    `scale` "group" divides by the group's standard deviation; "batch" by that of the step's rewards
+    (arXiv:2508.08221); "none" not at all (Dr. GRPO, arXiv:2503.20783, section 3.2). Deviations are
+    sample ones (n - 1). A group of one, and a group whose rewards are all equal, have advantage 0. `rewards` float
+    [samples]; raises ValueError on NaN.
+    """
+    groups = _groups(rewards, num_generations)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    if scale == "group" and num_generations > 1:
+        centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + std_floor)
+    elif scale == "batch" and groups.size > 1:
+        centred = centred / (groups.std(ddof=1) + std_floor)
+    centred[zero_std_groups(rewards, num_generations)] = 0.0
+    return centred.reshape(-1).astype(np.float32)
+
+
+def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    """float32 [samples]: A_i = r_i - sum over j != i of r_j / (k - 1), k = num_generations >= 2.
+
+    RLOO (arXiv:2402.14740, the leave-one-out estimator). Raises ValueError on NaN.
+    """
+    groups = _groups(rewards, num_generations)
+    others = (groups.sum(axis=1, keepdims=True) - groups) / (num_generations - 1)
+    advantages = groups - others
+    advantages[zero_std_groups(rewards, num_generations)] = 0.0
+    return advantages.reshape(-1).astype(np.float32)
+
+
+def reinforce_plus_plus(
+    rewards: np.ndarray,
+    penalties: Sequence[np.ndarray],
+    counted: np.ndarray,
+    num_generations: int | None,
+    std_floor: float = STD_FLOOR,
+) -> list[np.ndarray]:
+    """float32 [completion length] a sample: (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on.
+
+    Mean and population deviation (n) are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global
+    normalisation). With `num_generations` the group's mean is taken from r first, as its variant with baseline does.
+    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples that are not
+    `counted` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
+    """
+    centred = _groups(rewards, num_generations or 1)
+    if num_generations is not None:
+        centred = centred - centred.mean(axis=1, keepdims=True)
+    returns = [
+        reward - np.cumsum(penalty[::-1], dtype=np.float64)[::-1]
+        for reward, penalty in zip(centred.reshape(-1), penalties, strict=True)
+    ]
+    kept = [values for values, keep in zip(returns, counted, strict=True) if keep]
+    tokens = np.concatenate(kept) if kept else np.zeros(0)
+    mean, deviation = (float(tokens.mean()), float(tokens.std())) if tokens.size else (0.0, 0.0)
+    return [((values - mean) / (deviation + std_floor)).astype(np.float32) for values in returns]
+
+
+def zero_std_groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    """bool [groups]: nothing to learn from these, all their rewards are equal."""
+    groups = rewards.reshape(-1, num_generations)
+    return (groups == groups[:, :1]).all(axis=1)
+
+
+def _groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"{int((~np.isfinite(rewards)).sum())} rewards are not finite")
+    return rewards.astype(np.float64).reshape(-1, num_generations)

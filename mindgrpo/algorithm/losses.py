@@ -1,0 +1,162 @@
+"""The losses on host arrays: token weights, the figures of a step, and the reference the graph is held to.
+
+Pure numpy. The graph that is differentiated is update/loss_cell.py; `policy_loss` says the same without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mindgrpo.algorithm.loss_config import Objective
+
+
+def token_weights(
+    lengths: Sequence[int] | np.ndarray,
+    objective: Objective,
+    counted: np.ndarray | None = None,
+) -> np.ndarray:
+    """float32 [samples], the weight of each token of a sample, over the whole of an update.
+
+    With N samples of `lengths` |o_i| tokens:
+    grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
+    bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
+    cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
+    dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
+
+    N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
+    bnpo's local batch is the update for the same reason. Samples that are not `counted` (bool [samples]; DAPO's
+    over-long filtering, section 3.4) weigh nothing and are not in N nor in the sum.
+    """
+    sizes = np.asarray(lengths, np.float64)
+    mask = np.ones(sizes.size) if counted is None else np.asarray(counted, np.float64)
+    number = max(1.0, mask.sum())
+    if objective.loss_type == "grpo":
+        weights = 1.0 / (np.maximum(sizes, 1.0) * number)
+    elif objective.loss_type == "dr_grpo":
+        weights = np.full(sizes.size, 1.0 / (number * objective.max_completion_length))
+    else:
+        weights = np.full(sizes.size, 1.0 / max(1.0, float((sizes * mask).sum())))
+    return (weights * mask).astype(np.float32)
+
+
+def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
+    """An estimate of KL(policy || reference) a token, from tokens that the policy drew.
+
+    With d = logp - ref: k1 = d, unbiased; k2 = d^2 / 2; k3 = exp(-d) + d - 1 >= 0, unbiased (J. Schulman,
+    "Approximating KL divergence", 2020; k3: arXiv:2402.03300, equation 4).
+    """
+    difference = logps - reference
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return 0.5 * difference**2
+    return np.exp(-difference) + difference - 1.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """An update's completion tokens, sample after sample: float [tokens] each, `lengths` int [samples]."""
+
+    logps: np.ndarray
+    old: np.ndarray
+    reference: np.ndarray
+    entropy: np.ndarray
+    advantages: np.ndarray
+    weights: np.ndarray
+    factors: np.ndarray
+    lengths: np.ndarray
+
+
+def importance_ratio(
+    logps: np.ndarray, old: np.ndarray, lengths: np.ndarray, level: str
+) -> np.ndarray:
+    """float [tokens]: token: exp(logp_t - old_t); sequence: exp of its mean over the sample, for all its tokens.
+
+    (GSPO, arXiv:2507.18071, equation 7.)
+    """
+    difference = logps - old
+    if level == "sequence":
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        sums = np.bincount(owners, difference, minlength=len(lengths))
+        difference = (sums / np.maximum(lengths, 1))[owners]
+    return np.exp(difference)
+
+
+def surrogate(ratio: np.ndarray, advantages: np.ndarray, objective: Objective) -> np.ndarray:
+    """What is maximised, a token; ends of the clip apart (DAPO, arXiv:2503.14476, equation 10).
+
+    min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3). Two-sided: rho in the first term is
+    min(rho, delta) (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0
+    (arXiv:1912.09729, equation 5).
+    """
+    bounded = ratio if objective.delta is None else np.minimum(ratio, objective.delta)
+    clipped = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    value = np.minimum(bounded * advantages, clipped * advantages)
+    if objective.dual_clip is not None:
+        floor = objective.dual_clip * advantages
+        value = np.where(advantages < 0, np.maximum(value, floor), value)
+    return np.asarray(value)
+
+
+def cispo_surrogate(
+    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, objective: Objective
+) -> np.ndarray:
+    """sg(clip(rho, 1 - low, 1 + high)) A logp: the weight is a constant, no token loses its gradient.
+
+    (MiniMax-M1, arXiv:2506.13585, equations 4 and 5.)
+    """
+    weight = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    return np.asarray(weight * advantages * logps)
+
+
+def policy_loss(tokens: Tokens, objective: Objective, held: np.ndarray | None = None) -> float:
+    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the mismatch factor, H the entropy.
+
+    `held` float [tokens] are the log-probs where stop-gradients stand, for differences; None: the policy's.
+    """
+    level = objective.importance_sampling_level
+    if objective.loss_type == "cispo":
+        constant = tokens.logps if held is None else held
+        ratio = importance_ratio(constant, tokens.old, tokens.lengths, level)
+        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, objective)
+    else:
+        ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
+        gain = surrogate(ratio, tokens.advantages, objective)
+    terms = -tokens.factors * gain
+    if objective.beta > 0:
+        terms = terms + objective.beta * kl_estimate(
+            tokens.logps, tokens.reference, objective.kl_estimator
+        )
+    if objective.entropy_coef > 0:
+        terms = terms - objective.entropy_coef * tokens.entropy
+    return float((tokens.weights * terms).sum())
+
+
+def clipped(tokens: Tokens, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+    """bool [tokens] twice: the clip's lower, its upper end decided the token's term, not the ratio.
+
+    With ratios of whole samples bool [samples] twice, of the samples that have tokens: a sample is clipped as one.
+    For cispo: the weight was clipped. The bound of delta or dual_clip counts as an upper end.
+    """
+    level = objective.importance_sampling_level
+    ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
+    advantages = tokens.advantages
+    if level == "sequence":
+        starts = np.cumsum(tokens.lengths) - tokens.lengths
+        rows = np.flatnonzero(tokens.lengths)
+        owners = np.repeat(np.arange(len(tokens.lengths)), tokens.lengths)
+        sums = np.bincount(owners, advantages, minlength=len(tokens.lengths))
+        # A sample's advantage is one number unless KL in the reward makes it a token's own.
+        advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
+        ratio = ratio[starts[rows]]
+    low, high = ratio < 1.0 - objective.epsilon_low, ratio > 1.0 + objective.epsilon_high
+    if objective.loss_type == "cispo":
+        return low, high
+    low, high = low & (advantages < 0), high & (advantages > 0)
+    bound = objective.delta if objective.dual_clip is None else objective.dual_clip
+    if bound is not None:
+        high = high | ((ratio > bound) & (advantages < 0))
+    return low, high

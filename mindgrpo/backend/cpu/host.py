@@ -1,0 +1,343 @@
+"""The ranks of one host: how one finds the others, maps memory with them, waits for them and learns of their end.
+
+Shared memory is nameless (memfd): a rank tells on the job's board what it offers and the others open it through
+/proc, so that /dev/shm needs no room and nothing is left behind by a crash. The board itself, a few pages, has a
+name until all have mapped it. Refuses to know what the memory is for, and to wait for a rank that has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.cpu.waiting import (
+    LINE,
+    Counters,
+    PolledCounters,
+    SleepingCounters,
+    Waits,
+    unheard,
+)
+from mindgrpo.backend.targets import BOARD_FOLDERS
+from mindgrpo.errors import UserError
+from mindgrpo.presence.rank import Presence
+
+PAGE_BYTES = 4096
+# Where a board may lie; the first that takes it.
+# Ranks import for a while before they come to the board; none is known by its process before.
+MEET_SECONDS = 300.0
+MEET_NAPS = (0.001, 0.02)
+STALE_SECONDS = 3600.0
+MAX_OFFERS = 1000
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """Every rank of one msrun has the same parent, and two runs never share parent and port."""
+    job = environment.get("MINDGRPO_JOB")
+    return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+
+
+def remove_board(environment: Mapping[str, str]) -> None:
+    """What ranks that were killed while they met have left behind."""
+    for folder in BOARD_FOLDERS:
+        for path in folder.glob(f"mindgrpo-{job_name(environment)}-board*"):
+            path.unlink(missing_ok=True)
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that has ended, also while nobody has collected its status."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+class Far(Protocol):
+    """What else ends a wait: ranks that this host's wait for, on other hosts."""
+
+    def check(self) -> None: ...
+
+    def lost(self, rank: int | None) -> PeerLost: ...
+
+    def tell(self, rank: int, words: str) -> None: ...
+
+
+class Host:
+    """This rank among the ranks of `job` that share a host: `ranks`, all `world_size` unless told.
+
+    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `presence` knows
+    how a rank ended.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        world_size: int,
+        library: ctypes.CDLL | None = None,
+        spins: int = 0,
+        presence: Presence | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self._presence = presence
+        self._waits: Waits = presence.waits if presence else unheard
+        if presence and library is not None:
+            library.group_tell_waits_at.argtypes = [ctypes.c_void_p]
+            library.group_tell_waits_at(presence.waits_address)
+            # Writes there as long as it is loaded.
+            library.__dict__["waits_told_by"] = presence
+        self.ranks = tuple(range(world_size) if ranks is None else ranks)
+        self.far: Far | None = None
+        self.job, self.rank, self.world_size = job, rank, world_size
+        self.library, self.spins = library, spins
+        self._pids: dict[int, int] = {}
+        self._board: Board | None = None
+
+    @property
+    def board(self) -> Board:
+        if self._board is None:
+            self._board = Board(self)
+        return self._board
+
+    def know(self, rank: int, pid: int) -> None:
+        self._pids[rank] = pid
+
+    def pid_of(self, rank: int) -> int:
+        return self._pids[rank]
+
+    def known_pid(self, rank: int) -> int:
+        """0 before the ranks have met."""
+        return self._pids.get(rank, 0)
+
+    def check_failure(self) -> None:
+        """Raises PeerLost if the end of a rank is why the C library failed."""
+        pid = 0 if self.library is None else self.library.group_lost_pid()
+        if pid:
+            raise self.lost(pid)
+
+    def lost(self, pid: int) -> PeerLost:
+        """`pid` below 0: of a rank on another host."""
+        if pid < 0 and self.far is not None:
+            return self.far.lost(None)
+        rank = next((rank for rank, known in self._pids.items() if known == pid), None)
+        if rank is None:
+            return PeerLost(f"process {pid} of this job has ended; its log says why")
+        known = self._presence.ending_of(rank) if self._presence else ""
+        words = known or f"rank {rank} (process {pid}) has ended; its log says why"
+        if self.far is not None:
+            self.far.tell(rank, words)
+        return PeerLost(words)
+
+    def counters(self, memory: mmap.mmap, start: int, count: int) -> Counters:
+        if self.library is None:
+            return PolledCounters(memoryview(memory)[start : start + count * LINE], self._waits)
+        return SleepingCounters(self.library, address_of(memory) + start, self.spins, self._waits)
+
+
+def address_of(memory: mmap.mmap) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
+
+
+def header_bytes(num_ranks: int) -> int:
+    """A counter a rank for whoever uses the memory, another that says "attached", the ranks' process ids and one
+    more: that of the first whose end was noticed."""
+    used = 2 * num_ranks * LINE + 8 * (num_ranks + 1)
+    return -(-used // PAGE_BYTES) * PAGE_BYTES
+
+
+class Joined:
+    """Memory that `ranks` have all mapped, `num_bytes` behind a header. Closes `descriptor`."""
+
+    def __init__(self, host: Host, ranks: Sequence[int], descriptor: int, num_bytes: int) -> None:
+        self._host, self._ranks = host, tuple(ranks)
+        size = len(self._ranks)
+        self._header_bytes = header_bytes(size)
+        self.memory = mmap.mmap(descriptor, self._header_bytes + num_bytes)
+        self._pids_start = 2 * size * LINE
+        self._pids = np.frombuffer(self.memory, np.int64, size + 1, self._pids_start)
+        self.counters = host.counters(self.memory, 0, size)
+        try:
+            self._attach()
+        finally:
+            os.close(descriptor)
+
+    def _attach(self) -> None:
+        size = len(self._ranks)
+        index = self._ranks.index(self._host.rank)
+        start = size * LINE
+        attached = self._host.counters(self.memory, start, size)
+        self._pids[index] = os.getpid()
+        attached.post(index, attached.kind)
+        attached.wait(range(size), 1, self.check)
+        kinds = np.frombuffer(self.memory, np.uint32, size * LINE // 4, start)[:: LINE // 4]
+        if len(set(kinds.tolist())) > 1:
+            raise RuntimeError(
+                f"ranks {self._ranks} do not all have the C kernels: set MINDGRPO_NATIVE=0 for all, "
+                "or see that each finds the compiler and ~/.cache/mindgrpo"
+            )
+
+    def check(self) -> None:
+        """Raises PeerLost, for all members with the name of the one whose end was noticed first."""
+        if self._host.far is not None:
+            self._host.far.check()
+        if not self._pids[-1]:
+            ended = [pid for pid in self._pids[:-1].tolist() if pid and not is_alive(pid)]
+            self._pids[-1] = ended[0] if ended else 0
+        if self._pids[-1]:
+            raise self._host.lost(int(self._pids[-1]))
+
+    @property
+    def address(self) -> int:
+        return address_of(self.memory) + self._header_bytes
+
+    @property
+    def pids_address(self) -> int:
+        return address_of(self.memory) + self._pids_start
+
+    def array(self, start: int, num_bytes: int) -> np.ndarray:
+        """uint8 [num_bytes], a view."""
+        return np.frombuffer(self.memory, np.uint8, num_bytes, self._header_bytes + start)
+
+
+class Board(Joined):
+    """What each rank offers to the others: (hash of a name, descriptor), in the order of offering."""
+
+    def __init__(self, host: Host) -> None:
+        self._deadline = time.monotonic() + MEET_SECONDS
+        self._num_offers = 0
+        size = len(host.ranks)
+        num_bytes = size * MAX_OFFERS * 16
+        # Where one machine is told to be several hosts, each has its own.
+        name = f"mindgrpo-{host.job}-board{host.ranks[0] or ''}"
+        total = header_bytes(size) + num_bytes
+        if host.rank == host.ranks[0]:
+            _remove_stale()
+            path, descriptor = _create(name, total)
+        else:
+            path, descriptor = self._open(name, total)
+        try:
+            super().__init__(host, host.ranks, descriptor, num_bytes)
+        finally:
+            # Also where it failed, and whoever is left: nobody else will come.
+            path.unlink(missing_ok=True)
+        for rank, pid in zip(self._ranks, self._pids[:-1].tolist(), strict=True):
+            host.know(rank, pid)
+        table = self.array(0, num_bytes).view(np.int64)
+        self._offers = table.reshape(size, MAX_OFFERS, 2)
+        self._index = {rank: index for index, rank in enumerate(host.ranks)}
+
+    def check(self) -> None:
+        if time.monotonic() > self._deadline:
+            here = self._pids[:-1].tolist()
+            missing = [rank for rank, pid in zip(self._ranks, here, strict=True) if not pid]
+            if missing:
+                raise PeerLost(f"ranks {missing} did not come within {MEET_SECONDS:.0f} s")
+        super().check()
+
+    def _open(self, name: str, total: int) -> tuple[Path, int]:
+        nap, longest = MEET_NAPS
+        while True:
+            for path in (folder / name for folder in BOARD_FOLDERS):
+                try:
+                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                except OSError:
+                    continue
+                if os.fstat(descriptor).st_size == total:
+                    return path, descriptor
+                os.close(descriptor)
+            if time.monotonic() > self._deadline:
+                raise PeerLost(
+                    f"rank {self._host.ranks[0]} did not come within {MEET_SECONDS:.0f} s"
+                )
+            time.sleep(nap)
+            nap = min(2 * nap, longest)
+
+    def offer(self, name: str, descriptor: int) -> None:
+        if self._num_offers == MAX_OFFERS:
+            raise RuntimeError(f"one rank offers at most {MAX_OFFERS} pieces of memory")
+        self._offers[self._index[self._host.rank], self._num_offers] = _hash(name), descriptor
+        self._num_offers += 1
+        self.counters.post(self._index[self._host.rank], self._num_offers)
+
+    def take(self, name: str, rank: int) -> int:
+        """A descriptor of our own for what `rank` offers under `name`, as soon as it does."""
+        wanted, seen, index = _hash(name), 0, self._index[rank]
+        while True:
+            self.counters.wait([index], seen + 1, self.check)
+            key, descriptor = self._offers[index, seen].tolist()
+            if key == wanted:
+                path = f"/proc/{self._host.pid_of(rank)}/fd/{descriptor}"
+                return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            seen += 1
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def _create(name: str, total: int) -> tuple[Path, int]:
+    reasons = []
+    for path in (folder / name for folder in BOARD_FOLDERS):
+        partial = path.with_name(path.name + ".partial")
+        try:
+            path.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            descriptor = os.open(partial, flags, 0o600)
+        except OSError as error:
+            reasons.append(f"{path.parent}: {error.strerror}")
+            continue
+        try:
+            # A file with holes would end a rank with a bus error where the folder is full.
+            os.posix_fallocate(descriptor, 0, total)
+            os.rename(partial, path)
+        except OSError as error:
+            os.close(descriptor)
+            partial.unlink(missing_ok=True)
+            reasons.append(f"{path.parent}: {error.strerror}")
+            continue
+        return path, descriptor
+    raise UserError(
+        f"Ranks need {total >> 10} KiB in a folder to find each other, but there is no room for it "
+        f"({'; '.join(reasons)}); free some or mount a tmpfs at {BOARD_FOLDERS[0]}."
+    )
+
+
+def _remove_stale() -> None:
+    """Boards of jobs that were killed while they met."""
+    for folder in BOARD_FOLDERS:
+        for path in folder.glob("mindgrpo-*-board*"):
+            starter = path.name.split("-")[1]
+            try:
+                old = time.time() - path.stat().st_mtime > STALE_SECONDS
+                if old and starter.isdecimal() and not is_alive(int(starter)):
+                    path.unlink()
+            except OSError:
+                continue
+
+
+def nameless(name: str, total: int) -> int:
+    """A descriptor of `total` bytes of memory that goes with its last user."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, total)
+    except OSError as error:
+        os.close(descriptor)
+        limit = " (ulimit -f)" if error.errno == errno.EFBIG else ""
+        raise UserError(
+            f"The ranks of this host need {total / 2**20:.1f} MiB of shared memory for {name}, which the system "
+            f"refuses: {error.strerror}{limit}; raise the limit or use fewer ranks."
+        ) from None
+    return descriptor

@@ -1,0 +1,254 @@
+"""Groups of ranks: sum, gather and barrier over one segment of shared memory on each host.
+
+NativeGroup leaves the work and the waits to the C library, so that graphs reach the same group; PolledGroup is the
+same in Python, for hosts without a C compiler. Refuses to mix them and to wait for a rank that has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import weakref
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.shared_memory import Segment
+
+SMALL_BYTES = 32 * 1024
+# The enums of native/collective.h and .c.
+KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
+OUT_OF_STEP, LOST, BUSY = 2, 3, 4
+
+
+class SharedGroup(ABC):
+    def __init__(self, host: Host, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(host.rank)
+        self._host = host
+
+    @property
+    def _segment_name(self) -> str:
+        return "group-" + "_".join(map(str, self.ranks))
+
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
+        """out = the sum of the members' `source`, both contiguous and of one dtype, added in rank order."""
+
+    @abstractmethod
+    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+        """Every member's bytes; `sizes` int64 [members] says how many each gives."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every member's value, pickled through memory between this job's own processes only."""
+        payload = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
+        sizes = np.zeros(len(self.ranks), np.int64)
+        sizes[self.index] = payload.size
+        self.sum_into(sizes, sizes)
+        return [pickle.loads(part.data) for part in self._gather_bytes(payload, sizes)]
+
+
+class Way(Protocol):
+    """From the members of a group on this host to those on the hosts before and after it in the group's order.
+
+    The sockets are -1 where there is no such host, and on all but the first member here.
+    """
+
+    first: int  # of the group's members, the first that is here
+    before: int
+    after: int
+
+
+class NativeGroup(SharedGroup):
+    """`graph_id` is what a graph's kernel finds this group by: it depends on the ranks alone.
+
+    `way` for a group that has members on other hosts too; `here` are those of this one.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ranks: Sequence[int],
+        buffer_bytes: int,
+        here: Sequence[int] | None = None,
+        way: Way | None = None,
+    ) -> None:
+        super().__init__(host, ranks)
+        assert host.library is not None
+        self._library = host.library
+        _declare(self._library)
+        self.graph_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
+        members = tuple(here or self.ranks)
+        size = len(members)
+        slot_bytes = -(-buffer_bytes // 64) * 64
+        control = self._library.group_control_bytes(size)
+        num_slots = size + (way is not None and way.first > 0)
+        segment = Segment(host, self._segment_name, members, control + 2 * num_slots * slot_bytes)
+        status = self._library.group_register(
+            self.graph_id,
+            segment.address,
+            slot_bytes,
+            members.index(host.rank),
+            size,
+            segment.pids_address,
+            host.spins,
+        )
+        if status:
+            raise RuntimeError("more groups than the C library has places for")
+        if way is not None:
+            everywhere = len(self.ranks)
+            self._library.group_span(self.graph_id, way.first, everywhere, way.before, way.after)
+        self._way = way
+        # The segment lives as long as the library may look into it.
+        weakref.finalize(self, _forget, self._library, self.graph_id, segment)
+
+    def _done(self, status: int) -> None:
+        if status == LOST:
+            self._host.check_failure()
+        if status == OUT_OF_STEP:
+            raise RuntimeError(f"ranks {self.ranks} did not make the same calls in the same order")
+        if status:
+            raise RuntimeError(f"group {self.ranks}: two calls at a time (status {status})")
+
+    def barrier(self) -> None:
+        self._done(self._library.group_barrier(self.graph_id))
+
+    def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
+        kind = KINDS[source.dtype.name]
+        self._done(
+            self._library.group_sum_of(
+                self.graph_id, kind, _address(source), source.size, _address(out)
+            )
+        )
+
+    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+        whole = np.empty(int(sizes.sum()), np.uint8)
+        self._done(
+            self._library.group_gather_bytes(
+                self.graph_id, _address(mine), _address(sizes), _address(whole)
+            )
+        )
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+
+def _forget(library: ctypes.CDLL, graph_id: int, segment: Segment) -> None:
+    library.group_forget(graph_id, segment.address)
+
+
+def _address(array: np.ndarray) -> int:
+    if not array.flags.c_contiguous:
+        raise ValueError("an array with gaps cannot be shared: copy it first")
+    return int(array.ctypes.data)
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    id_, small = ctypes.c_int32, ctypes.c_int32
+    library.group_control_bytes.restype = number
+    library.group_control_bytes.argtypes = [small]
+    library.group_lost_pid.restype = number
+    library.group_register.argtypes = [
+        id_,
+        pointer,
+        number,
+        small,
+        small,
+        pointer,
+        ctypes.c_uint32,
+    ]
+    library.group_span.argtypes = [id_, small, small, small, small]
+    library.group_forget.argtypes = [id_, pointer]
+    library.group_forget.restype = None
+    library.group_barrier.argtypes = [id_]
+    library.group_sum_of.argtypes = [id_, small, pointer, number, pointer]
+    library.group_gather_bytes.argtypes = [id_, pointer, pointer, pointer]
+
+
+class PolledGroup(SharedGroup):
+    """Two alternating buffers a member.
+
+    A buffer is written again two operations later, which a member reaches only after every other has posted the
+    operation in between, and so has read the earlier one.
+    """
+
+    def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
+        super().__init__(host, ranks)
+        self._buffer_bytes = buffer_bytes
+        size = len(self.ranks)
+        self._segment = Segment(host, self._segment_name, ranks, 2 * size * buffer_bytes)
+        self._buffers = [
+            [
+                self._segment.array((half * size + i) * buffer_bytes, buffer_bytes)
+                for i in range(size)
+            ]
+            for half in range(2)
+        ]
+        self._posted = 0
+        self._turn = 0
+
+    def _post_and_wait(self) -> None:
+        self._posted += 1
+        counters = self._segment.counters
+        counters.post(self.index, self._posted)
+        counters.wait(range(len(self.ranks)), self._posted, self._segment.check)
+
+    def _next_buffers(self) -> list[np.ndarray]:
+        self._turn ^= 1
+        return self._buffers[self._turn]
+
+    def barrier(self) -> None:
+        self._next_buffers()
+        self._post_and_wait()
+
+    def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
+        step = self._buffer_bytes // source.itemsize
+        for start in range(0, source.size, step):
+            self._sum_piece(source[start : start + step], out[start : start + step])
+
+    def _sum_piece(self, source: np.ndarray, out: np.ndarray) -> None:
+        views = [b[: source.nbytes].view(source.dtype) for b in self._next_buffers()]
+        np.copyto(views[self.index], source)
+        self._post_and_wait()
+        if source.nbytes <= SMALL_BYTES:
+            self._add(views, slice(None), out)
+            return
+        # Each member adds its own share into its own buffer, where nobody else reads that share.
+        size = len(views)
+        cuts = [source.size * i // size for i in range(size + 1)]
+        shares = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        mine = shares[self.index]
+        self._add(views, mine, out[mine])
+        np.copyto(views[self.index][mine], out[mine])
+        self._post_and_wait()
+        for view, share in zip(views, shares, strict=True):
+            np.copyto(out[share], view[share])
+
+    @staticmethod
+    def _add(views: list[np.ndarray], share: slice, out: np.ndarray) -> None:
+        np.add(views[0][share], views[1][share], out=out)
+        for view in views[2:]:
+            np.add(out, view[share], out=out)
+
+    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+        arrays = [np.empty(size, np.uint8) for size in sizes]
+        for start in range(0, int(sizes.max()), self._buffer_bytes):
+            buffers = self._next_buffers()
+            piece = mine[start : start + self._buffer_bytes]
+            buffers[self.index][: piece.size] = piece
+            self._post_and_wait()
+            for part, buffer in zip(arrays, buffers, strict=True):
+                wanted = part[start : start + self._buffer_bytes]
+                np.copyto(wanted, buffer[: wanted.size])
+        return arrays
+
+
+def shared_group(host: Host, ranks: Sequence[int], buffer_bytes: int) -> SharedGroup:
+    kind = PolledGroup if host.library is None else NativeGroup
+    return kind(host, ranks, buffer_bytes)

@@ -1,0 +1,1 @@
+"""Implements the backend on MindSpore's communication and device memory."""

@@ -1,0 +1,295 @@
+"""The CPU's own kernels as cells: each calls C code of native/ and carries its own backward.
+
+Refuses to fall back: where there is no library, the backend gives plain_kernels.py instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels.contract import (
+    AdamWNumbers,
+    Heads,
+    Kernels,
+    Vocabulary,
+)
+from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
+
+
+# How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
+def _as_first(first: Any, *others: Any) -> Any:
+    return first
+
+
+def _as_first_twice(first: Any, *others: Any) -> Any:
+    return first, first
+
+
+def _as_first_two(first: Any, second: Any, *others: Any) -> Any:
+    return first, second
+
+
+def _half_as_wide(both: Any, *others: Any) -> Any:
+    return [both[0], both[1] // 2]
+
+
+def _table_rows(tokens: Any, table: Any, *others: Any) -> Any:
+    return [tokens[0], table[1]]
+
+
+def _type_of_second(first: Any, second: Any, *others: Any) -> Any:
+    return second
+
+
+def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
+    return third
+
+
+class _RmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.run = operation("rms_norm", _as_first, _as_first)
+        self.back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        self.eps = Tensor([eps], ms.float32)
+        self.nothing = Tensor([0.0], ms.float32)
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.run(x, weight, self.eps)
+
+    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
+        return self.back(x, weight, self.eps, dout, self.nothing)
+
+
+class _AddRmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.run = operation("add_rms_norm", _as_first_twice, _as_first_twice)
+        self.back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        self.eps = Tensor([eps], ms.float32)
+
+    def construct(self, x: Any, added: Any, weight: Any) -> Any:
+        return self.run(x, added, weight, self.eps)
+
+    def bprop(self, x: Any, added: Any, weight: Any, out: Any, dout: Any) -> Any:
+        dx, dweight = self.back(out[0], weight, self.eps, dout[1], dout[0])
+        return dx, dx, dweight
+
+
+class _Gated(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = operation("gated", _half_as_wide, _as_first)
+        self.back = operation("gated_grad", _as_first, _as_first)
+
+    def construct(self, both: Any) -> Any:
+        return self.run(both)
+
+    def bprop(self, both: Any, out: Any, dout: Any) -> Any:
+        return (self.back(both, dout),)
+
+
+class _Embedding(nn.Cell):
+    def __init__(self, first_token: int) -> None:
+        super().__init__()
+        self.run = operation("embed", _table_rows, _type_of_second)
+        self.back = operation("embed_grad", _as_third, _as_third)
+        self.first = Tensor([first_token], ms.int32)
+
+    def construct(self, tokens: Any, table: Any) -> Any:
+        return self.run(tokens, table, self.first)
+
+    def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
+        return ops.zeros_like(tokens), self.back(tokens, dout, table, self.first)
+
+
+class _Places(nn.Cell):
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return positions, spans
+
+
+class _Attention(nn.Cell):
+    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        queries, dim = heads.queries, heads.dim
+
+        def mixed_shapes(qkv: Any, *others: Any) -> Any:
+            return [qkv[0], queries * dim], [qkv[0], queries]
+
+        def gradient_shapes(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        def gradient_types(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        self.run = operation("attention", mixed_shapes, _as_first_twice)
+        self.back = operation("attention_grad", gradient_shapes, gradient_types)
+        self.rotary = Tensor(rotary)
+        flags = (int(heads.has_bias), int(heads.norm_eps is not None))
+        self.sizes = Tensor([queries, heads.kv, dim, *flags], ms.int32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, dim**-0.5], ms.float32)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        return self.run(
+            qkv, bias, q_norm, k_norm, positions, spans, self.rotary, self.sizes, self.numbers
+        )
+
+    def bprop(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        out: Any,
+        dout: Any,
+    ) -> Any:
+        dqkv, dbias, dq_norm, dk_norm = self.back(
+            qkv,
+            bias,
+            q_norm,
+            k_norm,
+            positions,
+            spans,
+            self.rotary,
+            self.sizes,
+            self.numbers,
+            out[0],
+            out[1],
+            dout[0],
+        )
+        return dqkv, dbias, dq_norm, dk_norm, ops.zeros_like(positions), ops.zeros_like(spans)
+
+
+class _Mixed(nn.Cell):
+    """Hides the log-sum-exp, which only the backward wants."""
+
+    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.attention = _Attention(heads, rotary)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans)
+        return mixed
+
+
+def _four_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 4]
+
+
+class _LogProbPieces(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_pieces", _four_a_row, _as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale)
+
+
+class _LogProbGrad(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_grad", _as_first, _as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(
+        self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
+    ) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    if not array.flags.c_contiguous:
+        raise ValueError("a kernel needs memory without gaps")
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+class NativeKernels(Kernels):
+    ragged = True
+    has_adamw = True
+    has_slots = True
+
+    def __init__(self) -> None:
+        found = library()
+        if found is None:
+            raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
+        self._adamw, self._square_sum = found.adamw, found.square_sum
+        self._adamw.restype = None
+        self._square_sum.restype = ctypes.c_double
+
+    def rms_norm(self, eps: float) -> nn.Cell:
+        return _RmsNorm(eps)
+
+    def add_rms_norm(self, eps: float) -> nn.Cell:
+        return _AddRmsNorm(eps)
+
+    def gated(self) -> nn.Cell:
+        return _Gated()
+
+    def embedding(self, first_token: int) -> nn.Cell:
+        return _Embedding(first_token)
+
+    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+        return _Places()
+
+    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+        return _Mixed(heads, rotary)
+
+    def adamw(
+        self,
+        weight: np.ndarray,
+        gradient: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        numbers: AdamWNumbers,
+    ) -> None:
+        n = numbers
+        values = np.array(
+            [
+                n.lr,
+                n.beta1,
+                n.beta2,
+                n.eps,
+                1.0 - n.lr * n.weight_decay,
+                1.0 - n.beta1**n.count,
+                1.0 - n.beta2**n.count,
+                n.scale,
+            ]
+        )
+        arrays = (_address(a) for a in (weight, gradient, first, second))
+        self._adamw(*arrays, ctypes.c_int64(weight.size), _address(values))
+
+    def square_sum(self, array: np.ndarray) -> float:
+        flat = np.ascontiguousarray(array)
+        return float(self._square_sum(_address(flat), ctypes.c_int64(flat.size)))
+
+    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+        return _LogProbPieces(vocabulary)
+
+    def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
+        return _LogProbGrad(vocabulary)
+
+    def slots(
+        self,
+        share: Share,
+        rules: Rules,
+        rotary: np.ndarray,
+        slots: int,
+        prompt_rows: int,
+        memory: Memory,
+    ) -> NativeSlots:
+        return NativeSlots(share, rules, rotary, slots, prompt_rows, memory)

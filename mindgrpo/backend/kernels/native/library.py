@@ -1,0 +1,146 @@
+"""The C kernels of native/: compiled once for this machine, kept in the user's cache, loaded by path.
+
+Compiled where they run, so that they use what the processor has. Refuses to know what a kernel computes; without a
+C compiler there is no library, and the callers go on with MindSpore's own operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).resolve().parent
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-std=gnu11",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+)
+
+
+def cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "mindgrpo"
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+
+
+def may_build() -> bool:
+    """True where a library is wanted and a compiler is there; it may still fail."""
+    return os.environ.get("MINDGRPO_NATIVE") != "0" and compiler() is not None
+
+
+def _key(program: str) -> str:
+    """Changes with the sources, the flags, the compiler and the processor."""
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    for source in sorted(SOURCES.glob("*.[ch]")):
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run([program, "--version"], capture_output=True, timeout=20)
+    digest.update(version.stdout)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    digest.update("\n".join(sorted({x for x in lines if x.startswith(("flags", "Feat"))})).encode())
+    return digest.hexdigest()[:16]
+
+
+class Unavailable(Exception):
+    """Why there is no library: what is wrong, and the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
+
+
+@cache
+def library_path() -> Path | None:
+    """The compiled library; None where there is no compiler or it fails."""
+    try:
+        return build()
+    except Unavailable:
+        return None
+
+
+@cache
+def build() -> Path:
+    """The library, compiled now if it is not there yet. Raises Unavailable."""
+    if os.environ.get("MINDGRPO_NATIVE") == "0":
+        raise Unavailable("the C kernels are switched off by MINDGRPO_NATIVE=0", "unset it")
+    program = compiler()
+    if program is None:
+        raise Unavailable("there is no C compiler for the kernels", "install gcc")
+    folder = cache_directory()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"native-{_key(program)}.so"
+        with (folder / "native.lock").open("w") as lock:
+            # One rank compiles, the others wait for it.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(program, path)
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise Unavailable(
+            f"{program} cannot compile the C kernels ({said.splitlines()[0] if said else error})",
+            "install gcc with its libraries and OpenMP (gcc, libc6-dev, libgomp1)",
+        ) from None
+    except OSError as error:
+        raise Unavailable(
+            f"{folder} cannot hold the C kernels ({error.strerror or error})",
+            "set XDG_CACHE_HOME to a folder that can be written",
+        ) from None
+    return path
+
+
+def _compile(program: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        sources = sorted(SOURCES.glob("*.c"))
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        flags = [flag for flag in FLAGS if flag != "-shared"]
+        commands = [
+            [program, *flags, "-c", str(source), "-o", str(made)]
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as side_by_side:
+            list(side_by_side.map(_run, commands))
+        made = Path(folder) / path.name
+        _run([program, *FLAGS, *map(str, objects), "-o", str(made), "-lm"])
+        os.replace(made, path)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """For calls outside graphs: the same image that graphs call into, so both see one memory."""
+    path = library_path()
+    return None if path is None else ctypes.CDLL(str(path))
+
+
+def operation(symbol: str, out_shape: Callable[..., Any], out_dtype: Callable[..., Any]) -> Any:
+    """A graph operation on kernel `symbol`. Raises RuntimeError without a library."""
+    from mindspore import ops
+
+    path = library_path()
+    if path is None:
+        raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
+    return ops.Custom(f"{path}:{symbol}", out_shape=out_shape, out_dtype=out_dtype, func_type="aot")

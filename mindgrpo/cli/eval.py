@@ -1,0 +1,240 @@
+"""`python -m mindgrpo eval`: what a model earns on held-out prompts, on the ranks that there are.
+
+Only the generator has weights and a cache here: no optimizer, no reference, no policy. With the same model, seed, step
+and `model_parallel` the figures are those of a training run's own evaluation. Refuses to train.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.config import Config, Loaded, load_config, memory_bytes, require_run_keys
+from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
+from mindgrpo.config.roles import GenerateParallelConfig
+from mindgrpo.data.prompts import PromptSet
+from mindgrpo.data.sources import ALONE, Ranks
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.evaluation import (
+    Evaluator,
+    Mode,
+    Outcome,
+    modes_of,
+)
+from mindgrpo.grpo.rollout import check_rewards
+from mindgrpo.grpo.run_plan import check_positions, layout_of
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.monitor.console import Console
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.embedded.engine import Generator
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.evaluation_log import details, table, write_completions
+from mindgrpo.run.preflight import (
+    dry_run_rewards,
+    held_out_prompts,
+    read_model,
+    read_tokenizer,
+    runtime_settings,
+    sampling_settings,
+    scorer_of,
+)
+from mindgrpo.weights.pretrained import check_tensors, load_weights
+
+EVALUATION_KEYS: dict[str, str] = {
+    "actor_config.load": "the Hugging Face directory of the model, also --model",
+    "rl_config.eval_dataset_file": "the held-out data, also --data",
+    "reward_config.verifier_function": "the reward functions",
+}
+# Samples in flight on each replica, where generate_config.max_num_seqs does not say.
+MOST_SLOTS = 256
+# The only weights that there are.
+VERSION = 0
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """`scorer` is None where nobody scores."""
+
+    model: DecoderConfig
+    layout: Layout
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    scorer: Scorer | None
+    sampling: SamplingSettings
+    modes: list[Mode]
+    num_prompts: int
+
+    def check_rewards(self) -> None:
+        if self.scorer is not None:
+            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+
+    def room(self, config: Config) -> Room:
+        generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
+        prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
+        slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
+        return Room(
+            slots, group, prompts, generate.max_prompt_length, generate.sampling_config.max_tokens
+        )
+
+
+def grid_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
+    """The generator's layout on so many ranks: the configuration's `model_parallel`, and replicas on what is left.
+
+    One rank has the model whole. Raises UserError.
+    """
+    tp_size = 1 if world_size == 1 else asked.model_parallel
+    if world_size % tp_size:
+        raise UserError(
+            f"generate_config.parallel_config.model_parallel {tp_size} does not divide the {world_size} ranks of this "
+            "evaluation; start a multiple of it, or one rank, or set it to a divisor."
+        )
+    return GenerateParallelConfig(data_parallel=world_size // tp_size, model_parallel=tp_size)
+
+
+def read_inputs(
+    config: Config, world_size: int, ranks: Ranks = ALONE, scores: bool = True
+) -> EvaluationInputs:
+    """Everything an evaluation is given, read and checked without a device. Raises UserError."""
+    scorer = scorer_of(config) if scores else None
+    try:
+        model = read_model(config)
+        check_tensors(config.actor_config.load, parameter_specs(model))
+        check_positions(config, model)
+        grid = grid_for(config.generate_config.parallel_config, world_size)
+        tokenizer = read_tokenizer(config, model)
+        prompts = held_out_prompts(config, tokenizer, ranks)
+        assert prompts is not None
+        sampling = sampling_settings(config, tokenizer)
+        count = len(prompts[: config.rl_config.eval_samples])
+        modes = modes_of(config, sampling)
+        layout = layout_of(grid, model)
+        return EvaluationInputs(model, layout, tokenizer, prompts, scorer, sampling, modes, count)
+    except BaseException:
+        if scorer is not None:
+            scorer.close()
+        raise
+
+
+def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
+    """Raises UserError, also for a file that would be written over."""
+    line = parse_evaluation(argv)
+    loaded = load_config(line.config, line.overrides)
+    require_run_keys(loaded, needed=EVALUATION_KEYS)
+    for flag, path in (("--output", line.output), ("--completions", line.completions)):
+        if path is not None and path.exists():
+            raise UserError(
+                f"{flag} {path} exists, and nothing is written over; name another file."
+            )
+    return line, loaded
+
+
+def check(argv: Sequence[str], world_size: int) -> None:
+    """All that can be known of an evaluation without a device. Raises UserError."""
+    _, loaded = load(argv)
+    inputs = read_inputs(loaded.config, world_size)
+    try:
+        inputs.check_rewards()
+    finally:
+        assert inputs.scorer is not None
+        inputs.scorer.close()
+
+
+def main(argv: Sequence[str]) -> None:
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun's scheduler runs this program too, and may be so late that the evaluation has been written.
+        line = parse_evaluation(argv)
+        context = load_config(line.config, line.overrides).config.context
+        connect(context.device_target, context.transport, dict(os.environ))
+        return
+    line, loaded = load(argv)
+    config = loaded.config
+    context = config.context
+    settings = runtime_settings(config)
+    backend = connect(context.device_target, context.transport, dict(os.environ), settings)
+    outcomes, inputs = run(config, line.step, backend)
+    if backend.rank == 0:
+        figures = report(config, line.step, backend, inputs, outcomes)
+        print(table(outcomes), flush=True)
+        if line.output is not None:
+            line.output.parent.mkdir(parents=True, exist_ok=True)
+            line.output.write_text(json.dumps(figures, indent=2) + "\n")
+        if line.completions is not None:
+            line.completions.parent.mkdir(parents=True, exist_ok=True)
+            write_completions(line.completions, line.step, outcomes)
+    backend.close()
+
+
+def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], EvaluationInputs]:
+    """All ranks together."""
+    console = Console(backend.rank == 0)
+    ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
+    inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
+    console.line(f"  {config.actor_config.load}: generate {inputs.layout.grid}")
+    with console.phase("loading weights"):
+        generator = _generator(config, inputs, backend)
+    check_rewards(inputs.check_rewards, backend)
+    evaluator = Evaluator(
+        generator,
+        inputs.layout,
+        backend,
+        inputs.scorer,
+        inputs.tokenizer,
+        config.rl_config.seed,
+    )
+    with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
+        outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
+    for outcome in outcomes:
+        for name, message in outcome.scored.scores.messages.items():
+            console.line(f"  reward {name}: {message}")
+    if inputs.scorer is not None:
+        inputs.scorer.close()
+    return outcomes, inputs
+
+
+def _generator(config: Config, inputs: EvaluationInputs, backend: Backend) -> Generator:
+    """With its weights, and its cache on the device."""
+    room = inputs.room(config)
+    made = Generator(inputs.model, inputs.layout, backend, inputs.sampling, room)
+    budget = config.context.max_device_memory
+    residency = Residency(memory_bytes(budget) if budget else None)
+    residency.register("generator", [made.weights.pool], rebuilt=False, filled=True)
+    residency.register("kv_cache", made.pools, rebuilt=True, filled=False)
+    residency.activate("rollout")
+    load_weights(made.weights, config.actor_config.load)
+    made.version = VERSION
+    return made
+
+
+def report(
+    config: Config,
+    step: int,
+    backend: Backend,
+    inputs: EvaluationInputs,
+    outcomes: Sequence[Outcome],
+) -> dict[str, Any]:
+    """What --output gets. `eval` has the first mode's means, as a run's summary has them, `figures` all metrics."""
+    figures: dict[str, Any] = {}
+    for outcome in outcomes:
+        figures |= outcome.figures()
+    return {
+        "model": config.actor_config.load,
+        "data": config.rl_config.eval_dataset_file,
+        "prompts": inputs.num_prompts,
+        "seed": config.rl_config.seed,
+        "step": step,
+        "ranks": backend.world_size,
+        "layout": str(inputs.layout.grid),
+        "eval": outcomes[0].means,
+        "figures": figures,
+        "compiles": len(backend.compile_log.entries),
+        "modes": {outcome.mode.name: details(outcome) for outcome in outcomes},
+    }

@@ -1,0 +1,167 @@
+"""`python -m mindgrpo replay DUMP`: an update that was skipped, made again in one process and looked at.
+
+Computes with the weights that saw the batch, or with those of `--model`. Refuses to change weights and to write to
+the dump.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm import finite
+from mindgrpo.algorithm.finite import NotFinite
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
+from mindgrpo.config import Config, load_config
+from mindgrpo.errors import UserError
+from mindgrpo.run import batch_dump as dump
+
+ALONE = {"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1}
+ROLES = ("actor_config", "ref_config", "generate_config")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = Arguments(prog="mindgrpo replay")
+    parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
+    parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
+    parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")
+    flags = parser.parse_args(list(argv))
+    if flags.output and flags.output.exists():
+        raise UserError(
+            f"--output '{flags.output}' exists, and nothing is written over; name a new file."
+        )
+    kept = dump.read(flags.dump)
+    report = _told(kept)
+    print("\n".join(_stored_lines(kept, report)))
+    report["replay"] = _again(kept, flags.dump, flags.model)
+    print("\n".join(f"{name}: {value}" for name, value in report["replay"].items()))
+    if flags.output:
+        flags.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _told(kept: dump.Dump) -> dict[str, Any]:
+    about = kept.about
+    return {
+        "found": about.found,
+        "step": about.step,
+        "update": about.update,
+        "samples": len(kept.samples),
+        "members": len(about.members),
+        "stored": {name: _figures(arrays) for name, arrays in _stored(kept)},
+    }
+
+
+def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """What is known of the samples, an array a sample."""
+    for name, values in kept.rewards.items():
+        yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
+    for name in ("advantages", *dump.BY_TOKEN):
+        arrays = getattr(kept.samples, name)
+        if arrays is not None and len(arrays):
+            yield name, [np.atleast_1d(part) for part in arrays]
+
+
+def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
+    values = np.concatenate(arrays).astype(np.float64)
+    good = values[np.isfinite(values)]
+    bad = [i for i, part in enumerate(arrays) if not np.isfinite(part).all()]
+    return {
+        "count": int(values.size),
+        "not_finite": int(values.size - good.size),
+        "samples_not_finite": bad,
+        "lowest": float(good.min()) if good.size else None,
+        "highest": float(good.max()) if good.size else None,
+    }
+
+
+def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"step {report['step']}, update {report['update']}: {report['found']}"
+    yield f"{report['samples']} samples, {report['members']} of them in this update"
+    for name, figures in report["stored"].items():
+        line = f"  {name}: {figures['count']} numbers"
+        if figures["lowest"] is not None:
+            line += f" from {figures['lowest']:.6g} to {figures['highest']:.6g}"
+        if figures["not_finite"]:
+            samples = figures["samples_not_finite"]
+            line += f", {figures['not_finite']} not finite, in samples {samples[:10]}"
+        yield line
+    for i in _suspects(report)[:3]:
+        if i < len(kept.about.texts):
+            yield f"  sample {i}: {kept.about.texts[i]!r}"
+
+
+def _suspects(report: Mapping[str, Any]) -> list[int]:
+    bad = (figures["samples_not_finite"] for figures in report["stored"].values())
+    return sorted({i for samples in bad for i in samples})
+
+
+def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
+    weights = model or folder / dump.MODEL
+    if not weights.is_dir():
+        raise UserError(
+            f"'{folder}' was kept without weights (rl_config.dump_weights); give those to use with --model."
+        )
+    # What computes is imported only where something is computed.
+    from mindgrpo.backend.connect import connect
+    from mindgrpo.data.tokenizer import load_tokenizer
+    from mindgrpo.grpo.roles import update_settings
+    from mindgrpo.grpo.rollout import sample_logps
+    from mindgrpo.grpo.run_plan import plan_run
+    from mindgrpo.models.families import read_config
+    from mindgrpo.run.preflight import sampling_settings
+    from mindgrpo.training.policy import Policy
+    from mindgrpo.training.update import update
+    from mindgrpo.weights.pretrained import load_weights
+
+    config = _alone(folder / dump.CONFIG)
+    plan = plan_run(config, read_config(weights), 1)
+    backend = connect(None, None, dict(os.environ))
+    settings = update_settings(plan, sampling_settings(config, load_tokenizer(weights)), backend)
+    policy = Policy(plan.model, plan.train, backend, settings)
+    load_weights(policy.weights, weights)
+    samples, members = kept.samples, kept.about.members
+    outcome: dict[str, Any] = {"weights": str(weights)}
+    bad = finite.in_arrays(policy.weights.parts.items())
+    if bad is not None:
+        outcome["first number not finite in the weights"] = str(bad)
+    logps = sample_logps(policy.pipeline, plan.train, backend, samples)
+    outcome |= _compared(logps, samples.generator_logps)
+    if len(samples.advantages) != len(samples) or not members:
+        return outcome | {"update": "not made again: the batch was refused before its advantages"}
+    try:
+        report = update(policy, samples, members, kept.about.lr)
+    except NotFinite as error:
+        return outcome | {"update": f"refused again: {error.found}"}
+    finally:
+        backend.close()
+    return outcome | {
+        "update": "finite this time",
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+    }
+
+
+def _compared(logps: Sequence[np.ndarray], generator: Sequence[np.ndarray]) -> dict[str, Any]:
+    gaps = [np.abs(a - b) for a, b in zip(logps, generator, strict=True)]
+    largest = [float(gap.max()) if gap.size else 0.0 for gap in gaps]
+    bad = [i for i, part in enumerate(logps) if not np.isfinite(part).all()]
+    finite_gaps = [gap if np.isfinite(gap) else -1.0 for gap in largest]
+    worst = int(np.argmax(finite_gaps))
+    return {
+        "samples whose log-probs are not finite now": bad,
+        "largest gap to the generator's log-probs": f"{finite_gaps[worst]:.3g} (sample {worst})",
+    }
+
+
+def _alone(path: Path) -> Config:
+    """The run's configuration in one process: the layout changes nothing but where numbers are."""
+    words = [f"--{role}.parallel_config.{key}={n}" for role in ROLES for key, n in ALONE.items()]
+    words += ["--actor_config.offset=0", "--rl_config.resume_training=false"]
+    words += [f"--actor_config.lora.{key}=null" for key in ("rank", "alpha", "target_modules")]
+    return load_config(path, words).config

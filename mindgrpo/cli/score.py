@@ -1,0 +1,198 @@
+"""Tries rewards on a file of completions, without a model: `python -m mindgrpo score`.
+
+Scores as a run does, in steps of a few dozen samples, and prints a table. Refuses rows without an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
+from mindgrpo.config import memory_bytes
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.builtin.numerals import GOLD_MARK
+from mindgrpo.rewards.call import Columns
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Report, Scores
+from mindgrpo.strict_files import NotJson, parse_json
+
+STEP = 64
+ROWS_SHOWN = 20
+TEXT_WIDTH = 32
+# Keys of a run's completions.jsonl, and the names under which rewards get them.
+OF_A_RUN = {
+    "prompt": "prompts",
+    "token_ids": "completion_ids",
+    "length": "completion_lengths",
+    "finish_reason": "finish_reasons",
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    completions: list[str]
+    answers: list[str]
+    columns: Columns
+    note: str
+
+    def steps(self) -> Iterator[Trial]:
+        for start in range(0, len(self.completions), STEP):
+            part = slice(start, start + STEP)
+            columns = {name: values[part] for name, values in self.columns.items()}
+            yield Trial(self.completions[part], self.answers[part], columns, self.note)
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Arguments(
+        prog="mindgrpo score", description="Tries rewards on a file, without a model."
+    )
+    text = "a built-in name, module:function or file.py:function; once for each reward"
+    parser.add_argument("--reward", action="append", required=True, help=text)
+    parser.add_argument(
+        "--data", required=True, type=path_of, help="a .jsonl file, one sample a line"
+    )
+    text = "default: completion, or the answers themselves where there is no such column"
+    parser.add_argument("--completion-column", help=text)
+    text = "default: answer; what follows #### in it is the gold answer"
+    parser.add_argument("--answer-column", default="answer", help=text)
+    parser.add_argument("--limit", type=int, default=STEP, help="rows to score; 0: all (64)")
+    parser.add_argument("--deadline", type=float, default=10.0, help="as reward_config.deadline")
+    parser.add_argument("--memory", default="2GB", help="as reward_config.memory")
+    text = "tokens, for rewards by length (default: none)"
+    parser.add_argument("--max-completion-length", type=int, help=text)
+    return parser.parse_args(list(argv))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table. Raises UserError."""
+    flags = arguments(argv)
+    try:
+        limits = Limits(deadline=flags.deadline, memory=memory_bytes(flags.memory))
+    except ValueError as error:
+        raise UserError(f"--memory is {flags.memory!r}, but it {error}.") from None
+    rows = list(read_rows(flags.data, flags.limit))
+    trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
+    longest = flags.max_completion_length
+    facts = {} if longest is None else {"max_completion_length": longest}
+    scorer = Scorer(flags.reward, limits=limits, facts=facts)
+    try:
+        scorer.dry_run(trial.completions, trial.answers, trial.columns)
+        print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
+        show(trial, scorer)
+    finally:
+        scorer.close()
+
+
+def read_rows(path: Path, limit: int) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"--data {path} does not exist; give a .jsonl file.")
+    with path.open("rb") as lines:
+        count = 0
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except NotJson as error:
+                raise UserError(f"{path}:{number} is not a line of JSON: {error}.") from None
+            if not isinstance(row, dict):
+                raise UserError(f"{path}:{number} is no object; write keys and values in braces.")
+            yield row
+            count += 1
+            if count == limit:
+                return
+
+
+def trial_of(
+    rows: Sequence[dict[str, Any]], path: Path, completion: str | None, answer: str
+) -> Trial:
+    if not rows:
+        raise UserError(f"--data {path} holds no rows.")
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    note = ""
+    if completion is None:
+        completion = "completion" if "completion" in keys else answer
+        if completion == answer:
+            note = f"; without a column 'completion', {answer!r} is scored as if it were one"
+    for option, name in (("completion", completion), ("answer", answer)):
+        if any(name not in row for row in rows):
+            raise UserError(
+                f"not every row of {path} has {name!r} (keys: {', '.join(keys)}); give the right "
+                f"one with --{option}-column."
+            )
+    columns = {
+        key: [row.get(key) for row in rows] for key in keys if key not in (answer, "completion")
+    }
+    for key, name in OF_A_RUN.items():
+        if all(key in row for row in rows):
+            columns.setdefault(name, columns.get(key, []))
+    columns.setdefault("question", columns.get("problem", columns.get("prompts", [""] * len(rows))))
+    return Trial(
+        [str(row[completion]) for row in rows],
+        [str(row[answer]).rpartition(GOLD_MARK)[2].strip() for row in rows],
+        columns,
+        note,
+    )
+
+
+def show(trial: Trial, scorer: Scorer) -> None:
+    shown = 0
+    reports: dict[str, Report] = {}
+    values: dict[str, list[float]] = {name: [] for name in scorer.names}
+    print(line(("row", "answer", "completion ends with", *scorer.names), scorer.names))
+    for step in trial.steps():
+        scores = scorer.score(step.completions, step.answers, step.columns)
+        for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
+            shown += 1
+            print(line(row_of(step, scores, row, shown), scorer.names))
+        for name, report in scores.reports.items():
+            reports[name] = reports[name].plus(report) if name in reports else report
+            values[name] += scores.per_function[name].tolist()
+    if len(trial.completions) > shown:
+        print(f"... and {len(trial.completions) - shown} more")
+    print()
+    for name, report in reports.items():
+        summarise(name, values[name], report)
+
+
+def row_of(step: Trial, scores: Scores, row: int, number: int) -> tuple[str, ...]:
+    cells = [
+        "failed" if row in scores.reports[name].failed else figure(values[row])
+        for name, values in scores.per_function.items()
+    ]
+    return (str(number), step.answers[row], step.completions[row], *cells)
+
+
+def figure(value: float) -> str:
+    return "-" if value != value else f"{value:.3f}"
+
+
+def line(cells: Sequence[str], names: Sequence[str]) -> str:
+    number, answer, completion, *scores = cells
+    texts = [one_line(answer)[-16:].ljust(16), one_line(completion)[-TEXT_WIDTH:].ljust(TEXT_WIDTH)]
+    figures = [cell.rjust(max(8, len(name))) for cell, name in zip(scores, names, strict=True)]
+    return "  ".join([number.rjust(4), *texts, *figures])
+
+
+def one_line(text: str) -> str:
+    return " ".join(text[-4 * TEXT_WIDTH :].split())
+
+
+def summarise(name: str, values: Sequence[float], report: Report) -> None:
+    numbers = [value for value in values if value == value]
+    mean = f"{sum(numbers) / len(numbers):.4f}" if numbers else "-"
+    counts = ", ".join(f"{kind} {count}" for kind, count in report.counts.items() if count)
+    print(
+        f"{name}: mean {mean} of {len(numbers)}; {counts or 'no failures'}; {report.seconds:.2f} s"
+    )
+    if report.line:
+        print(f"  {report.line}")
+    if report.printed:
+        first = report.printed.strip().splitlines()[:5]
+        print("\n".join(f"  printed: {printed[:200]}" for printed in first))

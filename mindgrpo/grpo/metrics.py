@@ -1,0 +1,133 @@
+"""A step's outcome as the figures of its row in metrics.jsonl.
+
+Pure, but for the sums over ranks in `resources`. Figures of updates are means over those that were made; where none
+was, they are None. Refuses to judge but the one limit: that of the log-prob gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.advantages import zero_std_groups
+from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.monitor.memory import process_rss
+from mindgrpo.rollout.stats import Usage
+from mindgrpo.training.update import UpdateReport
+
+
+class GapTooLarge(RuntimeError):
+    """The generator and the trainer disagree about the same tokens."""
+
+
+def figures_of(
+    outcome: StepOutcome, num_generations: int, gap_limit: float | None, prompts_used: int
+) -> dict[str, Any]:
+    """`prompts_used` over the whole run. Raises GapTooLarge."""
+    samples, scored = outcome.samples, outcome.scored
+    lengths, totals = samples.completion_lengths, scored.scores.total
+    gap_mean, gap_max = logprob_gap(samples, outcome.reports, gap_limit)
+    figures: dict[str, Any] = {
+        "reward/mean": float(totals.mean()),
+        "reward/std": float(totals.std()),
+    }
+    figures |= scored.scores.figures()
+    figures |= _of_updates(outcome)
+    figures |= {
+        "zero_std_fraction": float(zero_std_groups(totals, num_generations).mean()),
+        "completion_length/mean": float(lengths.mean()),
+        "completion_length/max": int(lengths.max()),
+        "truncated_fraction": samples.finish_reasons.count(LENGTH) / len(samples),
+        "logprob_gap/mean": gap_mean,
+        "logprob_gap/max": gap_max,
+        "tokens": int(samples.total_lengths.sum()),
+    }
+    return figures | _chosen(outcome, prompts_used)
+
+
+def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
+    reports = outcome.reports
+
+    def mean(value: Callable[[UpdateReport], float]) -> float | None:
+        return float(np.mean([value(report) for report in reports])) if reports else None
+
+    return {
+        "loss": mean(lambda report: report.loss),
+        "kl": mean(lambda report: report.kl),
+        "entropy": mean(lambda report: report.entropy),
+        "grad_norm": mean(lambda report: report.grad_norm),
+        "lr": outcome.lr,
+        "clip_fraction": mean(lambda report: report.clip_fraction),
+        "clip_fraction/low": mean(lambda report: report.clipped_low),
+        "clip_fraction/high": mean(lambda report: report.clipped_high),
+        "padding_share": mean(lambda report: report.padding_share),
+        "updates_per_rollout": len(reports) + len(outcome.skipped),
+    }
+
+
+def _chosen(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
+    """Figures of what the configuration has turned on."""
+    samples, figures = outcome.samples, {}
+    if samples.counted is not None:
+        figures["masked_fraction"] = float(1.0 - samples.counted.mean())
+    if outcome.refills is not None:
+        figures |= {
+            "dynamic_sampling/rounds": outcome.refills.rounds,
+            "dynamic_sampling/replaced_groups": outcome.refills.groups,
+            "reward/mean_sampled": outcome.refills.sampled_mean,
+            "prompts_used": prompts_used,
+        }
+    if outcome.mismatch is not None:
+        figures |= {
+            "importance_weight/mean": outcome.mismatch.mean,
+            "importance_weight/max": outcome.mismatch.largest,
+            "importance_weight/capped_fraction": outcome.mismatch.capped,
+        }
+    return figures
+
+
+def logprob_gap(
+    samples: Samples, reports: list[UpdateReport], limit: float | None
+) -> tuple[float | None, float | None]:
+    """|generator - trainer| log-probs of the same tokens before the step's first update: (mean, largest).
+
+    None where no update was made. Raises GapTooLarge.
+    """
+    if samples.old_logps is not None:
+        trainer = dict(enumerate(samples.old_logps))
+    elif reports:
+        trainer = reports[0].logps
+    else:
+        return None, None
+    gaps = [np.abs(logps - samples.generator_logps[i]) for i, logps in trainer.items()]
+    gap = np.concatenate(gaps) if gaps else np.zeros(0)
+    mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
+    if reports and limit is not None and not largest <= limit:
+        raise GapTooLarge(
+            f"the generator's and the trainer's log-probs of the same tokens differ by up to {largest:.3g} "
+            f"(rl_config.logprob_gap_limit is {limit}); the weights were resharded wrongly, are stale, or the "
+            "two compute another model"
+        )
+    return mean, largest
+
+
+def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
+    """Times of this rank; memory and traffic summed over ranks; all ranks together."""
+    traffic, backend = roles.traffic, roles.backend
+    ranks = backend.world.gather_objects((process_rss(), traffic.bytes_received, outcome.usage))
+    rollout = Usage.total([rank[2] for rank in ranks])
+    peaks = roles.residency.ledger.peak_by_phase
+    return {
+        **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
+        **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
+        "memory/rss": sum(rank[0] for rank in ranks),
+        "reshard/bytes": sum(rank[1] for rank in ranks),
+        "reshard/seconds": traffic.seconds,
+        "rollout/wasted_fraction": rollout.wasted,
+        "rollout/slot_occupancy": rollout.occupancy,
+        "compiles": len(backend.compile_log.entries),
+    }

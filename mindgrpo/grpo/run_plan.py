@@ -1,0 +1,241 @@
+"""Everything a configuration and a model's shapes decide before anything is loaded: layouts, batches, memory, traffic.
+
+Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer builds from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.config import Config
+from mindgrpo.config.arithmetic import BatchPlan, validate_world
+from mindgrpo.config.roles import ParallelConfig
+from mindgrpo.errors import UserError
+from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
+from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import (
+    Layout,
+    ParameterSpec,
+    layers_of_stage,
+    local_shape,
+)
+from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.weight_sync.plan import Plan, plan_reshard
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Layouts of the roles (`reference` None where beta is 0) and the arithmetic of a step."""
+
+    config: Config
+    model: DecoderConfig
+    train: Layout
+    infer: Layout
+    reference: Layout | None
+    batch: BatchPlan
+
+    @property
+    def world_size(self) -> int:
+        return self.train.grid.size
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        given = self.config.actor_config.lora
+        if given.rank is None:
+            return None
+        alpha = given.rank if given.alpha is None else given.alpha
+        return LoraSettings(given.rank, float(alpha), tuple(given.target_modules or TARGETS))
+
+    @cached_property
+    def reshard(self) -> Plan:
+        return plan_reshard(self.train, self.infer, FLOAT_BYTES)
+
+    @property
+    def row_length(self) -> int:
+        return self.config.rl_config.seq_length
+
+    @property
+    def prompts_per_replica(self) -> int:
+        return -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
+
+    @property
+    def slots(self) -> int:
+        """Samples in flight on each generating replica."""
+        wanted = self.prompts_per_replica * self.config.rl_config.num_generations
+        return min(wanted, self.config.generate_config.max_num_seqs or wanted)
+
+    def memory(self) -> list[PhaseMemory]:
+        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
+        return by_phase(self._bytes_by_role())
+
+    def _bytes_by_role(self) -> Mapping[str, int]:
+        train = trained = largest_share(self.train)
+        if self.lora is not None:
+            trained = self._adapter_bytes(self.train)
+            train += trained
+        by_role = {
+            "policy": train,
+            "gradients": trained,
+            "optimizer": 2 * trained,
+            "generator": largest_share(self.infer),
+            "kv_cache": self._generator_bytes(),
+        }
+        if self.lora is not None:
+            by_role["adapters_copy"] = self._adapter_bytes(self.infer)
+        if self.config.actor_config.optimizer.opt_offload:
+            del by_role["optimizer"]
+        if self.reference is not None:
+            by_role["reference"] = largest_share(self.reference)
+            copy = self._reference_copy_bytes(self.reference)
+            if copy:
+                by_role["reference_copy"] = copy
+        return by_role
+
+    def _adapter_bytes(self, layout: Layout) -> int:
+        if self.lora is None:
+            return 0
+        return largest_share(replace(layout, specs=adapter_specs(self.train.specs, self.lora)))
+
+    def _reference_copy_bytes(self, reference: Layout) -> int:
+        """The policy in the reference's layout while the two are mixed, and its adapters there."""
+        ref = self.config.ref_config
+        if not ref.sync_ref_model:
+            return 0
+        mixed = largest_share(reference) if ref.ref_model_mixup_alpha < 1.0 else 0
+        return mixed + self._adapter_bytes(reference)
+
+    @property
+    def room(self) -> Room:
+        """What the generator of each replica has memory for."""
+        generate = self.config.generate_config
+        return Room(
+            self.slots,
+            self.config.rl_config.num_generations,
+            self.prompts_per_replica,
+            generate.max_prompt_length,
+            generate.sampling_config.max_tokens,
+        )
+
+    def _generator_bytes(self) -> int:
+        """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
+        model, ways = self.model, self.infer.grid.model_parallel
+        kv = max(1, model.num_key_value_heads // ways)
+        heads = (model.num_attention_heads // ways, kv, model.head_dim)
+        if not keeps_slots(self.config.context.device_target):
+            return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
+        penalty = self.config.generate_config.sampling_config.repetition_penalty
+        footprint = Footprint.of(
+            self.room,
+            model.num_hidden_layers,
+            model.hidden_size,
+            -(-model.intermediate_size // ways),
+            heads,
+            -(-model.vocab_size // ways) if penalty != 1.0 else 0,
+        )
+        return footprint.num_bytes
+
+    def layout_lines(self) -> list[str]:
+        lines = [
+            f"train {self.train.grid}, stages of "
+            + "+".join(str(len(layers)) for layers in self.train.stage_layers)
+            + " layers",
+            f"generate {self.infer.grid}",
+        ]
+        reference = "none (beta is 0)" if self.reference is None else str(self.reference.grid)
+        return [*lines, f"reference {reference}"]
+
+    def memory_lines(self) -> list[str]:
+        lines = [str(row) for row in self.memory() if row.total]
+        if self.config.actor_config.optimizer.opt_offload:
+            moments = 2 * self._bytes_by_role()["gradients"] / MIB
+            lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
+        return lines
+
+    def reshard_lines(self) -> list[str]:
+        plan = self.reshard
+        most = max((plan.received_bytes(rank) for rank in range(plan.num_ranks)), default=0)
+        return [
+            f"{plan.bytes_moved / 2**20:.1f} MiB between ranks an update (lower bound "
+            f"{plan.lower_bound / 2**20:.1f}), at most {most / 2**20:.1f} MiB into one rank"
+        ]
+
+
+def largest_share(layout: Layout) -> int:
+    """Bytes of the rank that holds most, the padding of short shares included."""
+    stages = [0] * len(layout.stage_layers)
+    for spec in layout.specs:
+        size = _local_size(spec, layout.grid.model_parallel)
+        for stage in layout.stages_of(spec.name):
+            stages[stage] += size
+    return max(stages) * FLOAT_BYTES
+
+
+def _local_size(spec: ParameterSpec, model_parallel: int) -> int:
+    size = 1
+    for extent in local_shape(spec, model_parallel):
+        size *= extent
+    return size
+
+
+def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
+    """Raises UserError for layouts that the world or the model does not allow."""
+    if world_size is not None:
+        validate_world(config, world_size)
+    actor, generate = config.actor_config, config.generate_config
+    specs = parameter_specs(model)
+    train = _layout(actor.parallel_config, specs, model, actor.offset)
+    infer = _layout(generate.parallel_config, specs, model, 0)
+    reference = None
+    if config.rl_config.beta > 0:
+        reference = _layout(config.reference_parallel, specs, model, config.ref_config.offset)
+    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
+    if longest > config.rl_config.seq_length:
+        raise UserError(
+            f"rl_config.seq_length {config.rl_config.seq_length} cannot hold a prompt of generate_config."
+            f"max_prompt_length {generate.max_prompt_length} and a completion of max_tokens "
+            f"{generate.sampling_config.max_tokens}; set seq_length to {longest} or more."
+        )
+    check_positions(config, model)
+    group = config.rl_config.num_generations
+    if generate.max_num_seqs is not None and generate.max_num_seqs < group:
+        raise UserError(
+            f"generate_config.max_num_seqs {generate.max_num_seqs} is less than rl_config.num_generations {group}, "
+            "but a prompt's group runs together; raise it or leave it out."
+        )
+    return RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+
+
+def check_positions(config: Config, model: DecoderConfig) -> None:
+    generate = config.generate_config
+    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
+    if longest > model.max_position_embeddings:
+        raise UserError(
+            f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
+            f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
+        )
+
+
+def layout_of(degrees: ParallelConfig, model: DecoderConfig) -> Layout:
+    """Of the whole model. Raises UserError."""
+    return _layout(degrees, parameter_specs(model), model, 0)
+
+
+def _layout(
+    degrees: object, specs: tuple[ParameterSpec, ...], model: DecoderConfig, offset: int | list[int]
+) -> Layout:
+    grid = Grid(
+        degrees.data_parallel,  # type: ignore[attr-defined]
+        degrees.model_parallel,  # type: ignore[attr-defined]
+        degrees.pipeline_stage,  # type: ignore[attr-defined]
+    )
+    stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
+    layout = Layout(grid, specs, tuple(stages))
+    layout.held_by(0)  # cuts every parameter once, so that heads that cannot be split are told now
+    return layout

@@ -1,0 +1,127 @@
+"""Owns where tensors are: on the device, on the host, or released.
+
+Every pool that the backend hands out is registered here under a role. A phase names the roles that it needs on the
+device (`account.PHASES`); the others leave before those arrive. Bytes of a role that is rebuilt are released and come
+back undefined; all others are kept on the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+
+from mindgrpo.backend.contract import Pool
+from mindgrpo.memory.account import PHASES, PhaseMemory, by_phase, check_budget
+
+
+class Location(Enum):
+    RELEASED = "released"
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass
+class Role:
+    """Pools that move together. `rebuilt`: their bytes are not kept outside the phases that need them.
+
+    `host_only` pools are host memory on every device and never move.
+    """
+
+    name: str
+    pools: tuple[Pool, ...]
+    rebuilt: bool
+    location: Location
+    host_only: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.num_bytes for pool in self.pools)
+
+
+@dataclass
+class Ledger:
+    """Peak bytes on the device by phase; bytes and seconds of all transfers between device and host."""
+
+    peak_by_phase: dict[str, int] = field(default_factory=dict)
+    transfer_seconds: float = 0.0
+    transfer_bytes: int = 0
+
+
+class Residency:
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.roles: dict[str, Role] = {}
+        self.phase = ""
+        self.ledger = Ledger()
+        self._budget = budget_bytes
+
+    def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
+        """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
+        location = Location.DEVICE if filled else Location.RELEASED
+        self.roles[name] = Role(name, tuple(pools), rebuilt, location)
+
+    def register_host(self, name: str, pools: Sequence[Pool]) -> None:
+        """Takes over pools of host memory as role `name`."""
+        self.roles[name] = Role(name, tuple(pools), False, Location.HOST, host_only=True)
+
+    @contextmanager
+    def temporary_host(self, name: str, pools: Sequence[Pool]) -> Iterator[None]:
+        """Registers pools of host memory for the duration of the block and releases them after it."""
+        self.register_host(name, pools)
+        try:
+            yield
+        finally:
+            for pool in self.roles.pop(name).pools:
+                pool.release()
+
+    def table(self) -> list[PhaseMemory]:
+        """Bytes on this rank's device by phase, of the roles that it has."""
+        on_device = [role for role in self.roles.values() if not role.host_only]
+        return by_phase({role.name: role.num_bytes for role in on_device})
+
+    def check_budget(self) -> None:
+        """Raises UserError if any phase needs more than the budget."""
+        check_budget(self.table(), self._budget)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.roles.values() if r.location is Location.DEVICE)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.roles.values() if r.location is Location.HOST)
+
+    def activate(self, phase: str) -> None:
+        """Moves roles so that exactly those of `phase` are on the device. Raises UserError before anything moves."""
+        check_budget([row for row in self.table() if row.phase == phase], self._budget)
+        self.phase = phase
+        needed = PHASES[phase]
+        moving = [role for role in self.roles.values() if not role.host_only]
+        started = time.perf_counter()
+        for role in moving:
+            if role.name not in needed and role.location is Location.DEVICE:
+                self._deactivate(role)
+        for role in moving:
+            if role.name in needed:
+                self._bring(role)
+        self.ledger.transfer_seconds += time.perf_counter() - started
+        peak = self.ledger.peak_by_phase.get(phase, 0)
+        self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
+
+    def _deactivate(self, role: Role) -> None:
+        for pool in role.pools:
+            if role.rebuilt:
+                pool.release()
+            else:
+                pool.offload()
+                self.ledger.transfer_bytes += pool.num_bytes
+        role.location = Location.RELEASED if role.rebuilt else Location.HOST
+
+    def _bring(self, role: Role) -> None:
+        if role.location is Location.HOST:
+            for pool in role.pools:
+                pool.load()
+                self.ledger.transfer_bytes += pool.num_bytes
+        role.location = Location.DEVICE

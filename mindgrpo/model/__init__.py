@@ -1,1 +1,0 @@
-"""The decoder, its families, and its weights on disk."""

@@ -1,0 +1,90 @@
+"""Log-probabilities of given tokens, and the entropy, over a vocabulary split across ranks.
+
+One collective a call, forward; none backward. Rows go through the head in chunks, whose logits are made again for
+the backward, so that no [rows, vocabulary] tensor is larger than a set size. Refuses to sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import nn, ops
+
+from mindgrpo.backend.contract import Group
+from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
+from mindgrpo.models.parallel_cells import GatherColumns
+
+
+class TokenLogProbs(nn.Cell):
+    """(x [M, H], table [V, H], labels int32 [M]) -> (log p(label) [M], entropy [M]), in nats.
+
+    log p = l_y - lse(l); H = lse(l) - sum_v p_v l_v, with l = x table^T * scale. `chunk_bytes` bounds a chunk's
+    logits.
+    """
+
+    def __init__(
+        self, kernels: Kernels, vocabulary: Vocabulary, group: Group, chunk_bytes: int
+    ) -> None:
+        super().__init__()
+        self.rows = max(1, chunk_bytes // (4 * vocabulary.width))
+        self.chunk = _Chunk(kernels, vocabulary, group)
+        self.whole = _Whole(kernels, vocabulary, group)
+
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        count = x.shape[0]
+        if count <= self.rows:
+            logp, entropy, _ = self.whole(ops.MatMul(transpose_b=True)(x, table), labels)
+            return logp, entropy
+        logps, entropies = [], []
+        for start in range(0, count, self.rows):
+            stop = min(start + self.rows, count)
+            logp, entropy, _ = self.chunk(x[start:stop], table, labels[start:stop])
+            logps.append(logp)
+            entropies.append(entropy)
+        return ops.concat(logps, 0), ops.concat(entropies, 0)
+
+
+class _Whole(nn.Cell):
+    """(logits [M, V], labels [M]) -> (log p, entropy, log-sum-exp), [M] each."""
+
+    def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group) -> None:
+        super().__init__()
+        self.pieces = kernels.log_prob_pieces(vocabulary)
+        self.gradient = kernels.log_prob_grad(vocabulary)
+        self.gather = GatherColumns(group)
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        pieces = self.gather(self.pieces(logits, labels))
+        tops = pieces[:, :, 0]
+        highest = tops.max(axis=1, keepdims=True)
+        share = ops.exp(tops - highest)
+        sums = (pieces[:, :, 1] * share).sum(axis=1)
+        log_total = highest[:, 0] + ops.log(sums)
+        mean_logit = (pieces[:, :, 2] * share).sum(axis=1) / sums
+        return pieces[:, :, 3].sum(axis=1) - log_total, log_total - mean_logit, log_total
+
+    def bprop(self, logits: Any, labels: Any, out: Any, dout: Any) -> Any:
+        dlogits = self.gradient(logits, labels, out[2], out[1], dout[0], dout[1])
+        return dlogits, ops.zeros_like(labels)
+
+
+class _Chunk(nn.Cell):
+    """As _Whole, from (x, table, labels), keeping x and not its logits for the backward."""
+
+    def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group) -> None:
+        super().__init__()
+        self.whole = _Whole(kernels, vocabulary, group)
+        self.gradient = kernels.log_prob_grad(vocabulary)
+        self.logits = ops.MatMul(transpose_b=True)
+        self.to_x = ops.MatMul()
+        self.to_table = ops.MatMul(transpose_a=True)
+
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        return self.whole(self.logits(x, table), labels)
+
+    def bprop(self, x: Any, table: Any, labels: Any, out: Any, dout: Any) -> Any:
+        # Tied to dout, or the logits of all chunks would be made at once.
+        logits = self.logits(ops.depend(x, dout[0]), table)
+        dlogits = self.gradient(logits, labels, out[2], out[1], dout[0], dout[1])
+        dx, dtable = self.to_x(dlogits, table), self.to_table(dlogits, x)
+        return dx, dtable, ops.zeros_like(labels)

@@ -1,0 +1,93 @@
+"""Low-rank adapters at work: first values, graph code, and their sum with the base's weights.
+
+Which there are and how they are cut is in lora_plan.py. Refuses to train or to write them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import nn, ops
+
+from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
+from mindgrpo.weights.local_weights import FUSED, Weights
+
+
+def fill_adapters(adapters: Weights, seed: int) -> None:
+    """A uniform in +-1 / sqrt(in), B zero: the model is the base at first, under every layout the same."""
+    for spec in adapters.specs():
+        part = adapters.parts.get(spec.name)
+        if part is None:
+            continue
+        part[...] = 0.0
+        if f".{A}." in spec.name:
+            key = np.uint64((seed << 32) | zlib.crc32(spec.name.encode()))
+            values = np.random.Generator(np.random.Philox(key=key)).random(
+                spec.shape, dtype=np.float32
+            )
+            bound = np.float32(spec.shape[1] ** -0.5)
+            part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
+    adapters.pool.push()
+
+
+def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
+    """Adds scale * B A to each adapted part of `weights`; both of one layout, on one rank."""
+    for name, part in weights.parts.items():
+        a_name, b_name = adapter_names(name)
+        if b_name in adapters.parts:
+            low_rank = adapters.parts[b_name] @ adapters.parts[a_name]
+            part += np.float32(settings.scale) * low_rank
+    weights.pool.push()
+
+
+class LowRankLinear(nn.Cell):
+    """x [N, in] -> base(x) + scale * (x A) B, part by part where the base's matrix is several side by side.
+
+    `widths` are the parts' shares of the outputs and `adapted` says which have adapters; a [in, parts * rank],
+    b [rank, their widths].
+    """
+
+    def __init__(
+        self,
+        base: nn.Cell,
+        a: Any,
+        b: Any,
+        widths: Sequence[int],
+        adapted: Sequence[bool],
+        settings: LoraSettings,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = a, b
+        self.widths, self.adapted = tuple(widths), tuple(adapted)
+        self.rank, self.scale = settings.rank, settings.scale
+        self.matmul = ops.MatMul()
+
+    def construct(self, x: Any) -> Any:
+        low = self.matmul(x, self.a) * self.scale
+        pieces = []
+        number, column = 0, 0
+        for i in range(len(self.widths)):
+            width = self.widths[i]
+            if self.adapted[i]:
+                own = low[:, number * self.rank : (number + 1) * self.rank]
+                pieces.append(self.matmul(own, self.b[:, column : column + width]))
+                number += 1
+                column += width
+            else:
+                pieces.append(ops.zeros((x.shape[0], width), x.dtype))
+        added = pieces[0]
+        if len(pieces) > 1:
+            added = ops.concat(pieces, 1)
+        return self.base(x) + added
+
+
+def fused_parts(key: str) -> tuple[str, ...]:
+    """The keys of the matrices that lie side by side in stored tensor `key`; itself where it is alone."""
+    for fused, parts in FUSED:
+        if f".{fused}." in key:
+            return tuple(key.replace(fused, part) for part in parts)
+    return (key,)

@@ -1,0 +1,102 @@
+"""Tensor-parallel building blocks as plain cells (Megatron-LM, arXiv:1909.08053, section 3).
+
+The conjugate operators f and g carry their own backward; everything else is ordinary graph code. Refuses to create
+or initialise weights: every parameter is handed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.contract import Group
+
+
+class CopyTo(nn.Cell):
+    """f: the identity, whose gradient is summed over the group."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.alone = group.size == 1
+        self.total = group.sum_cell()
+
+    def construct(self, x: Any) -> Any:
+        return x
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
+        if self.alone:
+            return (dout,)
+        return (self.total(dout),)
+
+
+class ReduceFrom(nn.Cell):
+    """g: the sum over the group, whose gradient is the identity."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.alone = group.size == 1
+        self.total = group.sum_cell()
+
+    def construct(self, x: Any) -> Any:
+        if self.alone:
+            return x
+        return self.total(x)
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
+        return (dout,)
+
+
+class Linear(nn.Cell):
+    """x [N, in] @ weight [in, out] (+ bias [out])."""
+
+    def __init__(self, weight: Any, bias: Any = None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.has_bias = bias is not None
+        self.bias = bias
+        self.matmul = ops.MatMul()
+
+    def construct(self, x: Any) -> Any:
+        y = self.matmul(x, self.weight)
+        if self.has_bias:
+            y = y + self.bias
+        return y
+
+
+class VocabParallelEmbedding(nn.Cell):
+    """tokens int32 [N] -> float32 [N, hidden]; each rank knows the rows from `first_token` on."""
+
+    def __init__(self, table: Any, first_token: int, group: Group) -> None:
+        super().__init__()
+        self.table = table
+        self.alone = group.size == 1
+        self.first = first_token
+        self.rows = table.shape[0]
+        self.reduce = ReduceFrom(group)
+
+    def construct(self, tokens: Any) -> Any:
+        if self.alone:
+            return ops.gather(self.table, tokens, 0)
+        local = tokens - self.first
+        mine = ops.logical_and(local >= 0, local < self.rows)
+        rows = ops.gather(self.table, ops.clamp(local, 0, self.rows - 1), 0)
+        return self.reduce(rows * ops.expand_dims(mine.astype(ms.float32), 1))
+
+
+class GatherColumns(nn.Cell):
+    """x [B, k] on each rank -> [B, size, k] on all, by a sum of arrays that are zero in the others' places."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.alone = group.size == 1
+        self.total = group.sum_cell()
+        position = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
+        self.place = Tensor(position, ms.float32)
+
+    def construct(self, x: Any) -> Any:
+        x = ops.expand_dims(x, 1)
+        if self.alone:
+            return x
+        return self.total(x * self.place)

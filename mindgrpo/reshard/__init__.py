@@ -1,1 +1,0 @@
-"""Moves weights from one layout to another through memory."""

@@ -1,1 +1,0 @@
-"""Scores for completions. Refuses to turn a failure into a 0."""

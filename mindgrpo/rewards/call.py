@@ -1,0 +1,205 @@
+"""One call of a reward: which arguments it takes, and whether what it returns keeps the contract.
+
+Passes the completions first, `answers`, columns and facts by name and only if the signature accepts
+them. Refuses a parameter that nothing can fill, and a result that is not one number or None a sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.load import RewardFunction
+from mindgrpo.rewards.spec import WHERE
+
+Columns = Mapping[str, Sequence[Any]]
+CONTRACT = "a list with one float or None for each completion"
+LARGEST = 3.4028234663852886e38  # totals are float32
+COMPLETIONS = "completions"
+# What the gold answers are called by functions written for other programs.
+ANSWER_WORDS = ("answer", "solution", "ground_truth")
+Kind = inspect._ParameterKind
+VARIADIC = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
+
+
+class BadResult(Exception):
+    """A reward returned something else than the contract says."""
+
+
+class NotFinite(BadResult):
+    """A reward returned NaN or a number beyond float32 for a sample."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One completion, answer and value of each column a sample; `facts` are the same for all."""
+
+    completions: list[str]
+    answers: list[str]
+    columns: Columns
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(values) for name, values in self.columns.items()}
+        lengths["answers"] = len(self.answers)
+        assert set(lengths.values()) == {len(self)}, (len(self), lengths)
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def part(self, places: Iterable[int]) -> Samples:
+        chosen = list(places)
+        columns = {name: [values[i] for i in chosen] for name, values in self.columns.items()}
+        return Samples(
+            [self.completions[i] for i in chosen],
+            [self.answers[i] for i in chosen],
+            columns,
+            self.facts,
+        )
+
+    def only(self, names: Iterable[str]) -> Samples:
+        """With the columns and facts of these names only: what need not be carried is not."""
+        wanted = set(names)
+        return Samples(
+            self.completions,
+            self.answers,
+            {name: values for name, values in self.columns.items() if name in wanted},
+            {name: value for name, value in self.facts.items() if name in wanted},
+        )
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a reward can be given by name. `names` is None where Python cannot tell.
+
+    `required` are those without a default; `others` is whether it takes names of any kind; `by_name`
+    whether completions go to a parameter of that name, which need not be the first.
+    """
+
+    names: tuple[str, ...] | None
+    required: tuple[str, ...] = ()
+    others: bool = False
+    takes_completions: bool = True
+    by_name: bool = False
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> Signature:
+        try:
+            parameters = list(inspect.signature(function.call).parameters.values())
+        except (TypeError, ValueError):
+            return cls(None)
+        others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
+        names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
+        # Functions that are called with names elsewhere often have the prompts first.
+        by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
+        first = parameters[:1]
+        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in function.bound]
+        return cls(
+            tuple(p.name for p in left if p.name in names and p.name != COMPLETIONS),
+            tuple(p.name for p in left if is_required(p) and p.name != COMPLETIONS),
+            others,
+            by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
+            by_name,
+        )
+
+    def accepted(self, samples: Samples) -> list[str]:
+        """Names to pass. Facts, token ids and other words for answers go to those that ask for them."""
+        offered = ["answers", *samples.columns]
+        if self.names is None:
+            return ["answers"]
+        on_demand = (
+            *samples.facts,
+            *(word for word in ANSWER_WORDS if word not in samples.columns),
+        )
+        asked = [name for name in (*offered, *on_demand) if name in self.names]
+        if not self.others:
+            return asked
+        return asked + [name for name in offered if name not in asked and name != "completion_ids"]
+
+    def check(self, name: str, samples: Samples) -> None:
+        """Raises UserError where the function cannot be called with these samples."""
+        if not self.takes_completions:
+            raise UserError(
+                f"reward function {name} takes no positional argument; it is called as "
+                f"reward(completions, answers, **columns) ({WHERE})"
+            )
+        accepted = self.accepted(samples)
+        for wanted in self.required:
+            if wanted not in accepted:
+                raise UserError(
+                    f"reward function {name} wants {wanted!r}, which the data does not have (it has "
+                    f"{', '.join(('answers', *samples.columns))}); add the column to the data set or "
+                    f"give the parameter a default or a value ({WHERE})"
+                )
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
+
+
+def own_columns(
+    prompts: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    finish_reasons: Sequence[str],
+) -> dict[str, list[Any]]:
+    """What a run knows of its samples beside the data set's columns."""
+    return {
+        "prompts": list(prompts),
+        "completion_ids": [list(ids) for ids in completion_ids],
+        "completion_lengths": [len(ids) for ids in completion_ids],
+        "finish_reasons": list(finish_reasons),
+    }
+
+
+def call_reward(
+    function: RewardFunction, samples: Samples, wait_for: Callable[[Awaitable[Any]], Any]
+) -> list[float | None]:
+    """Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
+    signature = Signature.of(function)
+    offered: dict[str, Sequence[Any]] = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
+    offered |= samples.columns
+    # Copies: a function that changes its lists must not change them for a later call.
+    named = {
+        name: samples.facts[name] if name in samples.facts else list(offered[name])
+        for name in signature.accepted(samples)
+    }
+    completions = list(samples.completions)
+    if signature.by_name:
+        returned = function.call(**{COMPLETIONS: completions}, **named)
+    else:
+        returned = function.call(completions, **named)
+    if inspect.isawaitable(returned):
+        returned = wait_for(returned)
+    return checked(returned, len(samples))
+
+
+def checked(returned: object, num_samples: int) -> list[float | None]:
+    # Arrays and tensors of any library turn into lists of Python's numbers so.
+    as_list = getattr(returned, "tolist", None)
+    if callable(as_list) and not isinstance(returned, list | tuple):
+        returned = as_list()
+    if not isinstance(returned, list | tuple):
+        raise BadResult(f"a {type(returned).__name__}")
+    if len(returned) != num_samples:
+        raise BadResult(f"{len(returned)} values for {num_samples} completions")
+    return [None if value is None else as_float(value) for value in returned]
+
+
+def as_float(value: Any) -> float:
+    item = getattr(value, "item", None)  # a NumPy or tensor scalar
+    if callable(item):
+        value = item()
+    if not isinstance(value, bool | int | float):
+        raise BadResult(f"a list holding a {type(value).__name__}")
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return math.inf
+
+
+def is_usable(value: float | None) -> bool:
+    return value is None or abs(value) <= LARGEST

@@ -1,0 +1,152 @@
+"""From what the user wrote to something that can be called: imports the user's module.
+
+Whatever goes wrong there is one sentence. A class is made into an object once and that object is
+called. Refuses to guess which function was meant.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.rewards.spec import (
+    WHERE,
+    Spec,
+    nearest,
+    parse,
+)
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """`bound` are the names of arguments that the user gave a value already."""
+
+    name: str
+    call: Callable[..., Any]
+    bound: frozenset[str] = field(default_factory=frozenset)
+
+
+def resolve(given: str | Spec | Callable[..., Any]) -> RewardFunction:
+    if not isinstance(given, str | Spec):
+        return from_callable(given)
+    spec = parse(given) if isinstance(given, str) else given
+    if not spec.source:
+        return with_arguments(spec, BUILTINS[spec.name].load())
+    is_file = spec.source.endswith(".py")
+    module = load_file(spec) if is_file else load_module(spec)
+    if spec.name not in vars(module):
+        raise UserError(
+            f"reward function {spec.text!r}: {spec.source} has no {spec.name!r}"
+            f"{nearest(spec.name, public_callables(module))}; correct {WHERE}"
+        )
+    return with_arguments(spec, vars(module)[spec.name])
+
+
+def with_arguments(spec: Spec, found: Any) -> RewardFunction:
+    """A class gets the arguments when it is made, a function at every call."""
+    if isinstance(found, type):
+        return RewardFunction(spec.name, instance_of(found, spec.text, spec.arguments))
+    called = instance_of(found, spec.text, {})
+    if spec.arguments:
+        called = functools.partial(called, **spec.arguments)
+    return RewardFunction(spec.name, called, frozenset(spec.arguments))
+
+
+def from_callable(given: object) -> RewardFunction:
+    called = instance_of(given, given, {})
+    return RewardFunction(name_of(given), called)
+
+
+def name_of(given: object) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def instance_of(found: object, spec: object, arguments: dict[str, Any]) -> Callable[..., Any]:
+    if isinstance(found, type):
+        try:
+            found = found(**arguments)
+        except Exception as error:  # the user's own constructor
+            given = f"with {arguments}" if arguments else "without arguments"
+            raise UserError(
+                f"reward class {spec!r} cannot be made {given}: {describe(error)}; "
+                f"give its parameters defaults or values ({WHERE})"
+            ) from error
+    if not callable(found):
+        raise UserError(
+            f"reward function {spec!r} is a {type(found).__name__}; it must be callable as "
+            f"reward(completions, answers, **columns) ({WHERE})"
+        )
+    return found
+
+
+def load_file(spec: Spec) -> ModuleType:
+    path = Path(spec.source).expanduser().resolve()
+    if not path.is_file():
+        here = [str(other.relative_to(path.parent)) for other in path.parent.glob("*.py")]
+        raise UserError(
+            f"reward function {spec.text!r}: the file {path} does not exist"
+            f"{nearest(path.name, here)}; correct {WHERE}"
+        )
+    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise UserError(f"reward function {spec.text!r}: {path} is not a Python file ({WHERE})")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    with searching(path.parent), one_sentence(spec.text):
+        found.loader.exec_module(module)
+    return module
+
+
+def load_module(spec: Spec) -> ModuleType:
+    with searching(Path.cwd()), one_sentence(spec.text):
+        return importlib.import_module(spec.source)
+
+
+@contextmanager
+def searching(folder: Path) -> Iterator[None]:
+    """A reward finds the modules beside it, as a script would, and when it imports in a call, too."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    yield
+
+
+@contextmanager
+def one_sentence(spec: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # anything may happen at import
+        raise UserError(
+            f"reward function {spec!r} does not import: {describe(error)}; "
+            f"correct the module or {WHERE}"
+        ) from error
+
+
+def describe(error: BaseException) -> str:
+    """The kind of error, its first line, and the deepest place outside the import machinery."""
+    text = (str(error).strip().splitlines() or ["no message"])[0]
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if Path(__file__).parent not in Path(file).parents and "importlib" not in file:
+            place = f" at {file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{place}"
+
+
+LONGEST_MESSAGE = 300
+
+
+def public_callables(module: ModuleType) -> list[str]:
+    return [key for key, held in vars(module).items() if callable(held) and key[0] != "_"]

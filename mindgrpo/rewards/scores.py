@@ -1,0 +1,129 @@
+"""What scoring a step's samples has given: numbers by function, their weighted total, and what went wrong.
+
+Refuses to hide a failure: it is nan in its function's values and counted in its report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mindgrpo.rewards.outcome import Tally
+
+Figure = float | int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """One function: `counts` by metric, `line` for the console ("" if all went well), what it printed.
+
+    `failed` are the places of the samples that it failed on.
+    """
+
+    counts: Mapping[str, int]
+    line: str = ""
+    printed: str = ""
+    seconds: float = 0.0
+    failed: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tally: Tally) -> Report:
+        failed = frozenset(tally.failures)
+        return cls(tally.counts(), tally.in_one_line(), tally.printed, tally.seconds, failed)
+
+    def plus(self, other: Report) -> Report:
+        """Of both calls together; which places failed is known of a single call only."""
+        names = {**self.counts, **other.counts}
+        return Report(
+            {name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in names},
+            "; ".join(dict.fromkeys(line for line in (self.line, other.line) if line)),
+            self.printed + other.printed,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Scores:
+    """`per_function` float64 [samples] holds nan where a reward did not apply or failed.
+
+    `total` float32 [samples] is the weighted sum of what there is; `failed` bool [samples] says where
+    a reward's part is missing from it because the reward failed.
+    """
+
+    per_function: dict[str, np.ndarray]
+    total: np.ndarray
+    failed: np.ndarray
+    reports: dict[str, Report] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed samples by function."""
+        return {name: report.counts.get("errors", 0) for name, report in self.reports.items()}
+
+    @property
+    def messages(self) -> dict[str, str]:
+        """One line for each function that failed on a sample, or had to be called a second time."""
+        return {name: report.line for name, report in self.reports.items() if report.line}
+
+    @property
+    def num_unscored(self) -> int:
+        """Samples for which no reward gave a number: their total says nothing."""
+        return int(np.isnan(np.stack(list(self.per_function.values()))).all(axis=0).sum())
+
+    def means(self) -> dict[str, float | None]:
+        """Of what each function scored; None where that is nothing."""
+        given = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
+        return {name: float(v.mean()) if v.size else None for name, v in given.items()}
+
+    def figures(self) -> dict[str, Figure]:
+        """As metrics name them: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
+        figures: dict[str, Figure] = {}
+        for name, mean in self.means().items():
+            figures[f"reward/{name}/mean"] = mean
+            report = self.reports.get(name, Report({"errors": 0}))
+            figures |= {f"reward/{name}/{kind}": count for kind, count in report.counts.items()}
+            figures[f"reward/{name}/seconds"] = report.seconds
+        return figures
+
+    def filled(self, groups: Sequence[int]) -> Scores:
+        """With the mean of its group's others as the total of a failed sample.
+
+        So it gets no advantage and changes nobody's: half a sum would look like a bad completion.
+        `groups` is each sample's. Where all of a group have failed, their totals are 0.
+        """
+        if not self.failed.any():
+            return self
+        total, numbers = self.total.astype(np.float64), np.asarray(groups)
+        for group in np.unique(numbers[self.failed]):
+            known = (numbers == group) & ~self.failed
+            mean = float(total[known].mean()) if known.any() else 0.0
+            total[(numbers == group) & self.failed] = mean
+        return replace(self, total=total.astype(np.float32))
+
+    def with_replaced(self, places: Sequence[int], fresh: Scores) -> Scores:
+        """`fresh`'s samples at `places`, in order; failures of the samples that were there stay counted."""
+        total, failed, chosen = self.total.copy(), self.failed.copy(), list(places)
+        total[chosen], failed[chosen] = fresh.total, fresh.failed
+        per_function = {name: values.copy() for name, values in self.per_function.items()}
+        for name, values in fresh.per_function.items():
+            per_function[name][chosen] = values
+        reports = {name: report.plus(fresh.reports[name]) for name, report in self.reports.items()}
+        return Scores(per_function, total, failed, reports)
+
+
+def added_up(tallies: Mapping[str, Tally], weights: Sequence[float], num_samples: int) -> Scores:
+    """`weights` in the order of `tallies`."""
+    total, failed = np.zeros(num_samples), np.zeros(num_samples, bool)
+    per_function = {}
+    for (name, tally), weight in zip(tallies.items(), weights, strict=True):
+        values = np.full(num_samples, math.nan)
+        for place, value in tally.values.items():
+            values[place] = math.nan if value is None else value
+        per_function[name] = values
+        failed[list(tally.failures)] = True
+        total += weight * np.nan_to_num(values, nan=0.0)
+    reports = {name: Report.of(tally) for name, tally in tallies.items()}
+    return Scores(per_function, total.astype(np.float32), failed, reports)

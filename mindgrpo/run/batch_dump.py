@@ -1,0 +1,129 @@
+"""A batch with a number that is not finite, in a folder: all that its update was made of, to look at and make again.
+
+batch.json, batch.safetensors, config_resolved.yaml and, where asked for, the weights as hf/. A folder is there whole
+or not at all. Refuses folders that lack something, and never overwrites one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.errors import UserError
+
+FORMAT = "mindgrpo dump 1"
+BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
+BY_TOKEN = ("generator_logps", "reference_logps", "old_logps", "token_advantages", "factors")
+BY_SAMPLE = ("advantages", "counted")
+
+
+class About(BaseModel):
+    """`step` counts from 1, `update` within it from 0; `members` are the samples of that update, from 0."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: str = FORMAT
+    found: str
+    step: int
+    update: int
+    members: list[int]
+    lr: float
+    weights_version: int
+    finish_reasons: list[str]
+    groups: list[int]
+    texts: list[str] = []
+
+
+@dataclass(frozen=True)
+class Dump:
+    """`rewards` float32 [samples] by function and under "total"."""
+
+    about: About
+    samples: Samples
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
+    """On the rank that writes; the folder `weights` is moved into it."""
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / BATCH).write_text(dump.about.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    save_file(_arrays(dump), partial / ARRAYS)
+    shutil.copyfile(config, partial / CONFIG)
+    if weights is not None:
+        os.rename(weights, partial / MODEL)
+    os.rename(partial, target)
+
+
+def _arrays(dump: Dump) -> dict[str, np.ndarray]:
+    samples = dump.samples
+    arrays = {f"rewards.{name}": np.asarray(values) for name, values in dump.rewards.items()}
+    arrays |= {name: getattr(samples, name) for name in BY_SAMPLE}
+    lists: dict[str, Sequence[np.ndarray] | None] = {
+        "prompts": samples.prompts,
+        "completions": samples.completions,
+    }
+    lists |= {name: getattr(samples, name) for name in BY_TOKEN}
+    for name, arrays_by_sample in lists.items():
+        if arrays_by_sample is not None:
+            arrays[name] = np.concatenate(
+                [*arrays_by_sample, np.zeros(0, arrays_by_sample[0].dtype)]
+            )
+            arrays[f"{name}.lengths"] = np.array([len(part) for part in arrays_by_sample], np.int64)
+    return {name: np.ascontiguousarray(v) for name, v in arrays.items() if v is not None}
+
+
+def read(folder: Path) -> Dump:
+    """Raises UserError."""
+    missing = [name for name in (BATCH, ARRAYS, CONFIG) if not (folder / name).is_file()]
+    if missing:
+        raise UserError(
+            f"'{folder}' is no dump of a batch: {missing[0]} is not there; name one of a run's dumps/step_* folders."
+        )
+    try:
+        about = About.model_validate(json.loads((folder / BATCH).read_text("utf-8")))
+    except (ValueError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise UserError(f"{folder / BATCH} cannot be read ({first}); name another dump.") from None
+    if about.format != FORMAT:
+        raise UserError(
+            f"{folder / BATCH} is of the form '{about.format}', not '{FORMAT}'; replay it with the version that "
+            "wrote it."
+        )
+    try:
+        arrays = load_file(folder / ARRAYS)
+        return _dump_of(about, arrays)
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise UserError(f"{folder / ARRAYS} cannot be read ({error}); name another dump.") from None
+
+
+def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
+    count = len(about.groups)
+    fields: dict[str, Any] = {}
+    for name in ("prompts", "completions", *BY_TOKEN):
+        if name in arrays:
+            lengths = arrays[f"{name}.lengths"]
+            if lengths.size != count or lengths.sum() != arrays[name].size:
+                raise ValueError(f"{name} has not the lengths of {count} samples")
+            fields[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
+    for name in BY_SAMPLE:
+        if name in arrays:
+            fields[name] = arrays[name]
+    if about.members and not 0 <= min(about.members) <= max(about.members) < count:
+        raise ValueError(f"members are not among {count} samples")
+    samples = Samples(finish_reasons=about.finish_reasons, groups=about.groups, **fields)
+    prefix = "rewards."
+    rewards = {n.removeprefix(prefix): v for n, v in arrays.items() if n.startswith(prefix)}
+    return Dump(about, samples, rewards)

@@ -1,0 +1,181 @@
+"""When a run is saved, what of it, and which checkpoints stay. All ranks make the same calls.
+
+A checkpoint is complete only once its step's row is written, so it is begun before and committed after. Refuses to
+end a run over one that cannot be written: that is told, counted, and the earlier one stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mindgrpo.checkpoint import folders
+from mindgrpo.checkpoint.keep import to_delete
+from mindgrpo.checkpoint.manifest import Identity, Manifest, StoredAdapters
+from mindgrpo.checkpoint.save import NotWritten, Saver
+from mindgrpo.checkpoint.seen import check_seen
+from mindgrpo.checkpoint.state import Best, RunState
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.monitor.metrics import finite_or_null
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import saved_roles
+
+Phase = Callable[[str], AbstractContextManager[None]]
+
+
+class RunCheckpoints:
+    """`first` is the step that the run begins after, from a checkpoint if it is above 0; `best` is that one's."""
+
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        record: RunRecord,
+        identity: Identity,
+        first: RunState | None,
+        phase: Phase,
+    ) -> None:
+        self._phase = phase
+        self._rl = config.rl_config
+        self._roles, self._record, self._identity = roles, record, identity
+        self._backend = roles.backend
+        self._saved = saved_roles(config, roles)
+        self._saver = Saver(record.directory, self._backend)
+        self._newest = first.step if first is not None else 0
+        self._best = self._still_there(first.best) if first is not None else None
+        self._errors = 0
+        self.enabled = self._rl.saves_checkpoints
+        if self.enabled:
+            check_seen(record.directory, self._backend)
+
+    def _still_there(self, best: Best | None) -> Best | None:
+        is_there = (
+            best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
+        )
+        return best if self._backend.world.gather_objects(is_there)[0] else None
+
+    @property
+    def newest(self) -> int:
+        """The step of the newest checkpoint, 0 where there is none."""
+        return self._newest
+
+    def evaluated(self, step: int, means: dict[str, float | None]) -> None:
+        """Remembers the step if its score is the best so far. Raises UserError for a reward that there is not."""
+        name = self._rl.save_ckpt_best
+        if name is None:
+            return
+        if name not in means:
+            raise UserError(
+                f"rl_config.save_ckpt_best is '{name}', but the rewards are {', '.join(means)}; name one of these."
+            )
+        score = means[name]
+        if step and score is not None and (self._best is None or score > self._best.score):
+            self._best = Best(step=step, score=score)
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        interval = self._rl.save_ckpt_interval
+        if self._best is not None and self._best.step == step:
+            return True
+        return bool(interval) and (step % (interval or 1) == 0 or step == num_steps)
+
+    def begin(
+        self, step: int, prompts: int, row: dict[str, Any] | None = None, in_background: bool = True
+    ) -> dict[str, Any]:
+        """Saves the state at the end of `step`, all but its name; figures for the step's row.
+
+        `prompts` had been taken by then; `row` has the figures of a step whose evaluation is still to be made.
+        """
+        self.commit()
+        started = time.perf_counter()
+        state = RunState(
+            step=step,
+            prompts=prompts,
+            updates=self._roles.policy.updates,
+            weights_version=self._roles.policy.version,
+            best=self._best,
+            open_row=None if row is None else finite_or_null(row)[0],
+            **self._record.history(),
+        )
+        figures: dict[str, Any] = {}
+        try:
+            with self._phase("checkpoint"):
+                figures["checkpoint/bytes"] = self._saver.begin(
+                    step,
+                    self._saved,
+                    self._completion(state),
+                    background=self._rl.save_ckpt_async and in_background,
+                    bring=self._bring,
+                )
+        except NotWritten as reason:
+            self._failed(step, reason)
+        figures["time/checkpoint"] = time.perf_counter() - started
+        return figures
+
+    def _completion(self, state: RunState) -> Callable[[dict[str, Any]], Manifest]:
+        layout = f"train {self._roles.plan.train.grid}"
+        lora = self._roles.plan.lora
+        described = None
+        if lora is not None:
+            described = StoredAdapters(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
+
+        def complete(stored: dict[str, Any]) -> Manifest:
+            return Manifest(
+                layout=layout,
+                state=state,
+                identity=self._identity,
+                lora=described,
+                **stored,
+            )
+
+        return complete
+
+    def _bring(self, role: str) -> None:
+        # The roles of an update are those that a checkpoint holds; after an update they are there already.
+        self._roles.enter("reference" if role == "reference" else "update")
+        self._saved[role].pool.pull()
+
+    def step_done(self) -> dict[str, Any]:
+        """Between steps: gives a checkpoint that was written meanwhile its name; figures for the next row."""
+        if self._saver.pending is not None:
+            written = self._backend.world.gather_objects(self._saver.is_written)
+            if all(written):
+                self.commit()
+        return {"checkpoint/errors": self._errors} if self.enabled else {}
+
+    def commit(self, wait: bool = True) -> None:
+        """Completes the checkpoint that was begun, if there is one; without `wait` only one in the foreground."""
+        step = self._saver.pending
+        if step is None or (not wait and self._rl.save_ckpt_async):
+            return
+        try:
+            with self._phase("checkpoint"):
+                folder = self._saver.commit()
+        except NotWritten as reason:
+            self._failed(step, reason)
+            return
+        self._newest = step
+        self._record.console.line(f"  checkpoint: {folder}")
+        if self._backend.rank == 0:
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        run = self._record.directory
+        best = self._best.step if self._best is not None else None
+        for step in to_delete(folders.steps_in(run), self._rl.save_max_ckpt_num, best):
+            try:
+                folders.delete(run, step)
+            except OSError as error:
+                self._record.console.line(
+                    f"  checkpoint of step {step} cannot be deleted: {error.filename}: {error.strerror}"
+                )
+
+    def _failed(self, step: int, reason: NotWritten) -> None:
+        self._errors += 1
+        kept = f"the newest is that of step {self._newest}" if self._newest else "there is none yet"
+        self._record.console.line(
+            f"  warning: the checkpoint of step {step} was not written: {reason}; {kept}"
+        )

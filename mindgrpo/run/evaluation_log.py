@@ -1,0 +1,83 @@
+"""What evaluations found: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table.
+
+Every object has the step that it belongs to. Refuses to shorten a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.grpo.evaluation import Outcome, figure
+from mindgrpo.rollout.sampling_params import SamplingSettings
+
+
+def write_evaluation(
+    folder: Path, step: int, outcomes: Sequence[Outcome], with_completions: bool
+) -> None:
+    """Appends to both files in `folder`."""
+    figures: dict[str, Any] = {"step": step}
+    for outcome in outcomes:
+        figures |= outcome.figures()
+    append(folder / "evaluations.jsonl", [figures])
+    if with_completions:
+        write_completions(folder / "eval_completions.jsonl", step, outcomes)
+
+
+def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> None:
+    append(path, ({"step": step, **row} for outcome in outcomes for row in outcome.rows()))
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def details(outcome: Outcome) -> dict[str, Any]:
+    """How it was drawn and what that cost."""
+    settings = outcome.mode.settings
+    return {
+        "num_generations": outcome.mode.num_samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "pass_threshold": outcome.mode.threshold,
+        "completion_tokens": outcome.num_tokens,
+        "seconds": outcome.seconds,
+        "tokens_per_s": outcome.tokens_per_second,
+        "scored": {name: scores.num_scored for name, scores in outcome.by_function.items()},
+    }
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A row for each function of each mode, and a line on what they were drawn from."""
+    lines = []
+    for outcome in outcomes:
+        n = outcome.mode.num_samples
+        by_function = outcome.by_function
+        ks = sorted({k for scores in by_function.values() for k in scores.pass_at})
+        rows = [["reward", f"mean@{n}", "± se", *(f"pass@{k}" for k in ks), "prompts", "failed"]]
+        for name, scores in by_function.items():
+            passed = [figure(scores.pass_at.get(k)) for k in ks]
+            failed = str(outcome.scored.scores.errors.get(name, 0))
+            means = [figure(scores.mean_at_n), figure(scores.error)]
+            rows.append([name, *means, *passed, str(scores.num_prompts), failed])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [f"\n{outcome.mode.title} ({_settings(outcome.mode.settings)})"]
+        for first, *cells in rows:
+            right = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join(["", first.ljust(widths[0]), *right]))
+        count = len(outcome.samples)
+        lines.append(
+            f"  {count // n} prompts, {count} completions of {outcome.num_tokens} tokens, "
+            f"{outcome.truncated_fraction:.1%} truncated, {outcome.tokens_per_second:.0f} tokens/s"
+        )
+    return "\n".join(lines)
+
+
+def _settings(settings: SamplingSettings) -> str:
+    if settings.temperature == 0:
+        return "the likeliest token each time"
+    return f"temperature {settings.temperature:g}, top_p {settings.top_p:g}"

@@ -1,0 +1,102 @@
+"""Whether this machine holds what a run of a given plan takes: memory, disk, file descriptors, versions, variables.
+
+The findings are the doctor's kind, and the general ones are the doctor's own. Refuses a run that cannot work with the
+first of them; measures nothing that the run would change.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+
+from mindgrpo.backend.targets import keeps_weights_on_host
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.run.machine_checks import Finding, needs
+
+# What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.
+RANK_BYTES = 300 << 20
+RANK_DESCRIPTORS = 256
+DESCRIPTORS_A_PEER = 4
+# Policy and the optimizer's two moments.
+COPIES_IN_A_CHECKPOINT = 3
+
+
+def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None) -> None:
+    """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
+    checks = [*needs(), *findings(plan, ranks_here)]
+    for finding in checks:
+        if finding.level == "error":
+            raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
+    for finding in checks:
+        if finding.level == "warn":
+            print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
+
+
+def findings(plan: RunPlan, ranks_here: int | None) -> list[Finding]:
+    checks = [disk(plan), descriptors(plan.world_size)]
+    if ranks_here is not None and keeps_weights_on_host(plan.config.context.device_target):
+        checks.append(memory(plan, ranks_here))
+    return checks
+
+
+def memory(plan: RunPlan, ranks: int) -> Finding:
+    most = max((row.total for row in plan.memory()), default=0)
+    needed = ranks * (most + RANK_BYTES)
+    host = psutil.virtual_memory()
+    what = (
+        f"{ranks} ranks need some {format_bytes(needed)} of memory at their peak, and this machine has "
+        f"{format_bytes(host.total)}, {format_bytes(host.available)} of it free"
+    )
+    remedy = "use fewer ranks, a smaller model, or more machines (python -m mindgrpo plan shows what takes it)"
+    if needed > host.total:
+        return Finding("error", what, remedy)
+    return Finding("warn" if needed > host.available else "ok", what, remedy)
+
+
+def disk(plan: RunPlan) -> Finding:
+    config = plan.config
+    model = plan.model.num_parameters * FLOAT_BYTES
+    kept = 0
+    if config.rl_config.save_ckpt_interval:
+        kept = (
+            config.rl_config.save_max_ckpt_num or 1
+        ) + 1  # one is written before the oldest goes
+    needed = model * (1 + kept * COPIES_IN_A_CHECKPOINT)
+    folder = nearest_folder(Path(config.output_dir or "output"))
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding(
+            "error", f"{folder} cannot be looked at ({error.strerror})", "name another --output_dir"
+        )
+    what = f"the model and {kept} checkpoints take {format_bytes(needed)}, and {folder} has {format_bytes(free)} free"
+    if needed <= free:
+        return Finding("ok", what)
+    return Finding(
+        "error",
+        what,
+        "free some, lower rl_config.save_max_ckpt_num, or name an --output_dir on another disk",
+    )
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the one in which it would be made."""
+    return next(
+        (folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/")
+    )
+
+
+def descriptors(ranks: int) -> Finding:
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = RANK_DESCRIPTORS + DESCRIPTORS_A_PEER * ranks
+    what = f"a process may open {allowed} files, and a rank of {ranks} may need {needed}"
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return Finding("ok", what)
+    more = "" if most == resource.RLIM_INFINITY or most >= needed else ", as root"
+    return Finding("error", what, f"run 'ulimit -n {needed}' before{more}")

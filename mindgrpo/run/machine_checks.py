@@ -1,0 +1,211 @@
+"""Looks at the machine and says what would stop a run. Refuses to import what it inspects.
+
+Versions come from the installed packages' metadata, so it also works where an import would crash.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+import psutil
+
+from mindgrpo.backend.targets import BOARD_FOLDERS
+from mindgrpo.config.environment import wrong_variables
+from mindgrpo.monitor.memory import format_bytes
+
+Level = Literal["ok", "warn", "error"]
+
+# For the few pages that ranks find each other by; the memory they share needs no folder.
+MEETING_ROOM = 2**20
+MIN_MEMORY = 4 * 2**30
+MIN_DISK = 2**30
+MIN_DESCRIPTORS = 1024
+TESTED_MINDSPORE = "2.9.0"
+TESTED_OPTIONAL = {  # package: (tested version, what it is for)
+    "mindformers": ("1.9.0", "an independent reference model"),
+    "transformers": ("4.57.1", "golden values and checks of exported models"),
+    "vllm": ("0.31.0", "the optional rollout engine"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    level: Level
+    what: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<5}  {self.what}" + (f"  ->  {self.remedy}" if self.remedy else "")
+
+
+def findings() -> list[Finding]:
+    """Every finding, good ones too; a run can work where none has the level `error`."""
+    return [
+        *needs(),
+        _kernels(),
+        *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
+        _launcher(),
+        _port(os.environ.get("MINDGRPO_PORT")),
+        _cores(),
+        _memory(),
+        _disk(),
+        _descriptors(),
+    ]
+
+
+def needs() -> list[Finding]:
+    """What every run needs, whatever its plan; its preflight looks at these, too."""
+    return [_python(), _mindspore(), _numpy(), _meeting_place(), *_variables(os.environ)]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    if (3, 10) <= sys.version_info[:2] < (3, 13):
+        return Finding("ok", f"Python {version}")
+    return Finding("error", f"Python {version}", "use Python 3.10, 3.11 or 3.12")
+
+
+def _mindspore() -> Finding:
+    version = _version("mindspore")
+    install = f"pip install mindspore=={TESTED_MINDSPORE}"
+    if version is None:
+        return Finding("error", "mindspore is not installed", install)
+    if version != TESTED_MINDSPORE:
+        what = f"mindspore {version}, tested is {TESTED_MINDSPORE}"
+        return Finding("warn", what, install)
+    return Finding("ok", f"mindspore {version}")
+
+
+def _numpy() -> Finding:
+    version = _version("numpy")
+    install = 'pip install "numpy<2"'
+    if version is None:
+        return Finding("error", "numpy is not installed", install)
+    if int(version.split(".")[0]) >= 2:
+        what = f"numpy {version}, but mindspore is built against numpy 1"
+        return Finding("error", what, install)
+    return Finding("ok", f"numpy {version}")
+
+
+def _kernels() -> Finding:
+    try:
+        from mindgrpo.backend.kernels.native import library as native_library
+    except ImportError as error:
+        what = f"whether C kernels can be compiled is not known ({error})"
+        return Finding("warn", what, "mend what is missing first")
+    try:
+        return Finding("ok", f"C kernels are compiled: {native_library.build()}")
+    except native_library.Unavailable as why:
+        # Steps are right without, and take several times as long.
+        return Finding("warn", f"{why.what}: steps will be slow", why.remedy)
+
+
+def _optional(package: str, tested: str, purpose: str) -> Finding:
+    # The same module may come from a distribution of another name (one build a device).
+    distributions = metadata.packages_distributions().get(package, [package])
+    version = _version(distributions[0])
+    if version is None:
+        return Finding("ok", f"{package} is not installed (optional: {purpose})")
+    if version.split("+")[0] != tested:
+        what = f"{package} {version}, tested is {tested} (optional: {purpose})"
+        return Finding("warn", what, f"pip install {distributions[0]}=={tested}")
+    return Finding("ok", f"{package} {version} (optional: {purpose})")
+
+
+def _launcher() -> Finding:
+    path = shutil.which("msrun")
+    if path is None:
+        remedy = (
+            "run `source scripts/setup_env.sh`, or put the folder of mindspore's programs on PATH"
+        )
+        return Finding("error", "msrun is not on PATH", remedy)
+    return Finding("ok", f"msrun is {path}")
+
+
+def _port(asked: str | None) -> Finding:
+    if asked is not None and not (asked.isdecimal() and 1024 <= int(asked) <= 65535):
+        return Finding(
+            "error", f"MINDGRPO_PORT={asked} is no port", "set 1024 to 65535 or unset it"
+        )
+    port = int(asked or 0)
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            what = f"port {asked or 'of any number'} cannot be taken ({error.strerror})"
+            return Finding("error", what, "set MINDGRPO_PORT to a free port or unset it")
+    return Finding("ok", f"port {asked} is free" if asked else "a port can be taken on 127.0.0.1")
+
+
+def _meeting_place() -> Finding:
+    reasons = []
+    for folder in BOARD_FOLDERS:
+        try:
+            free = shutil.disk_usage(folder).free
+        except OSError:
+            reasons.append(f"{folder} is missing")
+            continue
+        if not os.access(folder, os.W_OK):
+            reasons.append(f"{folder} is not writable")
+        elif free < MEETING_ROOM:
+            reasons.append(f"{folder} has {format_bytes(free)} free")
+        else:
+            return Finding("ok", f"ranks can meet in {folder}, {format_bytes(free)} free")
+    remedy = f"free {format_bytes(MEETING_ROOM)} or mount a tmpfs at {BOARD_FOLDERS[0]}"
+    return Finding("error", f"ranks cannot meet: {', '.join(reasons)}", remedy)
+
+
+def _variables(environment: Mapping[str, str]) -> list[Finding]:
+    wrong = wrong_variables(environment)
+    errors = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
+    return errors or [Finding("ok", "the environment's variables can be used")]
+
+
+def _disk() -> Finding:
+    """Of the folder that runs write to by default; a run's preflight compares with what it needs."""
+    free = shutil.disk_usage(".").free
+    what = f"disk here {format_bytes(free)} free"
+    if free < MIN_DISK:
+        return Finding("warn", what, "free some, or start runs with an --output_dir elsewhere")
+    return Finding("ok", what)
+
+
+def _descriptors() -> Finding:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    what = f"a process may open {allowed} files"
+    if allowed != resource.RLIM_INFINITY and allowed < MIN_DESCRIPTORS:
+        return Finding("warn", what, f"run 'ulimit -n {MIN_DESCRIPTORS}' before")
+    return Finding("ok", what)
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        return Finding(
+            "warn", "1 core", "expect several ranks to take turns; use --ranks 1 to be quick"
+        )
+    return Finding("ok", f"{cores} cores")
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    what = f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} available"
+    if memory.available < MIN_MEMORY:
+        return Finding("warn", what, "end other programs or use fewer ranks")
+    return Finding("ok", what)

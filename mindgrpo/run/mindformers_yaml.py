@@ -1,0 +1,110 @@
+"""A model's dimensions in MindFormers' YAML form (`model: model_config:`), as users have them.
+
+Refuses a file that lacks a dimension, and one that disagrees with the config.json it is said to describe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
+from mindgrpo.errors import UserError
+from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.strict_files import read_text
+
+REMEDY = "give a MindFormers model YAML or leave model_config out."
+# MindFormers' key -> config.json's key.
+REQUIRED = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+}
+OPTIONAL = {
+    "n_kv_heads": "num_key_value_heads",
+    "rms_norm_eps": "rms_norm_eps",
+    "theta": "rope_theta",
+    "seq_length": "max_position_embeddings",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "head_dim": "head_dim",
+    "qkv_has_bias": "attention_bias",
+}
+COMPARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+    "rope_scaling",
+    "qkv_bias",
+)
+
+
+def read_model_yaml(path: str | Path) -> DecoderConfig:
+    """Raises UserError where the file does not give a decoder's dimensions."""
+    try:
+        document = plain_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model_config '{path}' cannot be read as YAML ({reason}); {REMEDY}"
+        ) from None
+    section: Any = document
+    for key in ("model", "model_config"):
+        section = section.get(key) if isinstance(section, dict) else None
+    if not isinstance(section, dict):
+        raise UserError(
+            f"model_config '{path}' has no section model: model_config:, where MindFormers keeps the shapes; give "
+            "such a file or leave model_config out."
+        )
+    missing = [key for key in REQUIRED if key not in section]
+    if missing:
+        raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")
+    raw = {target: section[key] for key, target in REQUIRED.items()}
+    raw |= {target: section[key] for key, target in OPTIONAL.items() if key in section}
+    raw |= _rope_scaling(section, str(path))
+    bias = bool(section.get("qkv_has_bias", False))
+    raw["model_type"] = section.get("model_type") or ("qwen2" if bias else "llama")
+    if raw["model_type"] == "qwen2":
+        raw.pop("attention_bias", None)
+    return decoder_config(raw, str(path))
+
+
+def _rope_scaling(section: Mapping[str, Any], path: str) -> dict[str, Any]:
+    method = section.get("extend_method") or "None"
+    if method == "None":
+        return {}
+    factors = section.get("scaling_factor")
+    if method != "LLAMA3" or not isinstance(factors, dict) or set(ROPE_FACTORS) - set(factors):
+        raise UserError(
+            f"model_config '{path}' has extend_method '{method}', but only LLAMA3 with a scaling_factor of "
+            f"{', '.join(ROPE_FACTORS)} is computed here; correct the YAML or leave model_config out."
+        )
+    return {"rope_scaling": {"rope_type": "llama3", **factors}}
+
+
+def _stated(config: DecoderConfig, name: str) -> Any:
+    value = getattr(config, name)
+    if name != "rope_scaling" or value is None:
+        return value
+    return {factor: float(value[factor]) for factor in ROPE_FACTORS}
+
+
+def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
+    """Raises UserError naming the first dimension in which the YAML and config.json differ."""
+    stated = read_model_yaml(model_yaml)
+    for name in COMPARED:
+        mine, theirs = _stated(stated, name), _stated(model, name)
+        if mine != theirs:
+            raise UserError(
+                f"{name} is {mine} in model_config '{model_yaml}' but {theirs} in {directory}/config.json; the "
+                "model's own file decides, so correct the YAML or leave model_config out."
+            )

@@ -1,0 +1,145 @@
+"""Where a run writes, on rank 0: a fresh folder, or the one that it goes on in, with what stands there already.
+
+Refuses to lose what an earlier session wrote: it is cut, renamed or moved aside, and the user is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindgrpo.checkpoint import folders
+from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.monitor import continuing, run_directory
+
+
+@dataclass(frozen=True)
+class OutputPaths:
+    """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of places of the user's."""
+
+    directory: Path
+    model: Path
+    completions: Path | None
+    tensorboard: Path | None
+    elsewhere: list[str] = field(default_factory=list)
+
+    @property
+    def outside(self) -> dict[str, str]:
+        """What a session that goes on could not find by the folder alone."""
+        named = {"completions": self.completions, "tensorboard": self.tensorboard}
+        return {
+            name: str(path.absolute())
+            for name, path in named.items()
+            if path is not None and self.directory not in (path, path.parent)
+        }
+
+
+def label_of(directory: Path) -> str:
+    """A run's name in folders that it shares with others."""
+    return "-".join(directory.absolute().parts[-2:]).strip("/")
+
+
+def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
+    """Raises UserError for what cannot be made or written."""
+    directory = _directory(config.output_dir, name, start)
+    label = label_of(directory)
+    rl, save = config.rl_config, config.actor_config.save
+    notes: list[str] = []
+
+    def outside(asked: str, taken: str, key: str, kept: str) -> Path:
+        known = Path(start.places[kept]) if start is not None and kept in start.places else None
+        if known is not None and known.is_dir():
+            path = known
+        else:
+            path = run_directory.own_folder(asked, label, taken, f"rl_config.{key}")
+        notes.append(f"{key}: {path}")
+        return path
+
+    board: Path | None = None
+    if rl.tensorboard:
+        board = directory / "tensorboard"
+        if rl.tensorboard_dir:
+            board = outside(rl.tensorboard_dir, "*tfevents*", "tensorboard_dir", "tensorboard")
+    completions: Path | None = None
+    if rl.save_prompt_completions_data:
+        completions = directory
+        asked = rl.save_prompt_completions_dir
+        if asked:
+            key = "save_prompt_completions_dir"
+            completions = outside(asked, "completions.jsonl", key, "completions")
+    model = directory / "hf"
+    if save:
+        model = run_directory.own_folder(save, label, "*", "actor_config.save")
+    return OutputPaths(directory, model, completions, board, notes)
+
+
+def _directory(asked: str | None, name: str, start: Start | None) -> Path:
+    if start is None or start.output is None:
+        return run_directory.create(asked, name)
+    # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
+    return run_directory.create(
+        start.output, name, goes_on=start.output == start.source or not start.candidates
+    )
+
+
+def continue_files(
+    paths: OutputPaths, start: Start | None, chosen: Candidate | None, keep_model: bool
+) -> list[str]:
+    """Makes the files those of the end of the chosen checkpoint's step; lines for the user. Raises UserError."""
+    try:
+        folders.remove_left_overs(paths.directory)
+        if start is None:
+            return []
+        if chosen is None:
+            aside = continuing.put_earlier_aside(paths.directory)
+            return [f"what an earlier run left is in {aside}"] if aside else []
+        state = chosen.manifest.state
+        # A row that is still open is written again.
+        step, rows_until = state.step, state.step - (state.open_row is not None)
+        if start.output != start.source or start.source is None:
+            source = start.source
+            rows = (
+                continuing.head(source / "metrics.jsonl", rows_until) if source is not None else b""
+            )
+            (paths.directory / "metrics.jsonl").write_bytes(rows)
+            return []
+        return _go_on(paths, step, rows_until, keep_model)
+    except OSError as error:
+        raise UserError(
+            f"The run in {paths.directory} cannot be gone on with: {error.filename or ''}: {error.strerror}; make it "
+            "writable or name another --output_dir."
+        ) from error
+
+
+def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
+    notes = []
+    label = f"until_step_{step}"
+    for path, last in (
+        *((paths.directory / name, rows_until) for name in continuing.ROWS),
+        ((paths.completions or paths.directory) / "completions.jsonl", step),
+    ):
+        rows = continuing.cut_after(path, last) if path.exists() else 0
+        if rows:
+            aside = f"{path.name}.after_step_{last}"
+            notes.append(f"{rows} rows of {path} after step {last} are now in {aside}")
+    continuing.rename_aside(paths.directory / "config_resolved.yaml", label)
+    if not keep_model:
+        for folder in (paths.directory / "hf", paths.directory / "adapter"):
+            renamed = continuing.rename_aside(folder, label)
+            notes += [f"{folder.name} of an earlier end is now {renamed.name}"] if renamed else []
+    for later in folders.steps_in(paths.directory):
+        if later > step:
+            moved = folders.set_aside(paths.directory, later)
+            notes.append(f"checkpoint step_{later:06d} is now {moved.name}")
+    return notes
+
+
+def run_name(path: Path) -> str:
+    """A configuration called like every other is told apart by its folder."""
+    return (
+        path.parent.name
+        if path.stem in ("grpo_config", "config") and path.parent.name
+        else path.stem
+    )

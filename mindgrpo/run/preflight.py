@@ -1,0 +1,238 @@
+"""Everything a run is given, read and checked in one process before a rank compiles: model, tokenizer, data, rewards.
+
+Refuses whatever cannot work with one sentence; loads no weights and touches no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.backend.runtime import RuntimeSettings
+from mindgrpo.config import Config, memory_bytes
+from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
+from mindgrpo.data.records import RowForm, parse_key_map
+from mindgrpo.data.sources import ALONE, Ranks, open_records
+from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.memory.account import check_budget
+from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.rewards.call import own_columns
+from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.run.mindformers_yaml import check_agreement
+from mindgrpo.weights.pretrained import check_tensors
+
+Reward = str | Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
+
+    `notes` are for the user.
+    """
+
+    plan: RunPlan
+    tokenizer: Tokenizer
+    prompts: PromptSet
+    held_out: PromptSet | None
+    scorer: Scorer | None
+    sampling: SamplingSettings
+    notes: tuple[str, ...] = ()
+
+    def check_rewards(self) -> None:
+        """Two samples through every reward; waits until all have been imported. Raises UserError."""
+        if self.scorer is not None:
+            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+
+
+def dry_run_rewards(scorer: Scorer, tokenizer: Tokenizer, prompts: PromptSet) -> None:
+    """The answers of two of the prompts through every reward. Raises UserError."""
+    two = (prompts[:2] * 2)[:2]
+    answers = [prompt.answer for prompt in two]
+    ids = [tokenizer.encode(answer) for answer in answers]
+    made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
+    scorer.dry_run(answers, answers, made | columns_of(two))
+
+
+def prepare(
+    config: Config,
+    world_size: int | None,
+    reward_functions: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
+    ranks: Ranks = ALONE,
+    scores: bool = True,
+) -> Inputs:
+    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included.
+
+    `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
+    first, to be checked with `check_rewards` at the end.
+    """
+    if not scores:
+        return _read(config, world_size, ranks, None)
+    scorer = scorer_of(config, reward_functions, reward_weights)
+    try:
+        return _read(config, world_size, ranks, scorer)
+    except BaseException:
+        scorer.close()
+        raise
+
+
+def read_model(config: Config) -> DecoderConfig:
+    """Shapes of the actor's model."""
+    if not config.actor_config.load:
+        raise UserError(
+            "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
+        )
+    return read_config(config.actor_config.load)
+
+
+def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
+    """With the configuration's chat template."""
+    tokenizer = load_tokenizer(config.tokenizer_dir)
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(
+            f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
+            f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
+        )
+    return tokenizer.with_template(config.rl_config.chat_template)
+
+
+def held_out_prompts(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> PromptSet | None:
+    rl = config.rl_config
+    if not rl.eval_dataset_file:
+        return None
+    choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
+    return _prompts(
+        config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
+    )
+
+
+def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+    model = read_model(config)
+    for role in (config.actor_config, config.ref_config, config.generate_config):
+        if role.model_yaml:
+            check_agreement(model, role.model_yaml, config.actor_config.load)
+    plan = plan_run(config, model, world_size)
+    budget = config.context.max_device_memory
+    check_budget(plan.memory(), memory_bytes(budget) if budget else None)
+    check_tensors(config.actor_config.load, parameter_specs(model))
+    if plan.reference is not None and config.reference_load != config.actor_config.load:
+        check_tensors(config.reference_load, parameter_specs(model))
+    tokenizer = read_tokenizer(config, model)
+    _check_save(config)
+    rl = config.rl_config
+    prompts = _prompts(
+        config, tokenizer, ranks, rl.dataset_file, replace(FOR_TRAINING, name=rl.dataset_split)
+    )
+    held_out = held_out_prompts(config, tokenizer, ranks)
+    sampling = sampling_settings(config, tokenizer)
+    notes = (*_stop_notes(sampling, model.vocab_size),)
+    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
+
+
+def runtime_settings(config: Config) -> RuntimeSettings:
+    """What of `context` the device's backend sets up."""
+    context = config.context
+    budget = context.max_device_memory
+    return RuntimeSettings(
+        compiled=context.mode == 0,
+        deterministic=config.rl_config.deterministic == "ON",
+        jit_level=context.jit_config.jit_level,
+        max_call_depth=context.max_call_depth,
+        save_graphs=context.save_graphs,
+        save_graphs_path=context.save_graphs_path,
+        memory_optimize_level=context.memory_optimize_level,
+        max_device_bytes=memory_bytes(budget) if budget else None,
+        precision_mode=context.ascend_config.precision_mode,
+    )
+
+
+def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
+    """Ids that the model cannot draw never end a sample, and completions then run to max_tokens."""
+    outside = [i for i in sampling.stop_ids if i >= vocab_size]
+    if not outside:
+        return []
+    left = len(outside) < len(sampling.stop_ids)
+    return [
+        f"generate_config.sampling_config.eos_token_id {', '.join(map(str, outside))} is outside of "
+        f"the model's {vocab_size} tokens and ends no sample"
+        + ("" if left else ", nor does any other id; leave the key out for the model's own")
+    ]
+
+
+def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
+    sampling = config.generate_config.sampling_config
+    stops = sampling.eos_token_id
+    stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
+    return SamplingSettings(
+        temperature=sampling.temperature,
+        top_k=max(0, sampling.top_k),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        stop_ids=stop_ids,
+    )
+
+
+def scorer_of(
+    config: Config,
+    reward_functions: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Scorer:
+    functions: Sequence[Reward] = config.reward_config.verifier_function
+    weights: Sequence[float] | None = config.verifier_weights
+    if reward_functions is not None:
+        functions, weights = reward_functions, reward_weights
+    if not functions:
+        raise UserError(
+            "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "
+            "accuracy_reward, module:function or file.py:function."
+        )
+    rewards = config.reward_config
+    limits = Limits(
+        rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
+    )
+    facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
+    return Scorer(functions, weights, limits, facts)
+
+
+def _prompts(
+    config: Config,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    path: str | None,
+    choice: SplitChoice,
+    key: str = "rl_config.dataset_file",
+) -> PromptSet:
+    if not path:
+        raise UserError(
+            f"{key} is not set; give a JSONL, JSON, Parquet or MindRecord file of questions and answers, or a "
+            "directory of Hugging Face datasets."
+        )
+    rl = config.rl_config
+    rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
+    records = open_records(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    form = PromptForm(
+        tokenizer,
+        config.generate_config.max_prompt_length,
+        rl.prompt_overflow,
+        rl.system_prompt or "",
+    )
+    return PromptSet(records, form, ranks)
+
+
+def _check_save(config: Config) -> None:
+    save = config.actor_config.save
+    if save and Path(save).exists() and not Path(save).is_dir():
+        raise UserError(
+            f"actor_config.save '{save}' is a file, and nothing is written over; name a folder or leave it out."
+        )

@@ -1,0 +1,286 @@
+"""What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
+
+Only rank 0 writes and speaks; the other ranks call the same lines in vain. Refuses to compute figures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mindgrpo
+from mindgrpo.algorithm.types import Samples
+from mindgrpo.backend.contract import Backend
+from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.state import RunState
+from mindgrpo.config import Loaded, write_resolved
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.algorithm_summary import algorithm_lines
+from mindgrpo.grpo.evaluation import (
+    Figure,
+    Outcome,
+    figure,
+    number,
+)
+from mindgrpo.grpo.rollout import Scored
+from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.monitor.completions import CompletionsWriter, Sample
+from mindgrpo.monitor.console import Console
+from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.metrics import MetricsWriter
+from mindgrpo.rewards.scores import Scores
+from mindgrpo.run.evaluation_log import write_evaluation
+from mindgrpo.run.output_paths import (
+    OutputPaths,
+    continue_files,
+    label_of,
+    make_output_paths,
+)
+from mindgrpo.run.preflight import Inputs
+
+STEPS_BETWEEN_PICTURES = 10
+
+
+class RunRecord:
+    """`launched` is when the launcher started, in seconds since the epoch."""
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        name: str,
+        plan: RunPlan,
+        backend: Backend,
+        launched: float,
+        start: Start | None = None,
+    ) -> None:
+        """`start`: where a run that was asked to go on begins. Nothing is written before `begin`."""
+        self._loaded, self._plan, self._backend = loaded, plan, backend
+        self._launched, self._start = launched, start
+        self._is_writer = backend.rank == 0
+        self.console = Console(self._is_writer)
+        self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
+        self._evaluations: list[dict[str, float | None]] = []
+        self._first_step_seconds: float | None = None
+        # All are made now: a folder that cannot be written is better told before a run than after it.
+        made = make_output_paths(loaded.config, name, start) if self._is_writer else None
+        self._paths: OutputPaths = backend.world.gather_objects(made)[0]
+        self.directory, self.model_directory = self._paths.directory, self._paths.model
+        backend.compile_log.listener = self._compiling
+
+    @property
+    def label(self) -> str:
+        """This run's name in folders that it shares with others."""
+        return label_of(self.directory)
+
+    def begin(self, chosen: Candidate | None, is_complete: bool = False) -> None:
+        """Opens the files, as they were at the end of the step of the `chosen` checkpoint."""
+        if chosen is not None:
+            self._earlier = chosen.manifest.state
+            self._evaluations = list(self._earlier.evaluations)
+            self._first_step_seconds = self._earlier.first_step_seconds
+        if not self._is_writer:
+            return
+        for line in continue_files(self._paths, self._start, chosen, is_complete):
+            self.console.line(f"  {line}")
+        rl = self._loaded.config.rl_config
+        write_resolved(self._loaded, self.directory / "config_resolved.yaml")
+        self._metrics = MetricsWriter(
+            self.directory,
+            self._paths.tensorboard,
+            rl.tensorboard_queue_size,
+            self._earlier.step,
+        )
+        self._completions = None
+        if self._paths.completions is not None:
+            self._completions = CompletionsWriter(
+                self._paths.completions / "completions.jsonl",
+                rl.save_prompt_completions_interval,
+            )
+
+    def history(self) -> dict[str, Any]:
+        """This record's part of a RunState, as it is now."""
+        return {
+            "evaluations": list(self._evaluations),
+            "seconds": self._seconds(),
+            "first_step_seconds": self._first_step_seconds,
+            "compiles": self._compiles(),
+            "places": self._paths.outside,
+        }
+
+    def _seconds(self) -> float:
+        return self._earlier.seconds + time.time() - self._launched
+
+    def _compiles(self) -> int:
+        return self._earlier.compiles + len(self._backend.compile_log.entries)
+
+    def _compiling(self, name: str, seconds: float | None) -> None:
+        if seconds is not None:
+            self.console.line(f"  compiled {name}: {seconds:.1f} s")
+
+    def banner(self, num_steps: int, inputs: Inputs, notes: Sequence[str] = ()) -> None:
+        plan, backend = self._plan, self._backend
+        first = inputs.prompts[0]
+        name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
+        stops = ", ".join(
+            f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
+            for i in inputs.sampling.stop_ids
+        )
+        data = [inputs.prompts.report()]
+        if inputs.held_out is not None:
+            data.append(f"held out: {inputs.held_out.report()}")
+        sections: list[tuple[str, Sequence[str]]] = [
+            (
+                "run",
+                [
+                    f"{num_steps} steps on {backend.world_size} ranks ({backend.name}), {self.directory}"
+                ],
+            ),
+            (
+                "model",
+                [
+                    f"{name}: {plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"
+                ],
+            ),
+            ("layouts", plan.layout_lines()),
+            ("batch", plan.batch.lines()),
+            ("algorithm", algorithm_lines(plan.config, plan.batch)),
+            ("memory", plan.memory_lines()),
+            ("reshard", plan.reshard_lines()),
+            ("data", data),
+            ("prompt", [repr(first.text)]),
+            ("stops", [stops]),
+        ]
+        if backend.notices:
+            sections.append(("kernels", backend.notices))
+        if self._paths.elsewhere:
+            sections.append(("elsewhere", self._paths.elsewhere))
+        if notes or self._loaded.notices:
+            sections.append(("notes", [*notes, *self._loaded.notices]))
+        self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
+
+    def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
+        """`step` counts from 1."""
+        if self._first_step_seconds is None:
+            self._first_step_seconds = time.time() - self._launched
+            self.console.line(
+                f"  from launch to the end of the first step: {self._first_step_seconds:.1f} s"
+            )
+        if not self._is_writer:
+            return
+        self._metrics.write(step, figures)
+        self.console.step_line({"step": step, **figures}, num_steps)
+        if self._loaded.config.rl_config.performance_stats:
+            times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
+            self.console.line("  seconds: " + "  ".join(times))
+        if step % STEPS_BETWEEN_PICTURES == 0:
+            self._draw()
+
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+        """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
+        self._evaluations.append(outcomes[0].means)
+        figures: dict[str, Figure] = {}
+        for outcome in outcomes:
+            self.rewards(f"evaluation after step {step}", outcome.scored.scores)
+            self.console.line(f"  {outcome.line()}")
+            figures |= outcome.figures()
+        if self._is_writer:
+            keeps = self._loaded.config.rl_config.save_eval_completions
+            write_evaluation(self.directory, step, outcomes, keeps)
+        return figures
+
+    def not_evaluated(self) -> None:
+        """There is nothing to compare later evaluations with."""
+        self._evaluations.append({})
+
+    def rewards(self, when: str, scores: Scores) -> None:
+        """One line for each reward that failed on a sample; what rewards printed goes to a file."""
+        if not self._is_writer:
+            return
+        for name, line in scores.messages.items():
+            count = scores.errors[name]
+            failed = f"failed on {count} of {len(scores.total)} samples, " if count else ""
+            self.console.line(f"  reward {name}: {failed}{line}")
+        for name, report in scores.reports.items():
+            if report.printed:
+                with (self.directory / "reward_output.txt").open("a", encoding="utf-8") as output:
+                    size = report.counts.get("printed_bytes", 0)
+                    output.write(f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n")
+
+    def completions(
+        self, step: int, owners: Sequence[Prompt], samples: Samples, scored: Scored
+    ) -> None:
+        if not self._is_writer:
+            return
+        if self._completions is None:
+            return
+        per_function = scored.scores.per_function
+        self._completions.write(
+            step,
+            (
+                Sample(
+                    prompt=owners[i].text,
+                    completion=scored.texts[i],
+                    answer=owners[i].answer,
+                    finish_reason=samples.finish_reasons[i],
+                    length=len(samples.completions[i]),
+                    rewards={name: number(values[i]) for name, values in per_function.items()},
+                    advantage=float(samples.advantages[i]),
+                    token_ids=samples.completions[i].tolist(),
+                )
+                for i in range(len(samples))
+            ),
+        )
+
+    def _draw(self) -> None:
+        before = self._evaluations[0] if self._evaluations else None
+        draw_reward_curve(
+            self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
+        )
+
+    def close(self, num_steps: int, ended: str | None = None) -> None:
+        """`ended`: why the run ends after `num_steps` steps, before its last."""
+        if not self._is_writer:
+            return
+        self._metrics.close()
+        evaluations = self._evaluations
+        summary: dict[str, Any] = {
+            "steps": num_steps,
+            "seconds": self._seconds(),
+            "first_step_seconds": self._first_step_seconds,
+            "compiles": self._compiles(),
+            "eval_before": evaluations[0] if evaluations else {},
+            "eval_after": evaluations[-1] if evaluations else {},
+        }
+        if ended is not None:
+            summary["ended"] = ended
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if num_steps:
+            self._draw()
+        if ended is None:
+            self._tell_the_end(summary)
+
+    def _tell_the_end(self, summary: Mapping[str, Any]) -> None:
+        evaluations = self._evaluations
+        self.console.banner(
+            "done",
+            [
+                (
+                    "seconds",
+                    [f"{summary['seconds']:.0f}, {summary['compiles']} graphs compiled a rank"],
+                ),
+                (
+                    "held out",
+                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"]
+                    if any(evaluations)
+                    else [],
+                ),
+                ("model", [str(self.model_directory)]),
+                ("curve", [str(self.directory / "reward_curve.png")]),
+            ],
+        )
+
+
+def _told(means: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {figure(value)}" for name, value in means.items()) or "-"

@@ -1,0 +1,93 @@
+"""One start of the program within a run: the steps that were done before it, those done now, and how it ends.
+
+Refuses to take a step: the trainer does, and says when one is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindgrpo.checkpoint.find import Start
+from mindgrpo.data.cursor import Cursor
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.run.checkpoints import Phase, RunCheckpoints
+from mindgrpo.run.preflight import Inputs
+from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.resume import restore, unsaved_digests
+from mindgrpo.run.start import identity_of
+from mindgrpo.run.stop_signals import Stop, Stopping
+
+
+class Session:
+    """Begins where `start` says, or at the beginning, with roles and cursor set to that; opens the record's files.
+
+    `done` steps are done. `open_row` has the figures of the last of them while its evaluation is being made.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        roles: Roles,
+        record: RunRecord,
+        cursor: Cursor,
+        start: Start | None,
+        stopping: Stopping,
+        num_steps: int,
+        phase: Phase,
+    ) -> None:
+        """`phase` surrounds what is named, for whoever watches."""
+        self.stopping, self.num_steps = stopping, num_steps
+        self._record, self._cursor = record, cursor
+        config = inputs.plan.config
+        identity = identity_of(config, inputs)
+        if config.rl_config.saves_checkpoints:
+            identity = identity_of(config, inputs, unsaved_digests(config, roles))
+        chosen = state = None
+        self.done = 0
+        self.open_row: dict[str, Any] | None = None
+        if start is not None and start.candidates:
+            with record.console.phase("reading the checkpoint"):
+                chosen = restore(start, config, roles, identity, record.console.line)
+        if chosen is not None:
+            state = chosen.manifest.state
+            self.done, self.open_row, cursor.position = state.step, state.open_row, state.prompts
+            record.console.line(
+                f"  resumed from {chosen.folder}: {self.done} of {num_steps} steps are done"
+            )
+        self._taken = cursor.position
+        is_over = self.done >= num_steps and self.open_row is None
+        self.has_model = is_over and (record.model_directory / "config.json").exists()
+        record.begin(chosen, self.has_model)
+        self.checkpoints = RunCheckpoints(config, roles, record, identity, state, phase)
+
+    def step_done(self, figures: dict[str, Any]) -> None:
+        """The weights and the cursor are those after one more step; its row is still open."""
+        self.done += 1
+        self._taken = self._cursor.position
+        self.open_row = figures
+
+    def write_row(self, evaluation: dict[str, Any]) -> None:
+        """Of the step that is done, with its evaluation's figures; its checkpoint, where one is due, around it."""
+        checkpoints, figures = self.checkpoints, {**(self.open_row or {}), **evaluation}
+        self.open_row = None
+        figures |= checkpoints.step_done()
+        if checkpoints.is_due(self.done, self.num_steps) and checkpoints.newest < self.done:
+            figures |= checkpoints.begin(self.done, self._taken)
+        self._record.step(self.done, self.num_steps, figures)
+        checkpoints.commit(wait=False)
+
+    def save(self) -> None:
+        """A checkpoint of the steps that are done, unless there is one or none was asked for."""
+        checkpoints = self.checkpoints
+        checkpoints.commit()
+        if checkpoints.enabled and checkpoints.newest < self.done:
+            checkpoints.begin(self.done, self._taken, self.open_row, in_background=False)
+            checkpoints.commit()
+
+    def tell_how_to_go_on(self, ended: Stop) -> None:
+        say = self._record.console.line
+        say(f"  {ended.reason}: the run ends with {self.done} of {self.num_steps} steps done")
+        if self.checkpoints.newest:
+            say(f"  go on with: --resume_training --output_dir {self._record.directory}")
+        elif not self.checkpoints.enabled:
+            say("  nothing was saved: rl_config.save_ckpt_interval asks for no checkpoints")

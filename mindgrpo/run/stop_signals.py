@@ -1,0 +1,77 @@
+"""When a run ends before its last step: a signal, or its time is up; agreed by all ranks where a phase begins.
+
+A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
+ends the process at once. Refuses to say what is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from mindgrpo.backend.contract import Backend
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop(Exception):
+    """Raised on all ranks alike; `status` is what the program is to end with."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.reason, self.status = reason, status
+
+
+class Stopping:
+    """`started` and `max_seconds` in seconds since the epoch and since `started`."""
+
+    def __init__(self, backend: Backend, started: float, max_seconds: float | None) -> None:
+        self._world, self._rank = backend.world, backend.rank
+        self._started, self._max_seconds = started, max_seconds
+        self._received = 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Takes signals over, where Python lets it: in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        earlier = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in earlier.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        # Without Python, which a long graph may keep from running.
+        signal.signal(number, signal.SIG_DFL)
+        if self._rank == 0:
+            name = signal.Signals(number).name
+            words = f"  {name}: the run ends after this phase; a second one ends it at once\n"
+            os.write(1, words.encode())
+
+    def check(self) -> None:
+        """Where a phase begins. Raises Stop if any rank has received a signal."""
+        received = max(self._world.gather_objects(self._received))
+        if received:
+            name = signal.Signals(received).name
+            raise Stop(f"{name} was received", 128 + received)
+
+    def check_time(self) -> None:
+        """Where a step has ended. Raises Stop also when the run's time is up, by the first rank's clock."""
+        self.check()
+        if self._max_seconds is None:
+            return
+        passed = self._world.gather_objects(time.time() - self._started)[0]
+        if passed >= self._max_seconds:
+            raise Stop(
+                f"rl_config.max_seconds {self._max_seconds:g} have passed ({passed:.0f} s since the launch)",
+                0,
+            )

@@ -1,0 +1,130 @@
+"""The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights.
+
+Refuses to judge a gradient. Roles' memory is handed out by the trainer's residency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.finite import NonFinite, in_arrays
+from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape
+from mindgrpo.backend.contract import Backend
+from mindgrpo.models.decoder import Adapters, Recompute, Shard
+from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.gradient_sync import GradientSync
+from mindgrpo.training.loss_cell import PolicyLoss
+from mindgrpo.training.optimizer import AdamW, AdamWSettings
+from mindgrpo.training.pipeline import Pipeline, StepResult
+from mindgrpo.training.stage_graphs import FirstBackward, LossStep, MiddleBackward
+from mindgrpo.weights.local_weights import Weights
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Positions stay below `num_positions`; `temperature` is the sampling one."""
+
+    shape: MicroShape
+    num_positions: int
+    temperature: float
+    recompute: Recompute
+    objective: Objective
+    max_grad_norm: float
+    adamw: AdamWSettings
+    moments_on_host: bool = False
+
+
+class Policy:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        backend: Backend,
+        settings: UpdateSettings,
+        lora: LoraSettings | None = None,
+    ) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.weights = Weights(layout, backend.rank, backend, shared=True)
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            specs = adapter_specs(layout.specs, lora)
+            adapted = Weights(replace(layout, specs=specs), backend.rank, backend)
+            self.adapters = Adapters(adapted, lora)
+        self.gradients = Weights(self.trained.layout, backend.rank, backend)
+        self.shard = Shard(config, self.weights, backend, "policy", self.adapters)
+        self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
+        self.pipeline = Pipeline(
+            self.shard,
+            backend,
+            "policy",
+            settings.shape,
+            settings.num_positions,
+            settings.temperature,
+            settings.recompute,
+        )
+        self.optimizer = AdamW(
+            self.trained, self.gradients, backend, settings.adamw, settings.moments_on_host
+        )
+        self._sync = GradientSync(self.gradients, backend)
+        self._backward: dict[bool, Any] = {}
+        self.version = 0
+        self.updates = 0
+
+    @property
+    def trained(self) -> Weights:
+        """What the optimizer changes: the adapters where there are some, else the weights."""
+        return self.adapters.weights if self.adapters else self.weights
+
+    def _backward_graph(self, has_old: bool) -> Any:
+        """The stage's backward; only the last stage's differs by whether old log-probs are given."""
+        if has_old not in self._backward:
+            trained = self.shard.adapter_parameters if self.adapters else self.shard.parameters
+            parameters = list(trained.values())
+            accumulators = list(self._gradient_shard.parameters.values())
+            net = self.pipeline.net
+            if net is not None:
+                loss = PolicyLoss(self.settings.objective, has_old)
+                cell = LossStep(net, loss, parameters, accumulators)
+            else:
+                kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward
+                cell = kind(self.pipeline.stage, parameters, accumulators)
+            self._backward[has_old] = self.backend.graph(cell, "policy backward")
+        return self._backward[has_old]
+
+    def accumulate(
+        self, batches: Sequence[MicroBatch], extras: Sequence[tuple[np.ndarray, ...]], has_old: bool
+    ) -> list[StepResult] | None:
+        """Adds the micro-batches' gradients; `extras[i]` are the loss's inputs [M] after the entropy."""
+        return self.pipeline.train(batches, self._backward_graph(has_old), extras)
+
+    def gradient_norm(self) -> float:
+        """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
+        self._sync.sum()
+        return self._sync.global_norm()
+
+    def bad_gradient(self) -> NonFinite | None:
+        """Of this rank's gradients."""
+        self.gradients.pool.pull()
+        named = ((f"the gradient of {name}", part) for name, part in self.gradients.parts.items())
+        return in_arrays(named)
+
+    def apply(self, norm: float, lr: float) -> None:
+        """One optimizer step from the gradients that `norm` was taken of, which are then zero."""
+        limit = self.settings.max_grad_norm
+        scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+        self.updates += 1
+        self.optimizer.step(self.updates, lr, scale)
+        self.version += 1
+
+    def clear_gradients(self) -> None:
+        for run in self.gradients.runs:
+            run[...] = 0.0
+        self.gradients.pool.push()

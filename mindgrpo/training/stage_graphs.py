@@ -1,0 +1,92 @@
+"""A pipeline stage's graphs: forward, backward with accumulation, and on the last stage the loss.
+
+Each is compiled once for one micro-batch shape. Refuses to schedule or to communicate between graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from mindgrpo.models.decoder import LogProbStage, Stage
+from mindgrpo.training.loss_cell import PolicyLoss
+
+
+class MiddleBackward(nn.Cell):
+    """(x, positions, spans, dy) -> dx; adds the stage's gradients to `accumulators`.
+
+    The forward pass is done again inside, so nothing but x is kept between the two.
+    """
+
+    def __init__(self, stage: Stage, parameters: list[Any], accumulators: list[Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.parameters_of_stage = ms.ParameterTuple(parameters)
+        self.accumulators = ms.ParameterTuple(accumulators)
+        self.gradient = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)
+
+    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
+        inputs, grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
+        for i in range(len(self.accumulators)):
+            ops.assign_add(self.accumulators[i], grads[i])
+        return inputs[0]
+
+
+class FirstBackward(nn.Cell):
+    """As MiddleBackward, but x is token ids and has no gradient; returns nothing of use."""
+
+    def __init__(self, stage: Stage, parameters: list[Any], accumulators: list[Any]) -> None:
+        super().__init__()
+        self.stage = stage
+        self.parameters_of_stage = ms.ParameterTuple(parameters)
+        self.accumulators = ms.ParameterTuple(accumulators)
+        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+
+    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
+        grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
+        for i in range(len(self.accumulators)):
+            ops.assign_add(self.accumulators[i], grads[i])
+        return positions
+
+
+class LossStep(nn.Cell):
+    """The last stage, forward and backward in one graph: -> (loss, log p [M], entropy [M], dx).
+
+    `extras` are what the loss takes after the entropy.
+    """
+
+    def __init__(
+        self,
+        net: LogProbStage,
+        loss: PolicyLoss,
+        parameters: list[Any],
+        accumulators: list[Any],
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.loss = loss
+        self.only_stage = net.stage.is_first
+        self.accumulators = ms.ParameterTuple(accumulators)
+        position = None if self.only_stage else 0
+        self.gradient = ms.value_and_grad(
+            self.forward, position, ms.ParameterTuple(parameters), has_aux=True
+        )
+
+    def forward(
+        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
+    ) -> Any:
+        logp, entropy = self.net(x, positions, spans, picks, labels)
+        return self.loss(logp, entropy, *extras), logp, entropy
+
+    def construct(
+        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
+    ) -> Any:
+        values, grads = self.gradient(x, positions, spans, picks, labels, *extras)
+        dx = values[0]
+        if not self.only_stage:
+            dx, grads = grads
+        for i in range(len(self.accumulators)):
+            ops.assign_add(self.accumulators[i], grads[i])
+        return values[0], values[1], values[2], dx

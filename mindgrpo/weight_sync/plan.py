@@ -1,0 +1,255 @@
+"""Which rank gives which part of which parameter to whom, so that one layout becomes another.
+
+What a rank already holds is never sent, each wanted element arrives once, and the givers share
+the load. The plan depends on its two layouts alone, so every rank computes the same one. It
+touches no device and no weights, and refuses layouts that do not hold the same parameters.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box that is cut neither in the source nor in the target: it moves in one piece."""
+
+    name: str
+    box: Box
+    size: int
+
+
+@dataclass(frozen=True)
+class Move:
+    name: str
+    source: int
+    target: int
+    box: Box  # in global coordinates
+
+    @property
+    def size(self) -> int:
+        return self.box.size
+
+    @property
+    def local(self) -> bool:
+        return self.source == self.target
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank's moves, each list in the order of the parameters."""
+
+    keep: list[Move]
+    receive: list[Move]
+    send: list[Move]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All moves as three columns (part, source, target): millions of them cost little memory.
+
+    Rows are ordered by part, then by target. `num_ranks` is the larger of the two grids.
+    """
+
+    source: Layout
+    target: Layout
+    itemsize: int
+    parts: tuple[Part, ...]
+    part_of_move: NDArray[np.int32] = field(repr=False)
+    source_of_move: NDArray[np.int32] = field(repr=False)
+    target_of_move: NDArray[np.int32] = field(repr=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.source.grid.size, self.target.grid.size)
+
+    @cached_property
+    def _bytes_of_move(self) -> NDArray[np.int64]:
+        sizes = np.array([part.size for part in self.parts], dtype=np.int64)
+        return sizes[self.part_of_move] * self.itemsize
+
+    @cached_property
+    def _travels(self) -> NDArray[np.bool_]:
+        return np.not_equal(self.source_of_move, self.target_of_move)
+
+    def traffic(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+        """(source rank, target rank, bytes) of every move between two ranks."""
+        rows = self._travels
+        return self.source_of_move[rows], self.target_of_move[rows], self._bytes_of_move[rows]
+
+    def _sum_by_rank(self, ranks: NDArray[np.int32]) -> NDArray[np.int64]:
+        totals = np.zeros(self.num_ranks, dtype=np.int64)
+        np.add.at(totals, ranks[self._travels], self._bytes_of_move[self._travels])
+        return totals
+
+    @cached_property
+    def _received(self) -> NDArray[np.int64]:
+        return self._sum_by_rank(self.target_of_move)
+
+    @cached_property
+    def _sent(self) -> NDArray[np.int64]:
+        return self._sum_by_rank(self.source_of_move)
+
+    def received_bytes(self, rank: int) -> int:
+        return int(self._received[rank]) if rank < self.num_ranks else 0
+
+    def sent_bytes(self, rank: int) -> int:
+        return int(self._sent[rank]) if rank < self.num_ranks else 0
+
+    @property
+    def bytes_moved(self) -> int:
+        return int(self._received.sum())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Bytes that ranks want and do not hold: found from the layouts, not from the moves."""
+        missing = (_missing_elements(self.source, self.target, spec) for spec in self.target.specs)
+        return sum(missing) * self.itemsize
+
+    def moves_in(self, rank: int) -> list[Move]:
+        """Everything the rank's target boxes are made of, what it keeps included."""
+        return self._moves(np.flatnonzero(self.target_of_move == rank))
+
+    def of(self, rank: int) -> RankPlan:
+        moves = self.moves_in(rank)
+        sent = np.flatnonzero((self.source_of_move == rank) & self._travels)
+        return RankPlan(
+            keep=[move for move in moves if move.local],
+            receive=[move for move in moves if not move.local],
+            send=self._moves(sent),
+        )
+
+    def _moves(self, rows: NDArray[np.intp]) -> list[Move]:
+        columns = (self.part_of_move, self.source_of_move, self.target_of_move)
+        part_ids, sources, targets = (column[rows].tolist() for column in columns)
+        return [
+            Move(self.parts[part].name, source, target, self.parts[part].box)
+            for part, source, target in zip(part_ids, sources, targets, strict=True)
+        ]
+
+
+def plan_reshard(source: Layout, target: Layout, itemsize: int = 4) -> Plan:
+    _refuse_different_models(source, target)
+    boxes = _BoxCutter()
+    demands = [demand for spec in target.specs for demand in _demands(source, target, spec, boxes)]
+    senders = _choose_senders(demands, max(source.grid.size, target.grid.size))
+    counts = [len(demand.wanted_by) for demand in demands]
+    return Plan(
+        source=source,
+        target=target,
+        itemsize=itemsize,
+        parts=tuple(demand.part for demand in demands),
+        part_of_move=np.repeat(np.arange(len(demands), dtype=np.int32), counts),
+        source_of_move=_column(senders, sum(counts)),
+        target_of_move=_column([demand.wanted_by for demand in demands], sum(counts)),
+    )
+
+
+class _Demand(NamedTuple):
+    part: Part
+    held_by: Ranks
+    wanted_by: Ranks
+
+
+class _BoxCutter:
+    """Cuts target boxes at source boxes; layers repeat, so that most cuts are remembered."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Box, tuple[Box, ...]], list[tuple[Box, int, Box]]] = {}
+
+    def cut(self, wanted: Box, held: tuple[Box, ...]) -> list[tuple[Box, int, Box]]:
+        """(part, its size, the held box it comes from), together exactly `wanted`."""
+        if (key := (wanted, held)) not in self._known:
+            cuts = [(wanted.intersect(box), box) for box in held]
+            cut = [(part, part.size, box) for part, box in cuts if part is not None]
+            if sum(size for _, size, _ in cut) != wanted.size:
+                raise AssertionError(f"{wanted} is not covered exactly once by {held}")
+            self._known[key] = cut
+        return self._known[key]
+
+
+def _demands(
+    source: Layout, target: Layout, spec: ParameterSpec, boxes: _BoxCutter
+) -> Iterator[_Demand]:
+    held = _ranks_by_box(source, spec.name)
+    for wanted, wanted_by in _ranks_by_box(target, spec.name).items():
+        for box, size, home in boxes.cut(wanted, tuple(held)):
+            yield _Demand(Part(spec.name, box, size), held[home], wanted_by)
+
+
+def _ranks_by_box(layout: Layout, name: str) -> dict[Box, Ranks]:
+    """Distinct non-empty boxes with the ranks that hold each, both in ascending order."""
+    model_indices: defaultdict[Box, list[int]] = defaultdict(list)
+    for index, box in enumerate(layout.boxes_of(name)):
+        if box.size:
+            model_indices[box].append(index)
+    here = layout.grid.array[list(layout.stages_of(name))]
+    return {box: tuple(here[:, :, own].ravel().tolist()) for box, own in model_indices.items()}
+
+
+def _choose_senders(demands: Sequence[_Demand], num_ranks: int) -> list[list[int]]:
+    """A sender for each wanted part: its owner if that is the receiver, else the least loaded.
+
+    Big parts come first, so that small ones even out what big ones left uneven.
+    """
+    load = [0] * num_ranks
+    senders: list[list[int]] = [[] for _ in demands]
+    for index in sorted(range(len(demands)), key=lambda index: -demands[index].part.size):
+        demand = demands[index]
+        idle = [(load[rank], rank) for rank in demand.held_by]
+        heapq.heapify(idle)
+        own = set(demand.held_by)
+        for rank in demand.wanted_by:
+            if rank in own:
+                senders[index].append(rank)
+                continue
+            carried, sender = idle[0]
+            senders[index].append(sender)
+            heapq.heapreplace(idle, (carried + demand.part.size, sender))
+        for carried, rank in idle:
+            load[rank] = carried
+    return senders
+
+
+def _missing_elements(source: Layout, target: Layout, spec: ParameterSpec) -> int:
+    held = _ranks_by_box(source, spec.name)
+    missing = 0
+    for wanted, ranks in _ranks_by_box(target, spec.name).items():
+        missing += wanted.size * len(ranks)
+        for own, owners in held.items():
+            common = wanted.intersect(own)
+            if common is not None:
+                missing -= common.size * len(set(ranks).intersection(owners))
+    return missing
+
+
+def _refuse_different_models(source: Layout, target: Layout) -> None:
+    for name in {**source.by_name, **target.by_name}:
+        shapes = [
+            layout.by_name[name].shape if name in layout.by_name else None
+            for layout in (source, target)
+        ]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"{name} has the shape {shapes[0]} in the layout {source.grid} and {shapes[1]} in "
+                f"{target.grid}, but a reshard needs the same parameters in both; use the same "
+                f"model configuration for training and generation."
+            )
+
+
+def _column(ranks: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
+    return np.fromiter(chain.from_iterable(ranks), dtype=np.int32, count=length)

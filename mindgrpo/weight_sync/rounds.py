@@ -1,0 +1,107 @@
+"""Cuts a plan's moves into pieces that travel in rounds through buckets of bounded size.
+
+In a round each sender fills one bucket. A part that several ranks want stands in it once: the
+pieces share the place. A receiver may read from several buckets in a round. Refuses buckets that
+cannot hold one row of a parameter, since parts are cut along their first dim only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weight_sync.plan import Move, Part, Plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    move: Move
+    box: Box  # the piece of the move's box, in global coordinates
+    sender_offset: int  # in elements, within the sender's bucket of this round
+
+
+class _Place(NamedTuple):
+    round: int
+    offset: int
+    box: Box
+
+
+def rounds(
+    plan: Plan, bucket_bytes: int, itemsize: int | None = None, rank: int | None = None
+) -> list[list[Piece]]:
+    """The pieces of each round, ordered by sender, offset and target.
+
+    With `rank`, only the pieces it sends or receives; the number of rounds stays that of all
+    ranks, so that all pass the same barriers. `itemsize` is the plan's unless given.
+    """
+    itemsize = plan.itemsize if itemsize is None else itemsize
+    _refuse_small_bucket(plan, bucket_bytes, itemsize)
+    capacity = bucket_bytes // itemsize
+    result: list[list[Piece]] = []
+    for sender, targets_by_part in _gifts(plan):
+        sent = [plan.parts[index] for index in targets_by_part]
+        for part, targets, places in zip(
+            sent, targets_by_part.values(), _pack(sent, capacity), strict=True
+        ):
+            seen = targets if rank in (None, sender) else [t for t in targets if t == rank]
+            moves = [Move(part.name, sender, target, part.box) for target in seen]
+            for slot in places:
+                result.extend([] for _ in range(slot.round + 1 - len(result)))
+                result[slot.round] += [Piece(move, slot.box, slot.offset) for move in moves]
+    return result
+
+
+def _gifts(plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
+    """Each sender with the parts it gives away and to whom, in the order of ranks and parts."""
+    rows = np.flatnonzero(plan.source_of_move != plan.target_of_move)
+    rows = rows[np.argsort(plan.source_of_move[rows], kind="stable")]
+    columns = (plan.source_of_move, plan.part_of_move, plan.target_of_move)
+    gifts: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for source, part, target in zip(*(column[rows].tolist() for column in columns), strict=True):
+        gifts[source][part].append(target)
+    yield from gifts.items()
+
+
+def _pack(sent: Sequence[Part], capacity: int) -> Iterator[list[_Place]]:
+    """Fills one sender's buckets row by row, each to the brim before the next is begun."""
+    current, used = 0, 0
+    for part in sent:
+        places = []
+        first, last, row_size = _rows(part)
+        while first < last:
+            if capacity - used < row_size:
+                current, used = current + 1, 0
+            taken = min(last - first, (capacity - used) // row_size)
+            places.append(_Place(current, used, _cut_rows(part.box, first, first + taken)))
+            first, used = first + taken, used + taken * row_size
+        yield places
+
+
+def _rows(part: Part) -> tuple[int, int, int]:
+    """First row, end of the rows, and elements a row; a scalar is one row."""
+    first, last = (part.box.start[0], part.box.stop[0]) if part.box.start else (0, 1)
+    return first, last, part.size // (last - first)
+
+
+def _cut_rows(box: Box, first: int, last: int) -> Box:
+    if not box.start:
+        return box
+    return Box((first, *box.start[1:]), (last, *box.stop[1:]))
+
+
+def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
+    if not plan.parts:
+        return
+    widest = max(plan.parts, key=lambda part: _rows(part)[2])
+    need = _rows(widest)[2] * itemsize
+    if need > bucket_bytes:
+        raise UserError(
+            f"a reshard bucket of {bucket_bytes} bytes cannot hold one row of {widest.name}; "
+            f"raise it to {need} bytes or more."
+        )

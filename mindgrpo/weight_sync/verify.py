@@ -1,0 +1,89 @@
+"""Whether the generator computes with the policy's weights, bit for bit, and replicas with the same ones.
+
+Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
+generator's own before it draws. Refuses to say which of two replicas is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mindgrpo.backend.contract import Backend
+from mindgrpo.weights.checksum import part_sums, total_sums
+from mindgrpo.weights.local_weights import Weights
+
+
+class WeightsDiffer(RuntimeError):
+    """Weights that have to be equal are not."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    version: int
+    sums: dict[str, int]
+
+
+class WeightCheck:
+    """`adapted`: parameters that the generator has with adapters added in, whose bits are not the policy's.
+
+    With `interval` n, steps n, 2n, ... and the first are checked; None checks none.
+    """
+
+    def __init__(self, backend: Backend, interval: int | None, adapted: frozenset[str]) -> None:
+        self._backend, self._interval, self._adapted = backend, interval, adapted
+        self._kept: _Kept | None = None
+        self._due = False
+
+    def begin_step(self, step: int) -> None:
+        """`step` counts from 0."""
+        every = self._interval
+        self._due = every is not None and (step == 0 or (step + 1) % every == 0)
+
+    def lacks(self, version: int) -> bool:
+        """Whether sums of `version` are needed and not kept yet."""
+        return self._due and (self._kept is None or self._kept.version != version)
+
+    def keep(self, policy: Sequence[Weights], version: int) -> None:
+        """Sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
+        if self.lacks(version):
+            first, *others = policy
+            self._kept = _Kept(version, self._sums(first, "policy's"))
+            for weights in others:
+                self._sums(weights, "policy's")
+
+    def check(self, generator: Weights, version: int) -> None:
+        """The generator's weights, at hand, against the policy's of `version`; all ranks together."""
+        if not self._due:
+            return
+        if self._kept is None or self._kept.version != version:
+            had = "none" if self._kept is None else f"version {self._kept.version}"
+            raise WeightsDiffer(
+                f"the generator was to be given the policy's weights of version {version}, but the last that it was "
+                f"given are {had}: they are stale"
+            )
+        sums = self._sums(generator, "generator's")
+        wrong = [
+            name
+            for name, value in self._kept.sums.items()
+            if name not in self._adapted and sums.get(name) != value
+        ]
+        if wrong:
+            most = len(wrong) > len(self._kept.sums) // 2
+            cause = "they are stale or were not resharded" if most else "the reshard damaged them"
+            raise WeightsDiffer(
+                f"{len(wrong)} of {len(self._kept.sums)} of the generator's tensors are not the policy's of version "
+                f"{version}, first {wrong[0]}: {cause}"
+            )
+
+    def _sums(self, weights: Weights, whose: str) -> dict[str, int]:
+        weights.pool.pull()
+        by_rank = self._backend.world.gather_objects(part_sums(weights))
+        totals, wrong = total_sums(weights.layout, by_rank)
+        if wrong:
+            name, ranks = next(iter(wrong.items()))
+            raise WeightsDiffer(
+                f"the {whose} {name} on rank {ranks[0]} is not what the other replicas have; {len(wrong)} tensors "
+                "differ between replicas: one of them was damaged or missed an update"
+            )
+        return totals

@@ -1,0 +1,68 @@
+"""Sums over weights' bits that do not depend on the layout: what two layouts hold is the same, or the sums differ.
+
+An element counts with a factor that depends on its global row and column, modulo 2^64, so that parts that changed
+places show as well. Refuses to move weights: they have to be at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.local_weights import Weights
+
+ROWS_AT_ONCE = 64
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def part_sums(weights: Weights) -> dict[str, int]:
+    """Parameter -> the sum of this rank's part of it."""
+    return {name: _sum(part, weights.boxes[name]) for name, part in weights.parts.items()}
+
+
+def _sum(part: np.ndarray, box: Box) -> int:
+    bits = part.view(np.uint32)
+    if bits.ndim == 1:
+        bits = bits[None]
+        rows, columns = _factors(0, 1, 0), _factors(box.start[0], box.stop[0], 1)
+    else:
+        rows = _factors(box.start[0], box.stop[0], 0)
+        columns = _factors(box.start[1], box.stop[1], 1)
+        if bits.strides[0] < bits.strides[1]:
+            bits, rows, columns = bits.T, columns, rows
+    total = np.zeros(1, np.uint64)
+    for start in range(0, len(bits), ROWS_AT_ONCE):
+        block = slice(start, start + ROWS_AT_ONCE)
+        total += rows[block] @ (bits[block] @ columns)
+    return int(total[0])
+
+
+def _factors(start: int, stop: int, dim: int) -> np.ndarray:
+    """uint64 [stop - start], all odd: a change of one element always shows."""
+    values = (np.arange(start, stop, dtype=np.uint64) + np.uint64(1 + (dim << 40))) * GOLDEN
+    values ^= values >> np.uint64(29)
+    return values | np.uint64(1)
+
+
+def total_sums(
+    layout: Layout, by_rank: Sequence[dict[str, int]]
+) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Parameter -> its whole sum, and parameter -> ranks whose copy differs from the first holder's.
+
+    `by_rank[i]` are rank i's `part_sums` of `layout`. Of ranks that hold the same box one is counted.
+    """
+    totals: dict[str, int] = {}
+    wrong: dict[str, list[int]] = {}
+    first: dict[tuple[str, Box], int] = {}
+    for rank, sums in enumerate(by_rank):
+        boxes = layout.held_by(rank) if sums else {}
+        for name, value in sums.items():
+            key = (name, boxes[name])
+            if key not in first:
+                first[key] = value
+                totals[name] = (totals.get(name, 0) + value) % (1 << 64)
+            elif first[key] != value:
+                wrong.setdefault(name, []).append(rank)
+    return totals, wrong

@@ -1,0 +1,72 @@
+"""A Hugging Face directory into a rank's weights: each rank reads only its slices. Also random weights, for benches.
+
+Refuses a directory whose tensors are not exactly those of its config.json.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import WeightFiles, open_weights
+
+# Files that older exporters leave in: computed, not learnt.
+COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> WeightFiles:
+    """The directory's files, after comparing every name and shape with the model's. Raises UserError."""
+    files = open_weights(directory)
+    wanted = {spec.name: spec.shape for spec in specs}
+    found = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
+    if "lm_head.weight" not in wanted:
+        found.discard("lm_head.weight")
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise UserError(
+            f"The model directory '{directory}' lacks {len(missing)} tensors that its config.json asks for "
+            f"(first: {missing[0]}); restore its safetensors files."
+        )
+    extra = sorted(found - set(wanted))
+    if extra:
+        raise UserError(
+            f"The model directory '{directory}' has {len(extra)} tensors that its config.json has no place for "
+            f"(first: {extra[0]}); it is another architecture, use a model of a supported family."
+        )
+    for name, shape in wanted.items():
+        if tuple(files.shape(name)) != shape:
+            raise UserError(
+                f"{name} in '{directory}' has shape {list(files.shape(name))}, but config.json makes it "
+                f"{list(shape)}; restore the directory from its source."
+            )
+        files.check_dtype(name)
+    return files
+
+
+def load_weights(weights: Weights, directory: str | Path) -> None:
+    files = check_tensors(directory, weights.layout.specs)
+    for name, part in weights.parts.items():
+        part[...] = files.read(name, weights.boxes[name])
+    weights.pool.push()
+
+
+def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
+    """The same random model under every layout: each tensor's noise depends on the seed and its name alone."""
+    for spec in weights.specs():
+        part = weights.parts.get(spec.name)
+        if part is None:
+            continue
+        if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
+            part[...] = 1.0
+            continue
+        key = np.uint64((seed << 32) | zlib.crc32(spec.name.encode()))
+        values = np.random.Generator(np.random.Philox(key=key)).standard_normal(
+            spec.shape, dtype=np.float32
+        )
+        part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)
+    weights.pool.push()
