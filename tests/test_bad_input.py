@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,9 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.source import read_yaml
+from mindgrpo.data import mindrecord_reader
 from mindgrpo.data.directories import FOR_TRAINING, files_of
 from mindgrpo.data.mindrecord import write_mindrecord
-from mindgrpo.data.mindrecord_pages import read_rows
 from mindgrpo.data.records import asked
 from mindgrpo.data.sources import open_records
 from mindgrpo.errors import UserError
@@ -190,11 +192,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_mindrecords_are_read_as_mindspore_reads_them(record: Path, tmp_path: Path) -> None:
-    from mindspore.mindrecord import FileReader, FileWriter
+def test_rows_of_a_mindrecord_come_back_as_they_were_written(tmp_path: Path) -> None:
+    from mindspore.mindrecord import FileWriter
 
-    arrays = tmp_path / "b.mindrecord"
-    writer = FileWriter(str(arrays), shard_num=1)
+    path = tmp_path / "b.mindrecord"
+    writer = FileWriter(str(path), shard_num=1)
     kinds = {"ids": {"type": "int32", "shape": [-1]}, "long": {"type": "int64", "shape": [-1]}}
     writer.add_schema(kinds | {"f": {"type": "float64"}, "t": {"type": "string"}}, "x")
     draw = np.random.default_rng(0)
@@ -209,27 +211,43 @@ def test_mindrecords_are_read_as_mindspore_reads_them(record: Path, tmp_path: Pa
     ]
     writer.write_raw_data(rows)
     writer.commit()
-    for path in (record, arrays):
-        reader = FileReader(str(path), num_consumer=1)
-        theirs = list(reader.get_next())
-        reader.close()
-        ours = read_rows(path)
-        assert len(ours) == len(theirs)
-        for mine, other in zip(ours, theirs, strict=True):
-            assert mine.keys() == other.keys()
-            assert all(np.array_equal(mine[name], other[name]) for name in mine)
+    plain = [{**row, "ids": row["ids"].tolist(), "long": row["long"].tolist()} for row in rows]
+    assert mindrecord_reader.read_rows(path) == plain
 
 
-@pytest.mark.parametrize("place", [0, 3, 20, 400, 48 << 20, (48 << 20) + 9, -30])
+@pytest.mark.parametrize("start", [0, 3, 20, 400, (48 << 20) + 9, (48 << 20) + 12, -30])
 def test_a_damaged_mindrecord_is_a_sentence_and_not_the_end_of_the_process(
-    record: Path, tmp_path: Path, place: int
+    record: Path, tmp_path: Path, start: int
 ) -> None:
     damaged = tmp_path / "a.mindrecord"
     data = bytearray(record.read_bytes())
-    data[place : place + 4] = b"\xc1\xff\xff\xff"
+    data[start : start + 4] = b"\xc1\xff\xff\xff"
     damaged.write_bytes(data)
+    shutil.copy(f"{record}.db", f"{damaged}.db")
     with pytest.raises(UserError, match="cannot be read as a MindRecord|no JSON|messages"):
         list(open_records(damaged))
+
+
+def test_a_mindrecord_needs_its_index_and_its_name(record: Path, tmp_path: Path) -> None:
+    alone = shutil.copy(record, tmp_path / "a.mindrecord")
+    with pytest.raises(UserError, match=r"a.mindrecord.db is not exists.*copy it again together"):
+        open_records(alone)
+    for suffix in ("", ".db"):
+        shutil.copy(f"{record}{suffix}", f"{tmp_path / 'b.mindrecord'}{suffix}")
+    with pytest.raises(UserError, match=r"it was renamed from a.mindrecord"):
+        open_records(tmp_path / "b.mindrecord")
+
+
+def test_what_ends_mindspores_reader_ends_no_run(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: os.abort())
+    with pytest.raises(UserError, match="MindSpore's reader ended with status -6"):
+        open_records(record)
+    monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: time.sleep(60))
+    monkeypatch.setattr(mindrecord_reader, "SECONDS_PER_MESSAGE", 0.2)
+    with pytest.raises(UserError, match="no row came for 0.2 s"):
+        open_records(record)
 
 
 def test_flags_of_small_programs_are_refused_in_one_sentence() -> None:

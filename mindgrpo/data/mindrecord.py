@@ -14,9 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mindgrpo.data.mindrecord_pages import read_rows
+from mindgrpo.data.mindrecord_reader import read_rows
 from mindgrpo.data.records import Record, asked, gold_answer, messages_of
 from mindgrpo.data.rows import Row
 from mindgrpo.errors import UserError
@@ -129,10 +127,11 @@ def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
 def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
     given = [row[name] for name in TOKEN_COLUMNS]
     if not all(
-        isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and (ids >= 0).all() for ids in given
+        isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids)
+        for ids in given
     ):
         raise UserError(f"{path} row {place + 1}: its tokens are no ids; {AGAIN}")
-    question, answer = (decode(ids.reshape(-1).tolist()).strip() for ids in given)
+    question, answer = (decode(ids).strip() for ids in given)
     if not question:
         raise UserError(
             f"{path} row {place + 1}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "

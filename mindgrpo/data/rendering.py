@@ -8,14 +8,12 @@ rendered, and by the fork server once for all ranks.
 from __future__ import annotations
 
 import os
-import resource
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
+
+from mindgrpo.data.limits import OutOfTime, limits
 
 # Without torch transformers prints advice that has nothing to do with templates.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -23,13 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template  # noqa
 
 MAX_SECONDS = 5.0
 MAX_GIB = 2
-PAGE_BYTES = resource.getpagesize()
 
 Spans = list[tuple[int, int]]
-
-
-class OutOfTime(BaseException):
-    """Not an Exception: jinja's compiler swallows those where it computes constants."""
 
 
 def render_chat(
@@ -46,7 +39,7 @@ def render_chat(
     beyond the limits, and whatever the template's operations raise.
     """
     try:
-        with limits():
+        with limits(MAX_SECONDS, MAX_GIB << 30):
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 chat_template=template,
@@ -61,41 +54,3 @@ def render_chat(
         raise TemplateError(f"it takes more than {MAX_GIB} GiB of memory for one prompt") from error
     texts, spans = rendered
     return texts[0], spans[0] if spans else []
-
-
-@contextmanager
-def limits() -> Iterator[None]:
-    """Ends what runs inside after MAX_SECONDS of the process's time, and lets it allocate MAX_GIB.
-
-    Raises OutOfTime or MemoryError. Both limits are the process's own, so they are set in its main thread alone, in
-    which runs prepare their prompts; other threads render without.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = address_space_bytes() + (MAX_GIB << 30)
-    bounds = [size for size in (wanted, soft, hard) if size != resource.RLIM_INFINITY]
-    handler = signal.signal(signal.SIGVTALRM, _out_of_time)
-    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
-    # Again every second, in case the first one met code that no exception leaves.
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.signal(signal.SIGVTALRM, handler)
-
-
-def address_space_bytes() -> int:
-    """What RLIMIT_AS counts of this process now."""
-    statm = os.open("/proc/self/statm", os.O_RDONLY)
-    try:
-        return int(os.read(statm, 64).split()[0]) * PAGE_BYTES
-    finally:
-        os.close(statm)
-
-
-def _out_of_time(*_: object) -> NoReturn:
-    raise OutOfTime
