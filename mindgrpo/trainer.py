@@ -19,7 +19,7 @@ from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
-from mindgrpo.data.cursor import Cursor
+from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.prompts import Prompt, PromptSet
 from mindgrpo.data.sources import Ranks
 from mindgrpo.data.tokenizer_files import write_tokenizer
@@ -78,7 +78,7 @@ class GRPOTrainer:
             scores=self.backend.rank == 0,
         )
         self.plan = self.inputs.plan
-        self.cursor = Cursor(self.inputs.prompts, self.config.rl_config.seed)
+        self.cursor = DataSampler(self.inputs.prompts, self.config.rl_config.seed)
         start = on_first_rank(self.backend, lambda: find_start(self.config, self.inputs, name))
         self.record = RunRecord(loaded, name, self.plan, self.backend, self._started, start)
         self.num_steps = self._num_steps()

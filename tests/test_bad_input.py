@@ -24,8 +24,8 @@ from mindgrpo.config.source import read_yaml
 from mindgrpo.data import mindrecord_reader
 from mindgrpo.data.directories import FOR_TRAINING, files_of
 from mindgrpo.data.mindrecord import write_mindrecord
-from mindgrpo.data.records import asked
-from mindgrpo.data.sources import open_records
+from mindgrpo.data.examples import single_turn
+from mindgrpo.data.sources import open_examples
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import decoder_config
 from mindgrpo.run import host_limits as capacity
@@ -86,7 +86,7 @@ def test_json_that_programs_do_not_write_is_refused_in_words(data: bytes, words:
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rows.jsonl")
-    for read in (lambda path: open_records(path), lambda path: read_text(path, "it", "go")):
+    for read in (lambda path: open_examples(path), lambda path: read_text(path, "it", "go")):
         with pytest.raises(UserError, match="no regular file"):
             read(tmp_path / "rows.jsonl")
 
@@ -188,7 +188,7 @@ def test_dimensions_that_no_model_has_are_refused(key: str, value: object) -> No
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("record") / "a.mindrecord"
-    write_mindrecord(path, [asked(f"{n} é?", str(n), {"k": n}) for n in range(3)], "")
+    write_mindrecord(path, [single_turn(f"{n} é?", str(n), {"k": n}) for n in range(3)], "")
     return path
 
 
@@ -225,17 +225,17 @@ def test_a_damaged_mindrecord_is_a_sentence_and_not_the_end_of_the_process(
     damaged.write_bytes(data)
     shutil.copy(f"{record}.db", f"{damaged}.db")
     with pytest.raises(UserError, match="cannot be read as a MindRecord|no JSON|messages"):
-        list(open_records(damaged))
+        list(open_examples(damaged))
 
 
 def test_a_mindrecord_needs_its_index_and_its_name(record: Path, tmp_path: Path) -> None:
     alone = shutil.copy(record, tmp_path / "a.mindrecord")
     with pytest.raises(UserError, match=r"a.mindrecord.db is not exists.*copy it again together"):
-        open_records(alone)
+        open_examples(alone)
     for suffix in ("", ".db"):
         shutil.copy(f"{record}{suffix}", f"{tmp_path / 'b.mindrecord'}{suffix}")
     with pytest.raises(UserError, match=r"it was renamed from a.mindrecord"):
-        open_records(tmp_path / "b.mindrecord")
+        open_examples(tmp_path / "b.mindrecord")
 
 
 def test_what_ends_mindspores_reader_ends_no_run(
@@ -243,11 +243,11 @@ def test_what_ends_mindspores_reader_ends_no_run(
 ) -> None:
     monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: os.abort())
     with pytest.raises(UserError, match="MindSpore's reader ended with status -6"):
-        open_records(record)
+        open_examples(record)
     monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: time.sleep(60))
     monkeypatch.setattr(mindrecord_reader, "SECONDS_PER_MESSAGE", 0.2)
     with pytest.raises(UserError, match="no row came for 0.2 s"):
-        open_records(record)
+        open_examples(record)
 
 
 def test_flags_of_small_programs_are_refused_in_one_sentence() -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 from chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
-from data_sets import MODEL, change, copy_tokenizer, records_of
+from data_sets import MODEL, change, copy_tokenizer, examples_of
 
 from mindgrpo.data import rendering
 from mindgrpo.data.prompts import PromptForm, PromptSet
-from mindgrpo.data.templates import ChatTemplate, choose_template, shipped_names
+from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 
@@ -140,12 +140,12 @@ def test_a_prompt_of_many_letters_is_rendered_and_then_dropped(ours: Tokenizer) 
     tokenizer = with_text(ours, LOOKS_AT_CONTENT)
     rows = [{"question": text, "answer": "5"} for text in ("2 + 3", "word " * 60_000)]
     assert len(tokenizer.render([{"role": "user", "content": "é" * 5_000_000}])) == 5_000_000
-    kept = PromptSet(records_of(rows), PromptForm(tokenizer, 40, "drop"))
+    kept = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, "drop"))
     assert (len(kept), kept.num_dropped) == (1, 1)
-    cut = PromptSet(records_of(rows), PromptForm(tokenizer, 40, "right"))
+    cut = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, "right"))
     assert (len(cut), cut.num_cut) == (2, 1)
     with pytest.raises(UserError, match="tokens long and max_prompt_length is 40"):
-        PromptSet(records_of(rows), PromptForm(tokenizer, 40))
+        PromptSet(examples_of(rows), PromptForm(tokenizer, 40))
 
 
 RUN_ON = {

@@ -14,7 +14,7 @@ import pytest
 from data_sets import MODEL, change, copy_tokenizer
 from tokenizers import pre_tokenizers
 
-from mindgrpo.data.templates import choose_template, shipped_names
+from mindgrpo.data.chat_template import choose_template, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 

@@ -1,4 +1,4 @@
-"""Records in a MindRecord: written whole or not at all, read back as they were.
+"""Examples in a MindRecord: written whole or not at all, read back as they were.
 
 Columns besides the prompt and the answer travel as one JSON text. Reads the MindRecords of MindRLHF, too, whose
 prompts and answers are token ids. Refuses other MindRecords.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.data.mindrecord_reader import read_rows
-from mindgrpo.data.records import Record, asked, gold_answer, messages_of
+from mindgrpo.data.examples import Example, single_turn, gold_answer, messages_of
 from mindgrpo.data.rows import Row
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json
@@ -43,10 +43,10 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"the output {target} exists; remove it or pass --overwrite")
 
 
-def write_mindrecord(target: Path, records: Iterable[Record], source: str) -> int:
-    """Writes `records` as they come; how many there were. Raises UserError, and writes nothing, for none."""
+def write_mindrecord(target: Path, examples: Iterable[Example], source: str) -> int:
+    """Writes `examples` as they come; how many there were. Raises UserError, and writes nothing, for none."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    rows = (packed(index, record) for index, record in enumerate(records))
+    rows = (packed(index, example) for index, example in enumerate(examples))
     # The file knows its own name, so it is written under that name in a directory beside.
     with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=target.parent) as folder:
         partial = Path(folder) / target.name
@@ -77,25 +77,25 @@ def write_rows(target: Path, rows: Iterator[Row]) -> int:
     return num_rows
 
 
-def packed(index: int, record: Record) -> Row:
-    messages = "" if record.is_question else json.dumps(record.messages, ensure_ascii=False)
+def packed(index: int, example: Example) -> Row:
+    messages = "" if example.is_question else json.dumps(example.messages, ensure_ascii=False)
     return {
         "index": index,
-        "question": record.question,
-        "answer": record.answer,
+        "question": example.question,
+        "answer": example.answer,
         "messages": messages,
-        "columns": json.dumps(record.columns, ensure_ascii=False),
+        "columns": json.dumps(example.columns, ensure_ascii=False),
     }
 
 
-def unpacked(row: Row, where: str) -> Record:
+def unpacked(row: Row, where: str) -> Example:
     if not all(isinstance(row[name], str) for name in SCHEMA if name != "index"):
         raise UserError(f"{where} has columns that are no texts; {AGAIN}")
     columns = loaded(row["columns"], where)
     if not isinstance(columns, dict):
         raise UserError(f"{where}: its columns are no JSON object; {AGAIN}")
     given = loaded(row["messages"], where) if row["messages"] else row["question"]
-    return Record(messages_of(given, where), row["answer"], columns)
+    return Example(messages_of(given, where), row["answer"], columns)
 
 
 def loaded(text: str, where: str) -> Any:
@@ -105,8 +105,8 @@ def loaded(text: str, where: str) -> Any:
         raise UserError(f"{where} holds no JSON: {error}; {AGAIN}") from None
 
 
-def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
-    """All records in their order. `decode` is for those whose prompts are token ids."""
+def read_mindrecord(path: Path, decode: Decode | None) -> list[Example]:
+    """All examples in their order. `decode` is for those whose prompts are token ids."""
     rows = read_rows(path)
     names = set(rows[0]) if rows else set(SCHEMA)
     if not all(row.keys() == names for row in rows):
@@ -124,7 +124,7 @@ def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
     )
 
 
-def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
+def decoded(row: Row, place: int, path: Path, decode: Decode) -> Example:
     given = [row[name] for name in TOKEN_COLUMNS]
     if not all(
         isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids)
@@ -137,4 +137,4 @@ def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
             f"{path} row {place + 1}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "
             "tokenizer that wrote them"
         )
-    return asked(question, gold_answer(answer))
+    return single_turn(question, gold_answer(answer))

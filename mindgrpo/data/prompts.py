@@ -1,6 +1,6 @@
 """Rendered, encoded prompts and the order they are used in.
 
-Each record goes through the chat template once, on one rank; what every rank keeps are the token ids. Text, answer
+Each example goes through the chat template once, on one rank; what every rank keeps are the token ids. Text, answer
 and columns of a prompt are read again where they are asked for. The order of an epoch is a pure function of (seed,
 epoch), and steps follow one another through the epochs without losing a row. A prompt that is too long is an error
 unless `overflow` says otherwise, and then it is counted.
@@ -17,21 +17,21 @@ from typing import Any, overload
 
 import numpy as np
 
-from mindgrpo.data.records import Message, Record
-from mindgrpo.data.sources import ALONE, Ranks, Records
+from mindgrpo.data.examples import Message, Example
+from mindgrpo.data.sources import ALONE, Ranks, Examples
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 
-# Reading every record again would take as long as reading them did.
+# Reading every example again would take as long as reading them did.
 ANSWERS_IN_FINGERPRINT = 64
 OVERFLOWS = ("error", "drop", "left", "right")
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A prompt that fits. `record` is as it is asked, which is shorter than as it stood if `is_cut`."""
+    """A prompt that fits. `example` is as it is asked, which is shorter than as it stood if `is_cut`."""
 
-    record: Record
+    example: Example
     text: str
     ids: tuple[int, ...]
     is_cut: bool = False
@@ -39,7 +39,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a record becomes a prompt: template, system prompt, length rule.
+    """How a example becomes a prompt: template, system prompt, length rule.
 
     `system_prompt` stands before every prompt that has no system message of its own. `overflow` "left" takes away a
     conversation's oldest turns and then the start of the last message, "right" the end of the last message; both
@@ -61,29 +61,29 @@ class PromptForm:
                 f"max_prompt_length is {self.max_prompt_length}; it must be at least 1 token"
             )
 
-    def render(self, record: Record) -> str:
-        messages = record.messages
+    def render(self, example: Example) -> str:
+        messages = example.messages
         if self.system_prompt and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
         return self.tokenizer.render(messages)
 
-    def encoded(self, record: Record) -> Fitted:
-        text = self.render(record)
-        return Fitted(record, text, tuple(self.tokenizer.encode(text)))
+    def encoded(self, example: Example) -> Fitted:
+        text = self.render(example)
+        return Fitted(example, text, tuple(self.tokenizer.encode(text)))
 
     def fits(self, fitted: Fitted) -> bool:
         return len(fitted.ids) <= self.max_prompt_length
 
-    def fit(self, record: Record, where: str) -> Fitted | None:
+    def fit(self, example: Example, where: str) -> Fitted | None:
         """None where the prompt is dropped; raises UserError where a long one is an error."""
-        whole = self.encoded(record)
+        whole = self.encoded(example)
         if self.fits(whole):
             return whole
         if self.overflow == "error":
             raise self.too_long(where, len(whole.ids))
         if self.overflow == "drop":
             return None
-        return replace(self.cut(record, where), is_cut=True)
+        return replace(self.cut(example, where), is_cut=True)
 
     def too_long(self, where: str, num_tokens: int) -> UserError:
         return UserError(
@@ -92,23 +92,23 @@ class PromptForm:
             "drop, left or right"
         )
 
-    def cut(self, record: Record, where: str) -> Fitted:
-        """The most of the record that fits."""
+    def cut(self, example: Example, where: str) -> Fitted:
+        """The most of the example that fits."""
         if self.overflow == "left":
-            for shorter in without_oldest_turns(record):
+            for shorter in without_oldest_turns(example):
                 fitted = self.encoded(shorter)
                 if self.fits(fitted):
                     return fitted
-                record = shorter
-        best = self.encoded(with_question(record, ""))
+                example = shorter
+        best = self.encoded(with_question(example, ""))
         if not self.fits(best):
             raise self.too_long(f"{where} (without its question)", len(best.ids))
-        question = record.question
+        question = example.question
         low, high = 0, len(question)
         while high - low > 1:
             middle = (low + high) // 2
             start = len(question) - middle if self.overflow == "left" else 0
-            tried = self.encoded(with_question(record, question[start : start + middle]))
+            tried = self.encoded(with_question(example, question[start : start + middle]))
             if self.fits(tried):
                 low, best = middle, tried
             else:
@@ -116,50 +116,50 @@ class PromptForm:
         return best
 
 
-def with_question(record: Record, question: str) -> Record:
-    last: Message = {**record.messages[-1], "content": question}
-    return replace(record, messages=(*record.messages[:-1], last))
+def with_question(example: Example, question: str) -> Example:
+    last: Message = {**example.messages[-1], "content": question}
+    return replace(example, messages=(*example.messages[:-1], last))
 
 
-def without_oldest_turns(record: Record) -> Iterator[Record]:
+def without_oldest_turns(example: Example) -> Iterator[Example]:
     """Ever shorter; each starts with a message of the user's, after the system message if there is one."""
-    kept = 1 if record.messages[0]["role"] == "system" else 0
-    head, turns = record.messages[:kept], record.messages[kept:]
+    kept = 1 if example.messages[0]["role"] == "system" else 0
+    head, turns = example.messages[:kept], example.messages[kept:]
     for start in range(1, len(turns)):
         if turns[start]["role"] == "user":
-            yield replace(record, messages=(*head, *turns[start:]))
+            yield replace(example, messages=(*head, *turns[start:]))
 
 
 class Prompt:
-    """`index` is the record's place in the data set and `ids` int32 [n] its tokens; the rest is read when asked for."""
+    """`index` is the example's place in the data set and `ids` int32 [n] its tokens; the rest is read when asked for."""
 
     def __init__(self, owner: PromptSet, index: int, ids: np.ndarray) -> None:
         self._owner, self.index, self.ids = owner, index, ids
 
     @cached_property
-    def record(self) -> Record:
-        return self._owner.records[self.index]
+    def example(self) -> Example:
+        return self._owner.examples[self.index]
 
     @cached_property
     def text(self) -> str:
         owner = self._owner
-        if self.index not in owner.cut_places:
-            return owner.form.render(self.record)
-        return owner.form.cut(self.record, owner.records.where(self.index)).text
+        if self.index not in owner.cut_indices:
+            return owner.form.render(self.example)
+        return owner.form.cut(self.example, owner.examples.where(self.index)).text
 
     @property
     def question(self) -> str:
         """As the data set has it, also where the prompt is cut."""
-        return self.record.question
+        return self.example.question
 
     @property
     def answer(self) -> str:
-        return self.record.answer
+        return self.example.answer
 
     @property
     def columns(self) -> dict[str, Any]:
         """Every column of the data set; None where this row lacks it."""
-        return {name: self.record.columns.get(name) for name in self._owner.column_names}
+        return {name: self.example.columns.get(name) for name in self._owner.column_names}
 
 
 @dataclass(frozen=True)
@@ -169,23 +169,23 @@ class Share:
     ids: np.ndarray
     lengths: np.ndarray
     places: np.ndarray
-    cut_places: list[int]
+    cut_indices: list[int]
     column_names: list[str]
     num_dropped: int
     error: str | None
 
 
-def encode_share(records: Records, form: PromptForm, start: int, stop: int) -> Share:
+def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) -> Share:
     ids, lengths, places = array("i"), array("i"), array("i")
     names: dict[str, None] = {}
-    cut_places: list[int] = []
+    cut_indices: list[int] = []
     error = None
     try:
-        for place, record in enumerate(records.read(start, stop), start=start):
-            names.update(dict.fromkeys(record.columns))
-            fitted = form.fit(record, records.where(place))
+        for place, example in enumerate(examples.read(start, stop), start=start):
+            names.update(dict.fromkeys(example.columns))
+            fitted = form.fit(example, examples.where(place))
             if fitted is not None:
-                cut_places += [place] if fitted.is_cut else []
+                cut_indices += [place] if fitted.is_cut else []
                 ids.extend(fitted.ids)
                 lengths.append(len(fitted.ids))
                 places.append(place)
@@ -195,7 +195,7 @@ def encode_share(records: Records, form: PromptForm, start: int, stop: int) -> S
         ids=np.array(ids, np.int32),
         lengths=np.array(lengths, np.int32),
         places=np.array(places, np.int32),
-        cut_places=cut_places,
+        cut_indices=cut_indices,
         column_names=list(names),
         num_dropped=stop - start - len(places),
         error=error,
@@ -205,16 +205,16 @@ def encode_share(records: Records, form: PromptForm, start: int, stop: int) -> S
 class PromptSet(Sequence[Prompt]):
     """All prompts of a data set. Each of `ranks` encodes its share and every one ends with the same set."""
 
-    def __init__(self, records: Records, form: PromptForm, ranks: Ranks = ALONE) -> None:
-        self.records, self.form = records, form
+    def __init__(self, examples: Examples, form: PromptForm, ranks: Ranks = ALONE) -> None:
+        self.examples, self.form = examples, form
         shares: list[Share] = ranks.gather(
-            encode_share(records, form, *ranks.slice_of(len(records)))
+            encode_share(examples, form, *ranks.slice_of(len(examples)))
         )
         for share in shares:
             if share.error is not None:
                 raise UserError(share.error)
         self.num_dropped = sum(share.num_dropped for share in shares)
-        self.cut_places = frozenset(place for share in shares for place in share.cut_places)
+        self.cut_indices = frozenset(place for share in shares for place in share.cut_indices)
         self.column_names = list(
             dict.fromkeys(name for share in shares for name in share.column_names)
         )
@@ -223,7 +223,7 @@ class PromptSet(Sequence[Prompt]):
         self._places = np.concatenate([share.places for share in shares])
         if not len(self):
             raise UserError(
-                f"no prompt is left of {len(records)} rows ({self.num_dropped} were longer than "
+                f"no prompt is left of {len(examples)} rows ({self.num_dropped} were longer than "
                 f"max_prompt_length {form.max_prompt_length}); give another data set or raise it"
             )
 
@@ -252,7 +252,7 @@ class PromptSet(Sequence[Prompt]):
 
     @property
     def num_cut(self) -> int:
-        return len(self.cut_places)
+        return len(self.cut_indices)
 
     @property
     def longest(self) -> int:
@@ -262,7 +262,7 @@ class PromptSet(Sequence[Prompt]):
         """One line for people: what became of the rows."""
         rule = f"longer than {self.form.max_prompt_length} tokens"
         return (
-            f"{len(self)} of {len(self.records)} rows kept, {self.num_dropped} dropped and {self.num_cut} cut "
+            f"{len(self)} of {len(self.examples)} rows kept, {self.num_dropped} dropped and {self.num_cut} cut "
             f"({rule}); the longest prompt has {self.longest} tokens"
         )
 

@@ -1,6 +1,6 @@
-"""Records of any data set that a path leads to, by place, and the ranks that read it together.
+"""Examples of any data set that a path leads to, by place, and the ranks that read it together.
 
-The suffix of a file says what it is, the files of a directory what that is. A record is made when it is asked for.
+The suffix of a file says what it is, the files of a directory what that is. A example is made when it is asked for.
 Refuses what it does not know rather than guess from its bytes.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from mindgrpo.data.directories import FOR_TRAINING, SplitChoice, files_of
 from mindgrpo.data.mindrecord import Decode, read_mindrecord
-from mindgrpo.data.records import Record, RowForm
+from mindgrpo.data.examples import Example, RowForm
 from mindgrpo.data.rows import JoinedRows, JsonLines, Rows, open_json
 from mindgrpo.data.tables import TableRows
 from mindgrpo.errors import UserError
@@ -55,7 +55,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Records(ABC):
+class Examples(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -63,16 +63,16 @@ class Records(ABC):
     def where(self, place: int) -> str: ...
 
     @abstractmethod
-    def read(self, start: int, stop: int) -> Iterator[Record]: ...
+    def read(self, start: int, stop: int) -> Iterator[Example]: ...
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[Example]:
         return self.read(0, len(self))
 
-    def __getitem__(self, place: int) -> Record:
+    def __getitem__(self, place: int) -> Example:
         return next(self.read(place, place + 1))
 
 
-class RowRecords(Records):
+class RowExamples(Examples):
     def __init__(self, rows: Rows, form: RowForm) -> None:
         self._rows, self._form = rows, form
 
@@ -82,16 +82,16 @@ class RowRecords(Records):
     def where(self, place: int) -> str:
         return self._rows.where(place)
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
+    def read(self, start: int, stop: int) -> Iterator[Example]:
         for place, row in enumerate(self._rows.read(start, stop), start=start):
-            yield self._form.record(row, self.where(place))
+            yield self._form.example(row, self.where(place))
 
 
-class StoredRecords(Records):
+class StoredExamples(Examples):
     """Of a MindRecord, or given as a list; `name` is for messages."""
 
-    def __init__(self, records: list[Record], name: str) -> None:
-        self._records, self._name = records, name
+    def __init__(self, examples: list[Example], name: str) -> None:
+        self._records, self._name = examples, name
 
     def __len__(self) -> int:
         return len(self._records)
@@ -99,11 +99,11 @@ class StoredRecords(Records):
     def where(self, place: int) -> str:
         return f"{self._name} row {place + 1}"
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
+    def read(self, start: int, stop: int) -> Iterator[Example]:
         yield from self._records[start:stop]
 
 
-def open_records(
+def open_examples(
     path: str | Path,
     form: RowForm | None = None,
     choice: SplitChoice = FOR_TRAINING,
@@ -111,7 +111,7 @@ def open_records(
     decode: Decode | None = None,
     ranks: Ranks = ALONE,
     key: str = "rl_config.dataset_file",
-) -> Records:
+) -> Examples:
     """`form` does not touch a MindRecord: its rows were settled when it was converted.
 
     `key` names the setting that `path` comes from. Every rank of `ranks` calls this, with the same values.
@@ -130,11 +130,11 @@ def open_records(
     suffix = files[0].suffix
     if suffix == ".mindrecord":
         stored = ranks.by_one(lambda: read_mindrecord(source, decode))
-        return StoredRecords(stored, str(source))
+        return StoredExamples(stored, str(source))
     if suffix in (".parquet", ".arrow"):
-        return RowRecords(TableRows(files, form.keys_read()), form)
+        return RowExamples(TableRows(files, form.keys_read()), form)
     if suffix == ".json":
-        return RowRecords(ranks.by_one(lambda: open_json(source)), form)
+        return RowExamples(ranks.by_one(lambda: open_json(source)), form)
     if suffix == ".jsonl":
-        return RowRecords(JoinedRows([JsonLines(path) for path in files]), form)
+        return RowExamples(JoinedRows([JsonLines(path) for path in files]), form)
     raise UserError(f"the data set {source} ends in {suffix!r}; it must be a {KINDS} file")

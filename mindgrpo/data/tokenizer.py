@@ -15,8 +15,8 @@ from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Codec
 
 from mindgrpo.data.codec import FURTHER_KEY, further_tokens, read_codec, reading, settings_in
-from mindgrpo.data.records import Message
-from mindgrpo.data.templates import (
+from mindgrpo.data.examples import Message
+from mindgrpo.data.chat_template import (
     MAX_TEMPLATE_BYTES,
     SETTING,
     ChatTemplate,

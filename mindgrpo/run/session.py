@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindgrpo.checkpoint.find import Start
-from mindgrpo.data.cursor import Cursor
+from mindgrpo.data.sampler import DataSampler
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.run.checkpoints import Phase, RunCheckpoints
 from mindgrpo.run.preflight import Inputs
@@ -29,7 +29,7 @@ class Session:
         inputs: Inputs,
         roles: Roles,
         record: RunRecord,
-        cursor: Cursor,
+        cursor: DataSampler,
         start: Start | None,
         stopping: Stopping,
         num_steps: int,

@@ -11,7 +11,7 @@ from mindgrpo.data.prompts import Prompt, PromptSet
 
 
 @dataclass
-class Cursor:
+class DataSampler:
     """`position` counts the prompts handed out since the start of the run; setting it resumes one."""
 
     prompts: PromptSet

@@ -1,4 +1,4 @@
-"""From a row of any data set to a record: the messages of a prompt, its gold answer, and columns for rewards.
+"""From a row of any data set to a example: the messages of a prompt, its gold answer, and columns for rewards.
 
 `dataset_type` says where the question and the gold answer are, a key map gives other names their places. Refuses a
 row without a question or an answer, and loses no column: one whose name is taken goes on as original_NAME.
@@ -33,7 +33,7 @@ MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
 
 
 @dataclass(frozen=True)
-class Record:
+class Example:
     """`messages` are the whole prompt, oldest first; the last one asks."""
 
     messages: tuple[Message, ...]
@@ -50,8 +50,8 @@ class Record:
         return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
 
 
-def asked(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Record:
-    return Record(({"role": "user", "content": question},), answer, columns or {})
+def single_turn(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Example:
+    return Example(({"role": "user", "content": question},), answer, columns or {})
 
 
 def gold_answer(answer: str, dataset_type: str | None = None) -> str:
@@ -78,7 +78,7 @@ def parse_key_map(pairs: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RowForm:
-    """How rows become records.
+    """How rows become examples.
 
     `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
     gold answer. `columns` are those that rewards get; None means all.
@@ -99,7 +99,7 @@ class RowForm:
         return QUESTION_KEYS.get(self.dataset_type, DEFAULT_QUESTION_KEYS)
 
     def keys_read(self) -> list[str] | None:
-        """The row's keys that a record is made of; None where all are."""
+        """The row's keys that a example is made of; None where all are."""
         if self.columns is None:
             return None
         sources = [
@@ -107,7 +107,7 @@ class RowForm:
         ]
         return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
 
-    def record(self, row: Row, where: str) -> Record:
+    def example(self, row: Row, where: str) -> Example:
         row = self._renamed(row, where)
         question_key = self._question_key(row, where)
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
@@ -127,7 +127,7 @@ class RowForm:
                     f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
-        return Record(messages, answer, columns)
+        return Example(messages, answer, columns)
 
     def _renamed(self, row: Row, where: str) -> Row:
         if not self.key_map:
