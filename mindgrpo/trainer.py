@@ -19,8 +19,8 @@ from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.connect import connect
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
-from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.prompts import Prompt, PromptSet
+from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.data.tokenizer_files import write_tokenizer
 from mindgrpo.grpo.evaluation import Evaluator, modes_of

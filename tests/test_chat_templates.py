@@ -18,8 +18,8 @@ from chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 from data_sets import MODEL, change, copy_tokenizer, examples_of
 
 from mindgrpo.data import rendering
-from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
+from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 

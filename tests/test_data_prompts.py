@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import MODEL, questions, examples_of, write_lines, write_parquet
+from data_sets import MODEL, examples_of, questions, write_lines, write_parquet
 
 from mindgrpo.config import load_config
-from mindgrpo.data.sampler import DataSampler
-from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
 from mindgrpo.data.examples import Example
-from mindgrpo.data.sources import ALONE, Ranks, Examples, open_examples
+from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
+from mindgrpo.data.sampler import DataSampler
+from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.run.preflight import prepare

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindgrpo.data.examples import Example
 from mindgrpo.data.mindrecord import check_target, write_mindrecord
 from mindgrpo.data.prompts import PromptForm
-from mindgrpo.data.examples import Example
 from mindgrpo.data.sources import Examples
 
 # The whole question, where the prompt asks a shortened one.

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.data.examples import Example, gold_answer, messages_of, single_turn
 from mindgrpo.data.mindrecord_reader import read_rows
-from mindgrpo.data.examples import Example, single_turn, gold_answer, messages_of
 from mindgrpo.data.rows import Row
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json

@@ -17,8 +17,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from mindgrpo.data.examples import Message, Example
-from mindgrpo.data.sources import ALONE, Ranks, Examples
+from mindgrpo.data.examples import Example, Message
+from mindgrpo.data.sources import ALONE, Examples, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 
@@ -131,7 +131,7 @@ def without_oldest_turns(example: Example) -> Iterator[Example]:
 
 
 class Prompt:
-    """`index` is the example's place in the data set and `ids` int32 [n] its tokens; the rest is read when asked for."""
+    """`index` counts the rows of the data set and `ids` int32 [n] are its tokens; the rest is read when asked for."""
 
     def __init__(self, owner: PromptSet, index: int, ids: np.ndarray) -> None:
         self._owner, self.index, self.ids = owner, index, ids

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.data.directories import FOR_TRAINING, SplitChoice, files_of
-from mindgrpo.data.mindrecord import Decode, read_mindrecord
 from mindgrpo.data.examples import Example, RowForm
+from mindgrpo.data.mindrecord import Decode, read_mindrecord
 from mindgrpo.data.rows import JoinedRows, JsonLines, Rows, open_json
 from mindgrpo.data.tables import TableRows
 from mindgrpo.errors import UserError

@@ -14,8 +14,6 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Codec
 
-from mindgrpo.data.codec import FURTHER_KEY, further_tokens, read_codec, reading, settings_in
-from mindgrpo.data.examples import Message
 from mindgrpo.data.chat_template import (
     MAX_TEMPLATE_BYTES,
     SETTING,
@@ -23,6 +21,8 @@ from mindgrpo.data.chat_template import (
     choose_template,
     shipped_names,
 )
+from mindgrpo.data.codec import FURTHER_KEY, further_tokens, read_codec, reading, settings_in
+from mindgrpo.data.examples import Message
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_text
 

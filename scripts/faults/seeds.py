@@ -85,8 +85,8 @@ def make_pair(folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     """Four rows as data sets of several kinds."""
-    from mindgrpo.data.mindrecord import write_mindrecord
     from mindgrpo.data.examples import single_turn
+    from mindgrpo.data.mindrecord import write_mindrecord
 
     rows: list[dict[str, Any]] = [
         {"question": f"{n} + 1 = ?", "answer": str(n + 1), "kind": {"a": [n]}} for n in range(4)
