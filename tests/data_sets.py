@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from mindgrpo.data.examples import RowForm, parse_key_map
-from mindgrpo.data.sources import Examples, StoredExamples, open_examples
+from mindgrpo.data.row_files import ListedRows
+from mindgrpo.data.sources import Examples, open_examples
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "model"
@@ -76,7 +77,7 @@ def save_to_disk(
 
 
 def examples_of(rows: Sequence[dict[str, Any]]) -> Examples:
-    return StoredExamples([RowForm().example(row, "a row") for row in rows], "rows")
+    return Examples(ListedRows(rows, "rows"), RowForm())
 
 
 def read_rows(path: Path, dataset_type: str | None = None, *pairs: str) -> list[dict[str, Any]]:

@@ -22,10 +22,9 @@ from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.source import read_yaml
 from mindgrpo.data import mindrecord_reader
-from mindgrpo.data.directories import FOR_TRAINING, files_of
 from mindgrpo.data.examples import single_turn
 from mindgrpo.data.mindrecord import write_mindrecord
-from mindgrpo.data.sources import open_examples
+from mindgrpo.data.sources import FOR_TRAINING, files_of, open_examples
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import decoder_config
 from mindgrpo.run import host_limits as capacity

@@ -16,9 +16,10 @@ import pytest
 from data_sets import MODEL, examples_of, questions, write_lines, write_parquet
 
 from mindgrpo.config import load_config
-from mindgrpo.data.examples import Example
-from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
-from mindgrpo.data.sampler import DataSampler
+from mindgrpo.data.examples import Example, RowForm
+from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of
+from mindgrpo.data.row_files import ListedRows
+from mindgrpo.data.sampler import DataSampler, epoch_order
 from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
@@ -110,7 +111,7 @@ def test_cutting_a_conversation_drops_its_oldest_turns_first(tokenizer: Tokenize
     example = examples_of([{"messages": messages, "answer": ""}])[0]
 
     def fitted(length: int, overflow: str) -> Fitted:
-        result = PromptForm(tokenizer, length, overflow).fit(example, "here")
+        result = PromptForm(tokenizer, length, overflow).fit(example)
         assert result is not None and len(result.ids) <= length
         return result
 
@@ -162,21 +163,15 @@ def as_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
 
 
 class Watched(Examples):
-    """Examples that remember which places were read."""
+    """Examples that remember which of them were read."""
 
-    def __init__(self, examples: Examples) -> None:
-        self._records, self.places = examples, []
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def where(self, place: int) -> str:
-        return self._records.where(place)
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__(ListedRows(rows, "rows"), RowForm())
+        self.indices: list[int] = []
 
     def read(self, start: int, stop: int) -> Iterator[Example]:
-        for place in range(start, stop):
-            self.places.append(place)
-            yield self._records[place]
+        self.indices += range(start, stop)
+        return super().read(start, stop)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -184,17 +179,17 @@ def test_every_rank_reads_its_share_and_has_the_whole_set(size: int, tokenizer: 
     rows = [*questions(11), LONG[1], {"question": "last?", "answer": "", "level": 1}]
     form = PromptForm(tokenizer, 40, "drop")
     alone = PromptSet(examples_of(rows), form)
-    watched = [Watched(examples_of(rows)) for _ in range(size)]
+    watched = [Watched(rows) for _ in range(size)]
     made = as_ranks(size, lambda ranks: PromptSet(watched[ranks.rank], form, ranks))
-    assert sorted(place for one in watched for place in one.places) == list(range(13))
-    assert max(len(one.places) for one in watched) <= -(-13 // size)
+    assert sorted(index for one in watched for index in one.indices) == list(range(13))
+    assert max(len(one.indices) for one in watched) <= -(-13 // size)
     for prompts, one in zip(made, watched, strict=True):
-        one.places.clear()
+        one.indices.clear()
         assert [p.index for p in prompts] == [p.index for p in alone] == [*range(11), 12]
         assert [p.ids.tolist() for p in prompts] == [p.ids.tolist() for p in alone]
         assert (prompts.num_dropped, prompts.column_names) == (1, ["level"])
-        assert one.places == []
-        assert prompts[11].columns == {"level": 1} and one.places == [12]
+        assert one.indices == []
+        assert prompts[11].columns == {"level": 1} and one.indices == [12]
 
 
 def test_what_one_rank_finds_wrong_every_rank_says(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -233,26 +228,25 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
 
 def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    steps = [prompts.take(3 * step, 3, seed=5) for step in range(7)]
-    drawn = [prompt.index for taken, _ in steps for prompt in taken]
+    sampler = DataSampler(prompts, seed=5)
+    steps = [[prompt.index for prompt in sampler.take(3)] for _ in range(7)]
+    drawn = [index for step in steps for index in step]
     for epoch in range(3):
-        assert drawn[7 * epoch : 7 * epoch + 7] == prompts.order(5, epoch).tolist()
-    assert [epoch for _, epoch in steps] == [0, 0, 0, 1, 1, 2, 2]
-    taken, epoch = prompts.take(0, 16, seed=5)
-    assert len(taken) == 16 and epoch == 0
+        assert drawn[7 * epoch : 7 * epoch + 7] == epoch_order(7, 5, epoch).tolist()
+    assert len(DataSampler(prompts, seed=5).take(16)) == 16
     # A run that continues at step 4 draws what the first one would have drawn.
-    again = prompt_set(questions(7), tokenizer)
-    assert [p.index for p in again.take(12, 3, seed=5)[0]] == [p.index for p in steps[4][0]]
+    again = DataSampler(prompt_set(questions(7), tokenizer), seed=5, position=12)
+    assert [prompt.index for prompt in again.take(3)] == steps[4]
 
 
-def test_a_cursor_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
+def test_a_sampler_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
     whole = [prompt.index for prompt in DataSampler(prompts, seed=5).take(20)]
     sampler = DataSampler(prompts, seed=5)
-    parts = [prompt.index for count in (3, 1, 6) for prompt in sampler.take(count)]
+    drawn = [prompt.index for count in (3, 1, 6) for prompt in sampler.take(count)]
     assert (sampler.position, sampler.epoch) == (10, 1)
     resumed = DataSampler(prompts, seed=5, position=sampler.position)
-    assert parts + [prompt.index for prompt in resumed.take(10)] == whole
+    assert drawn + [prompt.index for prompt in resumed.take(10)] == whole
 
 
 def config(tmp_path: Path, text: str, *overrides: str) -> Any:

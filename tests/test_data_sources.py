@@ -24,11 +24,10 @@ from data_sets import (
     write_parquet,
 )
 
-from mindgrpo.data import tables
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING
+from mindgrpo.data import row_files
 from mindgrpo.data.examples import RowForm
-from mindgrpo.data.sources import Examples, open_examples
-from mindgrpo.data.tables import TableRows
+from mindgrpo.data.row_files import RowGroup, TableCache, open_table
+from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, Examples, open_examples
 from mindgrpo.errors import UserError
 
 ROWS = [
@@ -85,7 +84,7 @@ def test_every_kind_of_data_set_gives_the_same_records(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_names_the_place_of_a_row(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, kind)
-    where = open_examples(path).where(6)
+    where = open_examples(path)[6].where
     if kind in ("jsonl", "lines"):
         assert where == f"{path}:7"
     elif kind == "saved":
@@ -200,32 +199,39 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
         open_examples(tmp_path / "none.jsonl")
 
 
-class Opened(TableRows):
-    """Counts the row groups that are decoded, and keeps the columns that were asked for."""
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Row groups in the order in which they are decoded, with the columns of each."""
+    groups = []
+    load = RowGroup.load
 
-    def _load_piece(self, index: int) -> Any:
-        table = super()._load_piece(index)
-        self.seen = [*getattr(self, "seen", []), (index, tuple(table.column_names))]
+    def watched(group: RowGroup) -> Any:
+        table = load(group)
+        groups.append((group.index, table.column_names))
         return table
+
+    monkeypatch.setattr(RowGroup, "load", watched)
+    return groups
 
 
 def test_only_the_wanted_columns_and_row_groups_of_a_table_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[tuple[int, list[str]]]
 ) -> None:
     path = write_parquet(tmp_path / "rows.parquet", ROWS, group=2)
     form = RowForm(None, {"answer": "deep.x"}, ["level", "missing"])
-    rows = Opened([path], form.keys_read())
-    read = [form.example(row, "here") for row in rows.read(2, 5)]
+    rows = open_table(path, form.keys_read(), TableCache())
+    read = [form.example(row, where) for where, row in rows.read(2, 5)]
     assert [flat(example) for example in read] == [
         {"question": f"Q{n}?", "answer": str(n), "level": n} for n in (2, 3, 4)
     ]
     list(rows.read(3, 4))  # kept
-    names = ("question", "answer", "level", "deep")
-    assert rows.seen == [(1, names), (2, names)]
-    monkeypatch.setattr(tables, "KEPT_BYTES", 1)
-    rows = Opened([path])
-    assert [row["level"] for n in (3, 2, 5, 3) for row in rows.read(n, n + 1)] == [3, 2, 5, 3]
-    assert [index for index, _ in rows.seen] == [1, 2, 1]
+    names = ["question", "answer", "level", "deep"]
+    assert decoded == [(1, names), (2, names)]
+    decoded.clear()
+    monkeypatch.setattr(row_files, "CACHE_BYTES", 1)
+    rows = open_table(path, None, TableCache())
+    levels = [row["level"] for n in (3, 2, 5, 3) for _, row in rows.read(n, n + 1)]
+    assert levels == [3, 2, 5, 3] and [index for index, _ in decoded] == [1, 2, 1]
     lines = write_lines(tmp_path / "rows.jsonl", ROWS[0])
     assert [flat(r) for r in open_examples(lines, form)] == [
         {"question": "Q0?", "answer": "0", "level": 0}

@@ -1,7 +1,7 @@
-"""From any data set to a MindRecord, with a check that every rendered prompt fits.
+"""Converts any data set to a MindRecord, after a check that every rendered prompt fits.
 
-Reads, renders and writes row by row, keeps their order, and counts what it drops and cuts. Refuses to leave half a
-file behind.
+Reads, renders and writes row by row, keeps their order, and counts what it drops and cuts. A conversion that does not
+end well leaves no file behind.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def convert(
     overwrite: bool = False,
     progress: Progress,
 ) -> ConversionReport:
-    """`source` names the data in messages. `progress(rows)` gives what is told of each row that is done."""
+    """Writes the examples that fit to `target` and counts the others. Raises UserError.
+
+    `source` names the data in messages. `progress(rows)` gives a function that gets the number of rows done since.
+    """
     written = Path(target)
     check_target(written, overwrite)
     report = ConversionReport(written, rows=len(examples))
@@ -59,8 +62,8 @@ def convert(
 def fitting(
     examples: Examples, form: PromptForm, report: ConversionReport, advance: Advance
 ) -> Iterator[Example]:
-    for place, example in enumerate(examples.read(0, len(examples))):
-        fitted = form.fit(example, examples.where(place))
+    for example in examples:
+        fitted = form.fit(example)
         if fitted is None:
             report.dropped += 1
         else:

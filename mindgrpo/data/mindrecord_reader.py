@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.data.limits import limit_memory
+from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 
 ROWS_PER_MESSAGE = 1000
@@ -25,11 +26,9 @@ SECONDS_PER_MESSAGE = (
 )
 MIN_MEMORY_BYTES = 4 << 30
 
-Row = dict[str, Any]
-
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of the data set that `path` is a file of, in their order; arrays as lists. Raises UserError."""
+    """Reads all rows of the data set that `path` is a file of, in their order; arrays as lists. Raises UserError."""
     if not path.is_file():
         raise _unreadable(path, "it is no regular file")
     # Forked, so that a rank, which has imported MindSpore, need not wait for it again.

@@ -1,6 +1,6 @@
-"""A Hugging Face tokenizer directory as text <-> ids, chat rendering and stop ids.
+"""A Hugging Face tokenizer directory: text <-> token ids, chat rendering and stop ids.
 
-Refuses to guess a chat template or an end-of-sequence id; how the files themselves are read is in codec.py.
+codec.py reads the files. Neither a chat template nor an end-of-sequence id is guessed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mindgrpo.strict_files import read_text
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Ids come from text exactly as written: only the template adds special tokens."""
+    """Encodes text exactly as written: only the chat template adds special tokens."""
 
     directory: Path
     codec: Codec
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so it also bounds vocabularies with holes."""
+        """Returns one more than the largest id, so it also bounds vocabularies with holes."""
         return max(self.codec.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
@@ -64,7 +64,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError."""
+        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError."""
         return self._rendered(messages, add_generation_prompt, tools, documents)[0]
 
     def encode_chat(
@@ -74,7 +74,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation, and 1 for each that a `{% generation %}` block of the template wrote, else 0.
+        """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
 
         The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)`. Raises UserError.
         """
@@ -132,7 +132,7 @@ class Tokenizer:
         return self.template
 
     def with_template(self, value: str | None) -> Tokenizer:
-        """Renders with the template that `value` names (templates.py), and stops where it ends a turn."""
+        """Returns one that renders with the template that `value` names, and stops where it ends a turn."""
         if value is None:
             return self
         template = choose_template(value, self.named_templates)
@@ -148,7 +148,10 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None = None) -> Tokenizer:
-    """`vocabulary` names a vocabulary and a merges file where they have names of their own."""
+    """Reads a tokenizer directory. Raises UserError.
+
+    `vocabulary` names a vocabulary and a merges file where they have names of their own.
+    """
     folder = Path(directory)
     if folder.name == "tokenizer.json" and folder.is_file():
         folder = folder.parent
@@ -189,7 +192,7 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
 def read_templates(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[ChatTemplate | None, dict[str, str]]:
-    """The one to render with, and all those that have names."""
+    """Returns the one to render with, and all those that have names. Raises UserError."""
     listed = settings.get("chat_template")
     named = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))

@@ -12,10 +12,16 @@ from typing import Any
 
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
 from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
-from mindgrpo.data.sources import ALONE, Ranks, open_examples
+from mindgrpo.data.sources import (
+    ALONE,
+    FOR_EVALUATION,
+    FOR_TRAINING,
+    Ranks,
+    SplitChoice,
+    open_examples,
+)
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
