@@ -150,7 +150,7 @@ class GRPOTrainer:
             except Stop as stop:
                 ended = stop
                 session.save()
-        self.backend.presence.now("close")
+        self.backend.health.enter("close")
         self.watch.close()
         if self.inputs.scorer is not None:
             self.inputs.scorer.close()
@@ -164,7 +164,7 @@ class GRPOTrainer:
 
     def _run_steps(self) -> None:
         session, every = self.session, self.config.rl_config.eval_steps
-        self.backend.presence.now("loop")
+        self.backend.health.enter("loop")
         if session.open_row is not None:
             session.write_row(self._evaluate(session.done))
         elif session.done == 0 and self.config.rl_config.eval_on_start:

@@ -27,7 +27,7 @@ STARTS_RANKS = (
     "test_graph_collectives",
     "test_shared_memory",
     "test_network",
-    "test_presence",
+    "test_health",
     "test_rank_log",
 )
 

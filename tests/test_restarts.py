@@ -20,13 +20,13 @@ from test_launch_script import BOTH_WAYS, ROOT, environment, is_over, launch, pr
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """
 from pathlib import Path
-from mindgrpo.presence.rank import Presence
-presence = Presence.of_process(int(rank), 2, os.environ)
+from mindgrpo.health.rank_health import RankHealth
+health = RankHealth.of_process(int(rank), 2, os.environ)
 here = Path(__file__).parent
-presence.tell_directory(here / "run")
+health.tell_output_directory(here / "run")
 starts = len(list(here.glob("started_" + rank + "_*")))
 (here / f"started_{rank}_{starts}").write_text(" ".join(sys.argv[1:]))
-presence.at_step(STEP)
+health.at_step(STEP)
 if rank == "1" and starts < FAILURES:
     HOW
 while rank == "0" and starts < FAILURES:

@@ -25,6 +25,8 @@ START = "import sys; sys.path.insert(0, sys.argv[2]); from mindgrpo.rewards.work
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # A worker scores beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# Tells the launcher that this process tidies up and ends by itself once its rank has ended.
+ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"
 HEARING_SECONDS, TICK, CLOSING_SECONDS = 0.5, 0.05, 10.0
 
 
@@ -149,7 +151,7 @@ class Pool:
 
     def _start_keeper(self) -> socket.socket:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = dict.fromkeys(SINGLE_THREADED, "1")
+        environment = dict.fromkeys((*SINGLE_THREADED, ENDS_WITH_RANK_VARIABLE), "1")
         with theirs:
             self._keeper = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), PACKAGE_PARENT],
