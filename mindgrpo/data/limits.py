@@ -37,7 +37,7 @@ def limits(seconds: float, num_bytes: int) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.signal(signal.SIGVTALRM, handler)
+        signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
 
 
 def limit_memory(num_bytes: int) -> None:

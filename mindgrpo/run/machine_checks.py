@@ -6,8 +6,8 @@ Versions come from the installed packages' metadata, so it also works where an i
 from __future__ import annotations
 
 import os
-import resource
 import re
+import resource
 import shutil
 import socket
 import sys
