@@ -128,7 +128,7 @@ class GRPOTrainer:
         run.watch.dump(outcome)
         run.record.rewards(f"step {step + 1}", outcome.scored.scores)
         run.record.completions(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
-        taken, version = run.prompts.cursor.position, self.roles.policy.version
+        taken, version = run.prompts.sampler.position, self.roles.policy.version
         metrics = step_metrics(outcome, rl.num_generations, rl.logprob_gap_limit, taken)
         metrics |= {"weights_version": version, **resources(outcome, self.roles)}
         return metrics | self.nan_guard.step_done(step, outcome, version)

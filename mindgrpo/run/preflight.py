@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
-from mindgrpo.data.records import RowForm, parse_key_map
-from mindgrpo.data.sources import ALONE, Ranks, open_records
+from mindgrpo.data.sources import (
+    ALONE,
+    FOR_EVALUATION,
+    FOR_TRAINING,
+    Ranks,
+    SplitChoice,
+    open_examples,
+)
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
@@ -186,14 +192,14 @@ def _prompts(
         )
     rl = config.rl_config
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
-    records = open_records(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     form = PromptForm(
         tokenizer,
         config.generate_config.max_prompt_length,
         rl.prompt_overflow,
         rl.system_prompt or "",
     )
-    return PromptSet(records, form, ranks)
+    return PromptSet(examples, form, ranks)
 
 
 def _check_save(config: Config) -> None:

@@ -85,8 +85,8 @@ def make_pair(folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     """Four rows as data sets of several kinds."""
+    from mindgrpo.data.examples import single_turn
     from mindgrpo.data.mindrecord import write_mindrecord
-    from mindgrpo.data.records import asked
 
     rows: list[dict[str, Any]] = [
         {"question": f"{n} + 1 = ?", "answer": str(n + 1), "kind": {"a": [n]}} for n in range(4)
@@ -98,7 +98,9 @@ def make_data(folder: Path) -> None:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     write_mindrecord(
-        folder / "rows.mindrecord", [asked(r["question"], r["answer"], {"k": 1}) for r in rows], ""
+        folder / "rows.mindrecord",
+        [single_turn(r["question"], r["answer"], {"k": 1}) for r in rows],
+        "",
     )
     saved = folder / "saved"
     (saved / "data").mkdir(parents=True)
