@@ -98,7 +98,9 @@ def make_plan(
     return JobPlan(name, logs, check, fork_server, main, _headline(options, port, logs))
 
 
-def _environment(options: Options, environment: Mapping[str, str], host: LocalHost) -> dict[str, str]:
+def _environment(
+    options: Options, environment: Mapping[str, str], host: LocalHost
+) -> dict[str, str]:
     num_threads = max(1, host.num_cores // options.num_local_ranks)
     ours = {**DEFAULTS, "OMP_NUM_THREADS": str(num_threads)}
     ours |= {name: value for name, value in environment.items() if value or name not in ours}
@@ -112,7 +114,9 @@ def _environment(options: Options, environment: Mapping[str, str], host: LocalHo
     return ours
 
 
-def _main_command(options: Options, host: LocalHost, logs: Path, port: int | None) -> tuple[str, ...]:
+def _main_command(
+    options: Options, host: LocalHost, logs: Path, port: int | None
+) -> tuple[str, ...]:
     if options.num_ranks == 1:
         return (host.python, str(WORKER), *options.command)
     several: tuple[str, ...] = ()
