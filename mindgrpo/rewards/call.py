@@ -14,6 +14,7 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import RewardFunction
+from mindgrpo.rewards.outcome import Score
 from mindgrpo.rewards.spec import WHERE
 
 Columns = Mapping[str, Sequence[Any]]
@@ -190,6 +191,8 @@ def checked(returned: object, num_samples: int) -> list[float | None]:
 
 
 def as_float(value: Any) -> float:
+    if isinstance(value, Score):
+        return value
     item = getattr(value, "item", None)  # a NumPy or tensor scalar
     if callable(item):
         value = item()

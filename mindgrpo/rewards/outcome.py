@@ -6,8 +6,9 @@ Refuses to turn a failure into a number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 RAISED, BAD_RESULT, NOT_FINITE = "exceptions", "bad_results", "nan"
 TIMEOUT, EXIT, MEMORY = "timeouts", "exits", "memory"
@@ -23,10 +24,35 @@ IN_WORDS = {
 }
 
 
+class Score(float):
+    """A reward with counts of what happened on the way, which become metrics of its function."""
+
+    counts: Mapping[str, int]
+
+    def __new__(cls, value: float, counts: Mapping[str, int]) -> Score:
+        score = super().__new__(cls, value)
+        score.counts = counts
+        return score
+
+
 @dataclass(frozen=True)
 class Failure:
     kind: str
     message: str
+
+
+def to_json(outcome: float | None | Failure) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return {"failed": [outcome.kind, outcome.message]}
+    return {"value": outcome, "counts": getattr(outcome, "counts", None)}
+
+
+def from_json(message: Mapping[str, Any]) -> float | None | Failure:
+    """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
+    if "failed" in message:
+        return Failure(*message["failed"])
+    value, counts = message["value"], message["counts"]
+    return value if counts is None else Score(value, dict(counts))
 
 
 @dataclass
@@ -57,12 +83,16 @@ class Tally:
         self.seconds = max(self.seconds, other.seconds)
 
     def counts(self) -> dict[str, int]:
-        """Failures by kind, with `errors` their sum, and `none` where the function did not apply."""
+        """Failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own."""
         found = Counter(failure.kind for failure in self.failures.values())
         counts = {"errors": len(self.failures), **{kind: found[kind] for kind in KINDS}}
         counts[RAISED] += found[REFUSED]
         counts |= {"restarts": self.restarts, "printed_bytes": self.printed_bytes}
-        return counts | {"none": sum(value is None for value in self.values.values())}
+        counts["none"] = sum(value is None for value in self.values.values())
+        own = Counter[str]()
+        for value in self.values.values():
+            own.update(value.counts if isinstance(value, Score) else {})
+        return {**own, **counts}
 
     def in_one_line(self) -> str:
         """Each kind of failure with its number and one example; else why a second try was needed; else ""."""

@@ -24,6 +24,8 @@ from mindgrpo.rewards.outcome import (
     MEMORY,
     TIMEOUT,
     Failure,
+    from_json,
+    to_json,
 )
 from mindgrpo.rewards.workers import processes
 
@@ -100,8 +102,7 @@ class Apart:
             # Tells the place where it hangs, even from inside a C function.
             faulthandler.register(PLACE_SIGNAL, file=descriptor, all_threads=False)
             outcome = self._score(sample)
-            said = [outcome.kind, outcome.message] if isinstance(outcome, Failure) else outcome
-            text = json.dumps({"outcome": said}).encode() + b"\n"
+            text = json.dumps(to_json(outcome)).encode() + b"\n"
             while text:
                 text = text[os.write(descriptor, text) :]
         finally:
@@ -115,12 +116,12 @@ class Apart:
             return
         status = self._end(child)
         try:
-            said = json.loads(child.said)["outcome"]
+            outcome = from_json(json.loads(child.said))
         except (ValueError, KeyError, TypeError):
             how = processes.how_it_ended(status)
             self._report(child.sample, Failure(EXIT, f"the process {how}"))
             return
-        self._report(child.sample, Failure(*said) if isinstance(said, list) else said)
+        self._report(child.sample, outcome)
 
     def _end(self, child: Child) -> int:
         processes.kill_group(child.pid)

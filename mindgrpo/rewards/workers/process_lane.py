@@ -20,6 +20,7 @@ from mindgrpo.rewards.outcome import (
     MEMORY,
     TIMEOUT,
     Failure,
+    from_json,
 )
 from mindgrpo.rewards.spec import WHERE, Spec
 from mindgrpo.rewards.workers import processes
@@ -131,13 +132,12 @@ class ProcessLane(Lane):
         if "done" in message:
             self._conclude()
             return
-        outcome: float | None | Failure = message.get("value")
+        outcome: float | None | Failure
         if "whole" in message:
             outcome = self.tally.whole = Failure(*message["whole"])
             self._mode = EACH
         else:
-            if "failed" in message:
-                outcome = Failure(*message["failed"])
+            outcome = from_json(message)
             self.record(message["place"], outcome)
         # A worker that has run out of memory says so and ends.
         self._said_goodbye = isinstance(outcome, Failure) and outcome.kind == MEMORY

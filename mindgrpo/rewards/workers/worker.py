@@ -18,7 +18,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.rewards.attempt import Attempts, judged
 from mindgrpo.rewards.call import Samples, Signature
 from mindgrpo.rewards.load import describe, resolve
-from mindgrpo.rewards.outcome import MEMORY, Failure
+from mindgrpo.rewards.outcome import MEMORY, Failure, to_json
 from mindgrpo.rewards.spec import Spec
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.apart import Apart
@@ -97,10 +97,7 @@ def serve(channel: WorkerEnd) -> None:
 
 def do(task: Task, attempts: Attempts, channel: WorkerEnd, memory: int) -> None:
     def report(place: int, outcome: float | None | Failure) -> None:
-        if isinstance(outcome, Failure):
-            channel.say({"place": place, "failed": [outcome.kind, outcome.message]})
-        else:
-            channel.say({"place": place, "value": outcome})
+        channel.say({"place": place, **to_json(outcome)})
 
     if task.mode == APART:
         flush()  # or every child would print it again
