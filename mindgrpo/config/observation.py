@@ -27,7 +27,7 @@ def _of_phase(what: str) -> Any:
 
 
 class PhaseDeadlines(Section):
-    """One key a phase, named as in launch.sh's last line."""
+    """One key a phase, named as in the last line of a job that failed."""
 
     load: _Seconds = _of_phase("loading weights")
     compile: _Seconds = _of_phase("compiling one graph, which counts for no other phase")
