@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.config import load_config
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
 

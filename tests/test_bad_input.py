@@ -26,7 +26,7 @@ from mindgrpo.data.records import asked
 from mindgrpo.data.sources import open_records
 from mindgrpo.data.template_sandbox import Sandbox, rendered
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import decoder_config
+from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.run import host_limits as capacity
 from mindgrpo.run import machine_checks as doctor
 from mindgrpo.strict_files import (

@@ -41,7 +41,7 @@ from mindgrpo.algorithm.types import (
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.grpo.rollout import sample_logps
-from mindgrpo.models.decoder import Shard
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import (
     Draw,
     Generator,

@@ -19,7 +19,6 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
 from mindgrpo.grpo.rollout import sample_logps
-from mindgrpo.models.families import parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
     TARGETS,
@@ -27,6 +26,7 @@ from mindgrpo.models.lora_specs import (
     adapter_names,
     adapter_specs,
 )
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy

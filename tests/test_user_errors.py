@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from mindgrpo.__main__ import VERBS, main
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.safetensors_files import SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent

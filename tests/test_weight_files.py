@@ -18,7 +18,8 @@ from test_mindformers_oracle import mindformers_name
 
 from mindgrpo.__main__ import main
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import to_huggingface, to_mindformers
 from mindgrpo.weights.mindspore_ckpt import read_ckpt

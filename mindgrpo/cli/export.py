@@ -18,8 +18,9 @@ from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
 from mindgrpo.checkpoint.shard import ShardReader
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import write_companions
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import to_mindformers
 from mindgrpo.weights.model_files import WeightFiles, open_weights

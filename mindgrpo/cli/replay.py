@@ -113,7 +113,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.grpo.roles import update_settings
     from mindgrpo.grpo.rollout import sample_logps
     from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.models.families import read_config
+    from mindgrpo.models.decoder_config import read_config
     from mindgrpo.run.preflight import sampling_settings
     from mindgrpo.training.policy import Policy
     from mindgrpo.training.update import update

@@ -13,8 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import Adapters
-from mindgrpo.models.families import read_config
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder

@@ -17,9 +17,10 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.memory.residency import Place, Residency
-from mindgrpo.models.decoder import Recompute, Shard
+from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import Generator
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings

@@ -15,13 +15,8 @@ from mindspore import Tensor
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.algorithm.schedule import one_forward_one_backward
 from mindgrpo.backend.contract import Backend, Link
-from mindgrpo.models.decoder import (
-    KEEP_ALL,
-    LogProbStage,
-    Recompute,
-    Shard,
-    Stage,
-)
+from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
+from mindgrpo.models.shard import Shard
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
 LOGITS_BYTES = 64 << 20

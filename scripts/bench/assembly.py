@@ -18,7 +18,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.models.families import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
 BETA = 0.01

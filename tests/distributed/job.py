@@ -32,10 +32,12 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.grpo.dynamic_sampling import refill
 from mindgrpo.grpo.rollout import Scored, generate, sample_logps
-from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
