@@ -38,7 +38,7 @@ def start_check(ranks: str, arguments: list[str]) -> None:
     elif os.fork() == 0:
         verdict = os.dup(1)
         os.dup2(2, 1)  # what the user's code prints
-        from mindgrpo.__main__ import main
+        from mindgrpo.cli.verbs import main
 
         os.write(verdict, b"%d\n" % main(["check", "--ranks", ranks, *arguments]))
         os._exit(0)

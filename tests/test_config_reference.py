@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import KNOWN, SECTIONS
 from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART

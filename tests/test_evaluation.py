@@ -26,10 +26,10 @@ from small_generators import (
     requests_of,
 )
 
-from mindgrpo.__main__ import main
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.cli.eval import grid_for
+from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
 from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
 from mindgrpo.weight_sync.link_time import Links, busiest_link

@@ -27,9 +27,9 @@ from small_runs import (
     spread,
 )
 
-from mindgrpo.__main__ import main
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.checkpoint.manifest import read_manifest
+from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
 
 SAVED = ("--rl_config.save_ckpt_interval", "1", "--rl_config.save_max_ckpt_num", "3")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.outcome import KINDS

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mindgrpo.__main__ import VERBS, main
+from mindgrpo.cli.verbs import USAGE, main
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.safetensors_files import SafetensorsWriter
@@ -228,7 +228,7 @@ def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "'trian' is no verb" in only_sentence(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", USAGE)
 def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     assert f"\n  {verb} " in capsys.readouterr().out

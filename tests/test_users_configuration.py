@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import yaml
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter

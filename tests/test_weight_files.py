@@ -16,7 +16,7 @@ import pytest
 from golden_models import FOLDER
 from test_mindformers_oracle import mindformers_name
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs

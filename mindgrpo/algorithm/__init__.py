@@ -1,1 +1,4 @@
-"""GRPO as pure arithmetic on host arrays: advantages, packing, losses, schedules. Imports no device."""
+"""Computes what GRPO and its family need on host arrays: advantages, packing, losses, corrections, schedules.
+
+Pure NumPy: no device, no communication, no configuration.
+"""

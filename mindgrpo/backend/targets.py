@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from mindgrpo.errors import UserError
 
+# Where ranks of one host meet: the first that can be written to.
+BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 TARGETS = ("CPU", "Ascend")
 # The first is the default.
 TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}

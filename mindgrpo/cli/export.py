@@ -6,6 +6,7 @@ One process, without a device, a tensor at a time. Refuses to write over anythin
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from mindgrpo.checkpoint.folders import steps_in
 from mindgrpo.checkpoint.load import read_box
 from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
 from mindgrpo.checkpoint.shard import ShardReader
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.hf_export import write_companions
+from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES, write_companions
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.parameters import parameter_specs
@@ -96,8 +99,8 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[WeightFiles, Pat
     start = find(str(source), None, "", source)
     assert start is not None
     folder, manifest = start.candidates[0].folder, start.candidates[0].manifest
-    given: Any = manifest.identity.config.get("actor_config.load")
-    beside = model or Path(str(given))
+    base: Any = manifest.identity.config.get("actor_config.load")
+    beside = model or Path(str(base))
     if not (beside / "config.json").is_file():
         raise UserError(
             f"The run of {folder} began with the model '{beside}', which is not there now; name it with --model DIR."
@@ -155,3 +158,17 @@ def _write_name_map(target: Path) -> None:
         (only,) = target.glob("*.safetensors")
         weight_map = dict.fromkeys(SafetensorsDirectory(target).names, only.name)
     (target / NAME_MAP_FILE).write_text(json.dumps(weight_map, indent=2) + "\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = Arguments(prog="mindgrpo export")
+    parser.add_argument("--from", dest="source", required=True, type=path_of)
+    parser.add_argument("--output", required=True, type=path_of)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
+    parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
+    parser.add_argument("--model", type=path_of)
+    flags = parser.parse_args(list(argv))
+    shards = flags.max_shard_bytes
+    for file in convert(flags.source, flags.output, flags.dtype, shards, flags.format, flags.model):
+        print(file)

@@ -10,7 +10,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.config import Config, Loaded
+from mindgrpo.config import (
+    Config,
+    Loaded,
+    load_config,
+    parse_command_line,
+    split_overrides,
+)
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
@@ -39,19 +45,19 @@ def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
 
 def read_links(pairs: Sequence[tuple[str, str]]) -> tuple[Links | None, list[tuple[str, str]]]:
     """The links that flags tell, None where none does, and the flags that are left."""
-    told = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
+    links = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
     rest = [(flag, value) for flag, value in pairs if flag not in LINK_FLAGS]
-    if not told:
+    if not links:
         return None, rest
-    if LINK not in told:
+    if LINK not in links:
         raise UserError(
-            f"{next(iter(told))} says nothing without {LINK}; add the bandwidth of a host's link."
+            f"{next(iter(links))} says nothing without {LINK}; add the bandwidth of a host's link."
         )
-    local = told.get(LOCAL)
+    local = links.get(LOCAL)
     return (
         Links(
-            bytes_per_s=_bandwidth(LINK, told[LINK]),
-            ranks_per_host=_count(PER_HOST, told.get(PER_HOST, "1")),
+            bytes_per_s=_bandwidth(LINK, links[LINK]),
+            ranks_per_host=_count(PER_HOST, links.get(PER_HOST, "1")),
             local_bytes_per_s=None if local is None else _bandwidth(LOCAL, local),
         ),
         rest,
@@ -123,3 +129,9 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
         f"{busiest.seconds:.3g} s at least, at {links.bytes_per_s / GIGA:g} GB/s each way ({hosts}{inside}): "
         f"{busiest.who} {busiest.direction} {busiest.num_bytes / GIGA:.3g} GB"
     ]
+
+
+def main(argv: Sequence[str]) -> None:
+    links, rest = read_links(split_overrides(argv))
+    path, overrides = parse_command_line([f"{flag}={value}" for flag, value in rest])
+    print_plan(load_config(path, overrides), links)

@@ -1,1 +1,4 @@
-"""From a user's rows to encoded prompts. Refuses to shorten, skip or reorder a row in silence."""
+"""Turns a user's rows into encoded prompts: readers of files, chat templates, tokenizer, order of the data.
+
+`sources.py` opens a data set, `prompts.py` encodes it. Rows are dropped or cut only where configured.
+"""

@@ -1,1 +1,4 @@
-"""The decoder, its families, and its weights on disk."""
+"""Builds the decoder of a model family, for one rank of any layout, as MindSpore cells over the kernel contract.
+
+`families.py` declares the families, `decoder.py` the block. Weights on disk are in weights/, kernels in backend/.
+"""

@@ -126,7 +126,7 @@ def become(words: list[str], folder: Path, outside: Path) -> NoReturn:
 
 
 def run_words(words: list[str]) -> int:
-    from mindgrpo.__main__ import main
+    from mindgrpo.cli.verbs import main
 
     if words[0] == "env":
         pairs = [word for word in words[1:] if "=" in word and not word.startswith("--")]

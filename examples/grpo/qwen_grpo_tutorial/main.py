@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from mindgrpo.__main__ import main
+from mindgrpo.cli.verbs import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:] if sys.argv[1:2] == ["eval"] else ["train", *sys.argv[1:]]))

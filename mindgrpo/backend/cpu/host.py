@@ -12,7 +12,6 @@ import errno
 import hashlib
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,12 +28,12 @@ from mindgrpo.backend.cpu.waiting import (
     Waits,
     unheard,
 )
+from mindgrpo.backend.targets import BOARD_FOLDERS
 from mindgrpo.errors import UserError
 from mindgrpo.presence.rank import Presence
 
 PAGE_BYTES = 4096
 # Where a board may lie; the first that takes it.
-BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 # Ranks import for a while before they come to the board; none is known by its process before.
 MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
@@ -44,8 +43,8 @@ MAX_OFFERS = 1000
 
 def job_name(environment: Mapping[str, str]) -> str:
     """Every rank of one msrun has the same parent, and two runs never share parent and port."""
-    given = environment.get("MINDGRPO_JOB")
-    return given or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+    job = environment.get("MINDGRPO_JOB")
+    return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
 
 def remove_board(environment: Mapping[str, str]) -> None:
@@ -276,8 +275,8 @@ class Board(Joined):
         wanted, seen, index = _hash(name), 0, self._index[rank]
         while True:
             self.counters.wait([index], seen + 1, self.check)
-            found, descriptor = self._offers[index, seen].tolist()
-            if found == wanted:
+            key, descriptor = self._offers[index, seen].tolist()
+            if key == wanted:
                 path = f"/proc/{self._host.pid_of(rank)}/fd/{descriptor}"
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
             seen += 1

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Implements the backend on MindSpore's communication and device memory."""

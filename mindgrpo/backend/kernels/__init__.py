@@ -1,1 +1,4 @@
-"""TODO."""
+"""Computes what a model needs beside its collectives: the contract, MindSpore's own operations, and C kernels.
+
+`contract.py` defines each kernel, `mindspore_ops.py` is the plain implementation, `native/` the one in C for CPUs.
+"""

@@ -1,0 +1,55 @@
+"""Checks everything that a run is given, without a device: configuration, data, model, rewards, machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mindgrpo.backend.targets import check_target
+from mindgrpo.config import load_config, parse_command_line, require_run_keys
+from mindgrpo.config.environment import check_environment
+from mindgrpo.errors import UserError
+from mindgrpo.monitor.run_directory import check_free
+from mindgrpo.run.host_limits import refuse_what_cannot_run
+from mindgrpo.run.output_paths import run_name
+from mindgrpo.run.preflight import prepare
+from mindgrpo.run.start import find_start
+
+
+def _number_of_ranks(words: Sequence[str]) -> int:
+    text = words[0] if words else ""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            f"--ranks is '{text}', but must be a whole number from 1 up; write --ranks 8."
+        )
+    return int(text)
+
+
+def main(argv: Sequence[str]) -> None:
+    words = list(argv)
+    world_size = None
+    if words and words[0] == "--ranks":
+        world_size = _number_of_ranks(words[1:2])
+        words = words[2:]
+    check_environment(os.environ)
+    if words and words[0] == "eval":
+        from mindgrpo.cli.eval import check
+
+        check(words[1:], world_size or 1)
+        return
+    path, overrides = parse_command_line(words)
+    loaded = load_config(path, overrides)
+    require_run_keys(loaded)
+
+    context = loaded.config.context
+    check_target(context.device_target, context.transport)
+    if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
+        check_free(loaded.config.output_dir)
+    inputs = prepare(loaded.config, world_size)
+    assert inputs.scorer is not None
+    try:
+        refuse_what_cannot_run(inputs.plan, world_size)
+        find_start(loaded.config, inputs, run_name(path))
+        inputs.check_rewards()
+    finally:
+        inputs.scorer.close()

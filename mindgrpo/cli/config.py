@@ -1,0 +1,21 @@
+"""Explains one key of the configuration, or prints the reference of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindgrpo.config.reference import explain, reference
+from mindgrpo.errors import UserError
+
+
+def main(argv: Sequence[str]) -> None:
+    words = list(argv)
+    if words[:1] == ["--explain"] and len(words) > 1:
+        print("\n\n".join(explain(name) for name in words[1:]))
+    elif words == ["--reference"]:
+        print(reference())
+    else:
+        raise UserError(
+            f"config takes --explain KEY or --reference, but was given '{' '.join(words)}'; write "
+            "python -m mindgrpo config --explain rl_config.beta."
+        )

@@ -1,0 +1,65 @@
+"""Lists the verbs of the command line and runs one: `mindgrpo VERB ...`, or `python -m mindgrpo VERB ...`.
+
+A verb is a module of this package with a function `main(argv)`; it is imported when it is called, so that a verb
+that needs no MindSpore starts without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mindgrpo.errors import UserError
+
+# The lines of the help, by verb.
+USAGE = {
+    "train": """\
+  train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone""",
+    "eval": """\
+  eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts
+          [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
+          [--greedy] [--samples N] [--step N]        ... the likeliest completions, fewer prompts, a run's noise
+          [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL""",
+    "check": """\
+  check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device""",
+    "plan": """\
+  plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
+          [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
+          [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)""",
+    "config": """\
+  config  --explain KEY | --reference                one key of the configuration in words, or all of them""",
+    "doctor": """\
+  doctor                                             what this machine lacks, with remedies""",
+    "score": """\
+  score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model""",
+    "export": """\
+  export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
+          [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",
+    "replay": """\
+  replay  DUMP [--model DIR] [--output FILE.json]    makes an update again that a run skipped""",
+}
+
+
+def usage(verbs: Sequence[str] = tuple(USAGE)) -> str:
+    return "\n".join(["usage: mindgrpo VERB ...", *(USAGE[verb] for verb in verbs)])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the verb that `argv` names; the exit status: 2, and one sentence, where the user's input cannot work."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if words else 2
+    verb, *rest = words
+    try:
+        if verb not in USAGE:
+            raise UserError(f"'{verb}' is no verb; use one of {', '.join(USAGE)}.")
+        if rest[:1] in (["-h"], ["--help"]):
+            print(usage([verb]))
+            return 0
+        importlib.import_module(f"mindgrpo.cli.{verb}").main(rest)
+    except UserError as error:
+        print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
