@@ -244,7 +244,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     steps = [run.step(number) for number in range(c.NUM_STEPS)]
     parameters = run.parameters()
     # In plain operations other settings are another graph, which takes long to compile.
-    greedy = run.likeliest() if case.transport == "shared_memory" else []
+    greedy = run.likeliest() if case.in_loop else []
     result: dict[str, Any] = {
         "steps": steps,
         "replaced": run.replaced,
