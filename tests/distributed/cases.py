@@ -88,7 +88,8 @@ RECIPES = {
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "olmo2": Recipe(OLMO2, in_loop=False),
-    "gemma3": Recipe(GEMMA3, in_loop=False),
+    # Its distributions are sharp: with more stop ids some completions end early.
+    "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
     "dapo": Recipe(
         QWEN2,
