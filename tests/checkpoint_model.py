@@ -10,7 +10,8 @@ import numpy as np
 
 from mindgrpo.checkpoint.format import Identity, Manifest, RunState
 from mindgrpo.checkpoint.save import Saver
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.local_weights import Weights

@@ -26,7 +26,7 @@ from mindgrpo.data.examples import single_turn
 from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.sources import FOR_TRAINING, files_of, open_examples
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import decoder_config
+from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.run import host_limits as capacity
 from mindgrpo.run import machine_checks as doctor
 from mindgrpo.strict_files import (

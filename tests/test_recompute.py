@@ -16,8 +16,10 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.models.decoder import Recompute, Shard, Stage
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder import Recompute, Stage
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights

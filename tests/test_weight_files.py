@@ -13,15 +13,16 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from golden_models import FAMILIES, FOLDER
+from golden_models import FOLDER
 from mindspore.train.checkpoint_pb2 import Checkpoint
 from test_mindformers_oracle import mindformers_name
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import to_huggingface, to_mindformers
+from mindgrpo.weights.mindformers_names import FAMILIES, to_huggingface, to_mindformers
 from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
@@ -59,6 +60,16 @@ def test_names_are_mindformers_and_lead_back(family: str) -> None:
         assert to_huggingface(to_mindformers(spec.name)) == spec.name
         if family != "qwen3":
             assert to_mindformers(spec.name) == mindformers_name(spec.name)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+def test_a_family_that_mindformers_does_not_have_is_not_given_its_names(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--output", str(tmp_path / "mf"), "--format", "mindformers"]
+    assert main(["export", "--from", str(FOLDER / family), *words]) == 2
+    assert f"no names for the tensors of '{family}'" in capsys.readouterr().err
+    assert not (tmp_path / "mf").exists()
 
 
 @pytest.mark.parametrize("max_bytes", ["1000000000", "20000"])

@@ -21,10 +21,11 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES, write_companions
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import to_mindformers
+from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import ModelFiles, ModelTensor
 from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
@@ -119,6 +120,12 @@ def convert(
             f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
         )
     is_mindformers = names == "mindformers"
+    family = read_config(beside).model_type
+    if is_mindformers and family not in FAMILIES:
+        raise UserError(
+            f"--format is mindformers, but MindFormers has no names for the tensors of '{family}' ({beside}), only of "
+            f"{', '.join(FAMILIES)}; leave --format out."
+        )
     for name in files.names:
         files.check_dtype(name)
     with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:

@@ -17,10 +17,11 @@ from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder import Recompute, Shard
+from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings

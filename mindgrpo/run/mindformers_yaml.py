@@ -13,7 +13,7 @@ import yaml
 
 from mindgrpo.config.yaml_file import MAX_YAML_BYTES, parse_yaml
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.models.decoder_config import ROPE_FACTORS, DecoderConfig, decoder_config
 from mindgrpo.strict_files import read_text
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."

@@ -26,7 +26,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import device_budget, sampling_settings
 from mindgrpo.memory.account import check_budget
-from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -138,7 +139,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     )
     held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
-    notes = (*_stop_notes(sampling, model.vocab_size),)
+    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from mindgrpo.errors import UserError
 
+# Values of model_type whose tensors have names in MindFormers.
+FAMILIES = ("qwen2", "llama", "qwen3")
 # Hugging Face's -> MindFormers': whole names, or the modules before the last word of one.
 MINDFORMERS = {
     "model.embed_tokens.weight": "model.tok_embeddings.embedding_weight",

@@ -44,8 +44,9 @@ def make_seeds(folder: Path) -> None:
 
 def make_models(folder: Path) -> None:
     """A model in one file and in shards."""
-    from mindgrpo.models.families import decoder_config, parameter_specs
-    from mindgrpo.weights.safetensors_files import SafetensorsWriter
+    from mindgrpo.models.decoder_config import decoder_config
+    from mindgrpo.models.parameters import parameter_specs
+    from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
     for name, most in (("model", 1 << 30), ("sharded", 4000)):
         model = folder / name
@@ -158,7 +159,7 @@ def make_checkpoint(folder: Path) -> None:
     from mindgrpo.checkpoint.plan import Chunk
     from mindgrpo.checkpoint.shards import write_shard
     from mindgrpo.config import load_config
-    from mindgrpo.models.families import parameter_specs
+    from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.parallel.sharding import Box
     from mindgrpo.run.preflight import prepare
     from mindgrpo.run.start import identity_of
