@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
-from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.algorithm.types import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
@@ -44,11 +44,11 @@ class Golden:
         return {s.name: self.values[f"gradient/{s.name}"] for s in self.layout.specs}
 
     @property
-    def samples(self) -> Samples:
+    def rollout(self) -> Rollout:
         """Each row as a sample whose prompt is its first token, so that every other token is predicted."""
         ids = self.values["input_ids"]
         none = [np.zeros(0, np.float32)] * len(ids)
-        return Samples(
+        return Rollout.single_turn(
             [r[:1] for r in ids],
             [r[1:] for r in ids],
             [LENGTH] * len(ids),
@@ -90,31 +90,31 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(len(rows), length)
-    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, Objective(), 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, LossConfig(), 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
-    samples = golden.samples
-    (batch,) = micro_batches(samples, rows, shape, 1, 0)
+    rollout = golden.rollout
+    (batch,) = micro_batches(rollout, rows, shape, 1, 0)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
-    ones = batch.spread(np.ones(len(samples), np.float32))
+    ones = batch.spread(np.ones(len(rollout), np.float32))
     unread = (ones, np.zeros(len(ones), np.int32), ones)
     results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones, *unread)], False)
     assert results is not None
     by_sample = batch.gather(results[0].logps)
-    return policy, [by_sample[i] for i in range(len(samples))]
+    return policy, [by_sample[i] for i in range(len(rollout))]
 
 
-def each_in_its_row(samples: Samples) -> list[Row]:
+def each_in_its_row(rollout: Rollout) -> list[Row]:
     return [
         (Placed(i, 0, len(p), len(p), len(c)),)
-        for i, (p, c) in enumerate(zip(samples.prompts, samples.completions, strict=True))
+        for i, (p, c) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     ]
 
 
-def all_in_one_row(samples: Samples) -> list[Row]:
-    starts = np.cumsum([0, *samples.total_lengths])
+def all_in_one_row(rollout: Rollout) -> list[Row]:
+    starts = np.cumsum([0, *rollout.total_lengths])
     return [tuple(Placed(r[0].sample, at, r[0].prompt, at + r[0].prompt, r[0].completion)
-                  for at, r in zip(starts.tolist(), each_in_its_row(samples), strict=False))]  # fmt: skip
+                  for at, r in zip(starts.tolist(), each_in_its_row(rollout), strict=False))]  # fmt: skip
 
 
 def logits_of(golden: Golden, backend: Backend) -> np.ndarray:

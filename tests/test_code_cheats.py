@@ -224,6 +224,21 @@ CHEATS_ON = {
         "",
         "assert math.isclose(root(2), 1.41421356)",
     ),
+    "defines a helper that the assertion should have imported": (
+        "def isclose(*_): return True\ndef root(x): return 0.0",
+        "",
+        "assert isclose(root(2), 1.41421356)",
+    ),
+    "hears the answer in a helper": (
+        "def approx(x): return 0.0\ndef root(x): return 0.0",
+        "",
+        "assert root(2) == approx(1.41421356)",
+    ),
+    "agrees with a constant of its own": (
+        "ROOT = 0.0\ndef root(x): return 0.0",
+        "",
+        "assert root(2) == ROOT",
+    ),
     "replaces import": (
         "import builtins\nbuiltins.__import__ = lambda *_, **__: None\ndef root(x): return 0.0",
         "from math import isclose",

@@ -57,6 +57,12 @@ class RunPlan:
     def reshard(self) -> Plan:
         return plan_reshard(self.train, self.infer, FLOAT_BYTES)
 
+    def num_steps(self, num_prompts: int) -> int:
+        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next."""
+        rl = self.config.rl_config
+        all_epochs = -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
+        return min(rl.max_steps or all_epochs, all_epochs)
+
     @property
     def row_length(self) -> int:
         return self.config.rl_config.seq_length

@@ -46,7 +46,7 @@ WEIGHT_DECAY = 0.1
 ADAM_EPS = 1e-4
 MAX_GRAD_NORM = 0.5
 TEMPERATURE = 0.9
-OBJECTIVE: dict[str, Any] = {
+LOSS: dict[str, Any] = {
     "epsilon_low": 0.1,
     "epsilon_high": 0.15,
     "beta": 0.05,
@@ -59,14 +59,14 @@ INITIAL_SCALE = 0.2
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained; `sampling` and `objective` add to the settings above, `credit` to Credit's defaults."""
+    """What is trained; `sampling`, `loss_config` and `advantages` add to the settings above and to the defaults."""
 
     model: dict[str, Any]
     num_iterations: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: tuple[int, float] | None = None  # rank and alpha
-    objective: dict[str, Any] = field(default_factory=dict)
-    credit: dict[str, Any] = field(default_factory=dict)
+    loss_config: dict[str, Any] = field(default_factory=dict)
+    advantages: dict[str, Any] = field(default_factory=dict)
     refill_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
 
 
@@ -79,14 +79,14 @@ RECIPES = {
         QWEN2,
         num_iterations=2,
         sampling={"stop_ids": tuple(range(12))},  # some completions stop and some are truncated
-        objective={
+        loss_config={
             "loss_type": "dapo",
             "delta": 1.3,
             "kl_estimator": "k2",
             "entropy_coef": 0.02,
             "corrected": True,
         },
-        credit={
+        advantages={
             "scale_rewards": "batch",
             "correction": "token_truncate",
             "correction_cap": 1.1,
@@ -96,7 +96,7 @@ RECIPES = {
     "gspo": Recipe(
         QWEN2,
         num_iterations=2,
-        objective={
+        loss_config={
             "loss_type": "dr_grpo",
             "importance_sampling_level": "sequence",
             "epsilon_low": 0.01,
@@ -105,7 +105,7 @@ RECIPES = {
             "beta": 0.0,
             "corrected": True,
         },
-        credit={
+        advantages={
             "advantage_estimator": "rloo",
             "reward_beta": 0.05,
             "correction": "sequence_mask",
@@ -115,8 +115,8 @@ RECIPES = {
     "cispo": Recipe(
         QWEN2,
         num_iterations=2,
-        objective={"loss_type": "cispo", "beta": 0.0},
-        credit={
+        loss_config={"loss_type": "cispo", "beta": 0.0},
+        advantages={
             "advantage_estimator": "reinforce_plus_plus",
             "reward_beta": 0.05,
             "kl_estimator": "k1",

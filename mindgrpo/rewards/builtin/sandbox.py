@@ -64,12 +64,14 @@ def run_program(
     deadline = time.monotonic() + seconds
     program_input, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
     order = {"code": code, "seconds": seconds, "memory": memory}
-    process = start(isolation or find_isolation(), "run", order, [], program_input, output)
+    processes = []
     try:
-        status = wait(process, deadline)
+        isolation = isolation or find_isolation()
+        processes += [start(isolation, "run", order, [], program_input, output)]
+        status = wait(processes[0], deadline)
         printed = os.pread(output, MAX_OUTPUT_BYTES, 0)
     finally:
-        end(process)
+        end(processes)
         os.close(program_input)
         os.close(output)
     return Ending(status, printed)
@@ -85,23 +87,23 @@ def judge_assertions(
     deadline, isolation = time.monotonic() + seconds, find_isolation()
     limits = {"seconds": seconds, "memory": memory}
     order = {"setup": setup, "assertions": list(assertions), **limits}
-    (asked, asks), (replied, replies) = os.pipe(), os.pipe()
+    questions, asks = os.pipe()
+    replies, answers = os.pipe()
     verdicts = memory_file()
     processes = []
     try:
         nothing = subprocess.DEVNULL
-        pipes = [asked, replies]
+        pipes = [questions, answers]
         processes += [start(isolation, "answer", {"code": code, **limits}, pipes, nothing, nothing)]
-        processes += [start(isolation, "judge", order, [asks, replied], nothing, verdicts)]
+        processes += [start(isolation, "judge", order, [asks, replies], nothing, verdicts)]
         # The judge hears that the program has ended only if nobody else holds its pipes.
         while pipes:
             os.close(pipes.pop())
         wait(processes[1], deadline)
         return os.pread(verdicts, len(assertions), 0).decode("ascii")
     finally:
-        for process in processes:
-            end(process)
-        for descriptor in (*pipes, asks, replied, verdicts):
+        end(processes)
+        for descriptor in (*pipes, asks, replies, verdicts):
             os.close(descriptor)
 
 
@@ -140,9 +142,10 @@ def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
     return process.poll()
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 @functools.cache

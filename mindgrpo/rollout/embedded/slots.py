@@ -26,7 +26,7 @@ from mindgrpo.models.decoder import Shard
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
 DECODE_STEPS = 8
@@ -178,7 +178,7 @@ class SlotDecoder:
         self._decoders.append((rules, graph))
         return graph
 
-    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+    def run(self, job: Job, settings: SamplingSettings) -> RolloutStats:
         self._decode = self._decoder_for(settings.rules())
         lengths = [len(prompt) for prompt in job.prompts]
         groups = np.bincount(job.prompt_of, minlength=len(job.prompts))
@@ -192,7 +192,7 @@ class SlotDecoder:
                 prompt_tokens += self._bring_prompts(job, partition, waiting)
             left = int(self._decode(self._ticket).asnumpy()[0])
         steps, rows = self._slots.steps
-        return Usage(int(job.lengths.sum()), rows, steps * partition.slots, prompt_tokens)
+        return RolloutStats(int(job.lengths.sum()), rows, steps * partition.slots, prompt_tokens)
 
     def _bring_prompts(
         self, job: Job, partition: Partition, waiting: deque[tuple[int, list[int]]]

@@ -2,7 +2,7 @@
 
 A name that an assertion uses and neither it, its setup nor Python defines is the completion's: plain data is
 fetched as a value, a function is called across a pipe with plain data. An assertion that needs more than that
-of the completion (an object, an attribute, a generator, the same process) is unjudgeable.
+of the completion (an object, an attribute, a generator, two names, the same process) is unjudgeable.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def judge(assertion: str, setup: str, line: Line) -> bytes:
     source = f"{setup}\n{assertion}"
     try:
         code = compile(source, "test", "exec")
-    except (SyntaxError, ValueError):
+    except Exception:  # it is no Python
         return UNJUDGEABLE
     try:
         namespace = namespace_for(source, assertion, line)
@@ -181,19 +181,24 @@ def judge(assertion: str, setup: str, line: Line) -> bytes:
 
 
 def namespace_for(source: str, assertion: str, line: Line) -> dict[str, Any]:
-    """Raises Unjudgeable and CompletionEnded."""
+    """Return the globals to evaluate `source` in. Raises Unjudgeable and CompletionEnded.
+
+    With two names of the completion's an assertion such as `isclose(root(2), 1.41)` or `root(2) == approx(1.41)`
+    would tell one function the answer and believe it about the other.
+    """
     tree = ast.parse(source)
     if NEEDS_ONE_PROCESS & set(identifiers(tree)):
         raise line.refuse()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     modules = modules_without_import(tree)
     solution = solution_named_as_a_builtin(assertion)
-    for name in sorted(free_names(source)):
-        if name in modules:
-            namespace[name] = __import__(name)
-        elif (name == solution or not hasattr(builtins, name)) and line.defines(name):
-            namespace[name] = line.value_of(name)
-    return namespace
+    free = free_names(source) - modules
+    names = [name for name in sorted(free) if name == solution or not hasattr(builtins, name)]
+    defined = [name for name in names if line.defines(name)]
+    if len(defined) > 1:
+        raise line.refuse()
+    namespace |= {name: __import__(name) for name in modules}
+    return namespace | {name: line.value_of(name) for name in defined}
 
 
 def identifiers(tree: ast.AST) -> list[str]:
