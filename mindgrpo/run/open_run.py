@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Start
+from mindgrpo.checkpoint.folders import Start
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
