@@ -123,7 +123,7 @@ class GRPOTrainer:
         run, outcome = self.run, self.stepper.run(step)
         run.watch.dump(outcome)
         run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
-        metrics = all_metrics(outcome, self.roles, run.prompts.cursor.position)
+        metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:

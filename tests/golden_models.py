@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
 from mindgrpo.algorithm.types import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
-from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.training.optimizer import AdamWSettings
@@ -27,7 +29,7 @@ from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FAMILIES = ("qwen2", "llama", "qwen3")
+FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,10 @@ def loaded_weights(golden: Golden, backend: Backend) -> Weights:
 class Logits(nn.Cell):
     def __init__(self, shard: Shard, num_positions: int) -> None:
         super().__init__()
-        self.stage = Stage(shard, num_positions)
-        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
-        self.weight, self.table = shard["model.norm.weight"], shard.head_table
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.stage, self.head = Stage(shard, num_positions), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        x = self.stage(tokens, positions, spans)
-        return self.matmul(self.norm(x, self.weight), self.table)
+        return self.head(self.stage(tokens, positions, spans))
 
 
 def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:

@@ -37,8 +37,8 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion, Rollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.grpo.rollout import compute_log_probs
-from mindgrpo.models.decoder import Shard
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey, StaleWeights
 from mindgrpo.rollout.sampling_params import SamplingSettings

@@ -20,7 +20,6 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.families import parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
     TARGETS,
@@ -28,6 +27,7 @@ from mindgrpo.models.lora_specs import (
     adapter_names,
     adapter_specs,
 )
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy

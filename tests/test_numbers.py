@@ -18,7 +18,8 @@ from mindgrpo.grpo.rank_consistency import (
     digest,
     step_digests,
 )
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.checksum import part_sums, total_sums

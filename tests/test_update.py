@@ -19,7 +19,8 @@ from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings

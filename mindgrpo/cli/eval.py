@@ -28,7 +28,8 @@ from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
 from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer

@@ -118,7 +118,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.run_plan import plan_run
     from mindgrpo.grpo.settings import sampling_settings
-    from mindgrpo.models.families import read_config
+    from mindgrpo.models.decoder_config import read_config
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 

@@ -17,11 +17,12 @@ from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder import Recompute, Shard
+from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.families import DecoderConfig
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Room
@@ -74,7 +75,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> 
         shape=_micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
         num_positions=plan.row_length,
         temperature=sampling.trainer_temperature,
-        recompute=Recompute(actor.recompute_config.parts, actor.recompute_config.every),
+        recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
         loss_config=loss_config(plan.config),
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(

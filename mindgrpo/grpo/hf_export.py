@@ -18,16 +18,16 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.tokenizer_files import write_tokenizer
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder import Adapters
-from mindgrpo.models.families import read_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import LoraSettings
+from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.safetensors_files import SafetensorsWriter
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (

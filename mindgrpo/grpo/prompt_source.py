@@ -7,26 +7,26 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.types import Rollout
-from mindgrpo.data.cursor import Cursor
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.data.sampler import DataSampler
 
 
 class PromptSource:
-    """Takes the next prompts of `cursor`, `prompts_per_step` at the start of a step, and numbers them by group."""
+    """Takes the next prompts of `sampler`, `prompts_per_step` at the start of a step, and numbers them by group."""
 
-    def __init__(self, cursor: Cursor, prompts_per_step: int) -> None:
-        self.cursor = cursor
+    def __init__(self, sampler: DataSampler, prompts_per_step: int) -> None:
+        self.sampler = sampler
         self._prompts_per_step = prompts_per_step
         self._by_group: list[Prompt] = []
 
     def begin_step(self, step: int) -> list[np.ndarray]:
         """Token ids int32 [n] of the prompts of groups 0, 1, ... of step number `step`."""
-        self._by_group = self.cursor.take(self._prompts_per_step)
+        self._by_group = self.sampler.take(self._prompts_per_step)
         return [prompt.ids for prompt in self._by_group]
 
     def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
         """Token ids int32 [n] of the prompts that these groups have from now on, the next in order."""
-        fresh = self.cursor.take(len(groups))
+        fresh = self.sampler.take(len(groups))
         for group, prompt in zip(groups, fresh, strict=True):
             self._by_group[group] = prompt
         return [prompt.ids for prompt in fresh]

@@ -17,9 +17,9 @@ from mindgrpo.models.decoder import (
     KEEP_ALL,
     LogProbStage,
     Recompute,
-    Shard,
     Stage,
 )
+from mindgrpo.models.shard import Shard
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
 LOGITS_BYTES = 64 << 20

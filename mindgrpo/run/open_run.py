@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Start
+from mindgrpo.checkpoint.folders import Start
 from mindgrpo.config import Config, Loaded, schedule_notes
 from mindgrpo.config.schema import LIVE
-from mindgrpo.data.cursor import Cursor
+from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.prompt_source import PromptSource
 from mindgrpo.grpo.run_plan import RunPlan
@@ -68,7 +68,7 @@ def open_run(
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     scores = backend.rank == 0
     inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
-    prompts = PromptSource(Cursor(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
+    prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
     start = on_first_rank(backend, lambda: find_start(config, inputs, name))
     record = RunRecord(loaded, name, inputs.plan, backend, launched, start)
     watch = Watch(config, backend, record)

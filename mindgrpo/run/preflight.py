@@ -11,16 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
-from mindgrpo.data.records import RowForm, parse_key_map
-from mindgrpo.data.sources import ALONE, Ranks, open_records
+from mindgrpo.data.sources import (
+    ALONE,
+    FOR_EVALUATION,
+    FOR_TRAINING,
+    Ranks,
+    SplitChoice,
+    open_examples,
+)
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import device_budget, sampling_settings
 from mindgrpo.memory.account import check_budget
-from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -132,7 +139,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     )
     held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
-    notes = (*_stop_notes(sampling, model.vocab_size),)
+    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
 
 
@@ -186,14 +193,14 @@ def _prompts(
         )
     rl = config.rl_config
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
-    records = open_records(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     form = PromptForm(
         tokenizer,
         config.generate_config.max_prompt_length,
         rl.prompt_overflow,
         rl.system_prompt or "",
     )
-    return PromptSet(records, form, ranks)
+    return PromptSet(examples, form, ranks)
 
 
 def _check_save(config: Config) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Candidate, Start
-from mindgrpo.checkpoint.state import RunState
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
@@ -25,6 +25,7 @@ from mindgrpo.grpo.evaluation import (
 )
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
@@ -139,7 +140,7 @@ class RunRecord:
             (
                 "model",
                 [
-                    f"{name}: {plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"
+                    f"{name}: {plan.model.model_type}, {num_parameters(plan.model) / 1e6:.2f} M parameters"
                 ],
             ),
             ("layouts", plan.layout_lines()),

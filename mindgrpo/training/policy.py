@@ -12,10 +12,11 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import Adapters, Recompute, Shard
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder import Recompute
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.gradient_sync import GradientSync
 from mindgrpo.training.loss_cell import PolicyLoss

@@ -24,7 +24,11 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper
-from mindgrpo.models.families import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.decoder_config import (
+    DecoderConfig,
+    decoder_config,
+    read_config,
+)
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.sampling_params import SamplingSettings
 

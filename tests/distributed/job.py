@@ -34,11 +34,13 @@ from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings
-from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
@@ -246,7 +248,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     steps = [run.step(number) for number in range(c.NUM_STEPS)]
     parameters = run.parameters()
     # In plain operations other settings are another graph, which takes long to compile.
-    greedy = run.likeliest() if case.transport == "shared_memory" else []
+    greedy = run.likeliest() if case.in_loop else []
     result: dict[str, Any] = {
         "steps": steps,
         "replaced": run.replaced,

@@ -31,14 +31,15 @@ from mindgrpo.algorithm.types import STOPPED, Rollout, TrainBatch  # noqa: E402
 from mindgrpo.backend.connect import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.models.decoder import KEEP_ALL  # noqa: E402
-from mindgrpo.models.families import decoder_config, parameter_specs  # noqa: E402
+from mindgrpo.models.decoder_config import decoder_config  # noqa: E402
+from mindgrpo.models.parameters import parameter_specs  # noqa: E402
 from mindgrpo.parallel.mesh import Grid  # noqa: E402
 from mindgrpo.parallel.sharding import Layout, layers_of_stage  # noqa: E402
 from mindgrpo.training.optimizer import AdamWSettings  # noqa: E402
 from mindgrpo.training.policy import Policy, UpdateSettings  # noqa: E402
 from mindgrpo.training.update import update  # noqa: E402
 from mindgrpo.weights.pretrained import fill_random  # noqa: E402
-from mindgrpo.weights.safetensors_files import SafetensorsWriter  # noqa: E402
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -13,9 +13,10 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import Job
-from mindgrpo.models.decoder import Shard
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.decode_loop import missing_options
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
@@ -54,7 +55,8 @@ class EmbeddedEngine:
         self._max_prompt = room.max_prompt
         shard = Shard(config, self.weights, backend, "generator")
         shard.kernels = kernels or backend.kernels
-        decoder = SlotDecoder if shard.kernels.has_slots else PlainDecoder
+        in_slots = shard.kernels.has_slots and not missing_options(config)
+        decoder = SlotDecoder if in_slots else PlainDecoder
         self._decoder = decoder(shard, backend, settings, room)
 
     @property

@@ -14,7 +14,7 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.rollout import Job
-from mindgrpo.models.decoder import Shard
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.cells import Decode, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room
 from mindgrpo.rollout.sampling_params import SamplingSettings

@@ -1,7 +1,7 @@
-"""From a row of any data set to a record: the messages of a prompt, its gold answer, and columns for rewards.
+"""Makes examples of rows: the messages of a prompt, its gold answer, and columns for rewards.
 
-`dataset_type` says where the question and the gold answer are, a key map gives other names their places. Refuses a
-row without a question or an answer, and loses no column: one whose name is taken goes on as original_NAME.
+`dataset_type` says where the question and the gold answer are, a key map renames other keys. A row without a question
+or an answer is an error, and no column is lost: one whose name is taken goes on as original_NAME.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindgrpo.data.rows import Row
+from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 
 Message = Mapping[str, Any]
@@ -33,12 +33,13 @@ MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
 
 
 @dataclass(frozen=True)
-class Record:
-    """`messages` are the whole prompt, oldest first; the last one asks."""
+class Example:
+    """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line."""
 
     messages: tuple[Message, ...]
     answer: str
     columns: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
 
     @property
     def question(self) -> str:
@@ -46,26 +47,27 @@ class Record:
 
     @property
     def is_question(self) -> bool:
-        """One message of the user's and nothing besides."""
+        """Whether it is one message of the user's and nothing besides."""
         return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
 
 
-def asked(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Record:
-    return Record(({"role": "user", "content": question},), answer, columns or {})
+def single_turn(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Example:
+    """Makes an example of one message of the user's."""
+    return Example(({"role": "user", "content": question},), answer, columns or {})
 
 
 def gold_answer(answer: str, dataset_type: str | None = None) -> str:
-    """The text after the last `####` (gsm8k; by default where there is one), else the answer."""
+    """Returns the text after the last `####` (gsm8k; by default where there is one), else the answer."""
     if dataset_type in (None, "gsm8k") and GOLD_MARK in answer:
         return answer.rpartition(GOLD_MARK)[2].strip()
     return answer.strip()
 
 
 def parse_key_map(pairs: Sequence[str]) -> dict[str, str]:
-    """`question=problem` pairs as {"question": "problem"}. Raises UserError."""
+    """Reads `question=problem` pairs as {"question": "problem"}. Raises UserError."""
     key_map: dict[str, str] = {}
     for pair in pairs:
-        name, equals, source = (part.strip() for part in pair.partition("="))
+        name, equals, source = (word.strip() for word in pair.partition("="))
         if not (name and equals) or (not source and name != "answer"):
             raise UserError(
                 f"{pair!r} in {MAP_WHERE} maps nothing; write NAME=KEY, as in question=problem,answer=solution"
@@ -78,7 +80,7 @@ def parse_key_map(pairs: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RowForm:
-    """How rows become records.
+    """How rows become examples.
 
     `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
     gold answer. `columns` are those that rewards get; None means all.
@@ -99,15 +101,16 @@ class RowForm:
         return QUESTION_KEYS.get(self.dataset_type, DEFAULT_QUESTION_KEYS)
 
     def keys_read(self) -> list[str] | None:
-        """The row's keys that a record is made of; None where all are."""
+        """Returns the row's keys that an example is made of; None where all are."""
         if self.columns is None:
             return None
         sources = [
-            part for source in self.key_map.values() for part in (source, source.split(".")[0])
+            key for source in self.key_map.values() for key in (source, source.split(".")[0])
         ]
         return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
 
-    def record(self, row: Row, where: str) -> Record:
+    def example(self, row: Row, where: str) -> Example:
+        """Makes an example of a row that stands at `where`. Raises UserError."""
         row = self._renamed(row, where)
         question_key = self._question_key(row, where)
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
@@ -127,7 +130,7 @@ class RowForm:
                     f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
-        return Record(messages, answer, columns)
+        return Example(messages, answer, columns, where)
 
     def _renamed(self, row: Row, where: str) -> Row:
         if not self.key_map:
@@ -154,10 +157,10 @@ class RowForm:
             return ""
         if "answer" not in row:
             raise UserError(missing("answer", "answer", row, where))
-        given = row["answer"]
-        if isinstance(given, bool) or not isinstance(given, str | int | float):
-            raise UserError(f'{where}: "answer" is {given!r}; it must be a text or a number')
-        text = str(given)
+        answer = row["answer"]
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise UserError(f'{where}: "answer" is {answer!r}; it must be a text or a number')
+        text = str(answer)
         if self.dataset_type == "gsm8k" and GOLD_MARK not in text:
             raise UserError(
                 f'{where}: "answer" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; correct the '
@@ -165,12 +168,12 @@ class RowForm:
             )
         gold = gold_answer(text, self.dataset_type)
         if gold != text.strip():
-            columns.setdefault(WORKED_COLUMN, given)
+            columns.setdefault(WORKED_COLUMN, answer)
         return gold
 
 
 def at_path(row: Row, source: str, where: str) -> Any:
-    """The value of a key, or of keys inside one another: reward_model.ground_truth."""
+    """Returns the value of a key, or of keys inside one another: reward_model.ground_truth. Raises UserError."""
     if source in row:
         return row[source]
     value: Any = row
@@ -192,7 +195,7 @@ def missing(name: str, key: str, row: Row, where: str) -> str:
 
 
 def messages_of(value: object, where: str) -> tuple[Message, ...]:
-    """A question as one message; a list of messages as it is. Raises UserError."""
+    """Makes one message of a question, and takes a list of messages as it is. Raises UserError."""
     if isinstance(value, str) and value.strip():
         return ({"role": "user", "content": value},)
     if not isinstance(value, list):

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mindgrpo.checkpoint import seen
-from mindgrpo.checkpoint.seen import check_seen
+from mindgrpo.checkpoint import folders
+from mindgrpo.checkpoint.folders import check_seen
 from mindgrpo.errors import UserError
 
 
@@ -64,11 +64,11 @@ def test_a_folder_that_all_ranks_see_is_left_as_it_was(tmp_path: Path) -> None:
 def test_a_folder_that_a_rank_does_not_see_is_refused_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = seen._appears
-    monkeypatch.setattr(seen, "PATIENCE_SECONDS", 0.2)
+    real = folders._appears
+    monkeypatch.setattr(folders, "PATIENCE_SECONDS", 0.2)
     turns = iter([False, True])
     monkeypatch.setattr(
-        seen, "_appears", lambda path: real(path if next(turns) else path / "elsewhere")
+        folders, "_appears", lambda path: real(path if next(turns) else path / "elsewhere")
     )
     told = Ranks().check(tmp_path)
     assert told[0] == told[1] and "give --output_dir a folder that all hosts share" in told[0]

@@ -1,4 +1,4 @@
-"""Rows of any names as records: questions, gold answers, columns, conversations, and what is refused.
+"""Rows of any names as examples: questions, gold answers, columns, conversations, and what is refused.
 
 Does NOT prove: that a data set's own names say what they hold.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from data_sets import questions, read_rows, write_lines, write_parquet
 
-from mindgrpo.data.records import RowForm, gold_answer, parse_key_map
-from mindgrpo.data.sources import open_records
+from mindgrpo.data.examples import RowForm, gold_answer, parse_key_map
+from mindgrpo.data.sources import open_examples
 from mindgrpo.errors import UserError
 
 
@@ -85,12 +85,12 @@ def test_key_maps_rename_reach_inside_and_lose_nothing(tmp_path: Path) -> None:
         {"question": "a", "answer": "", "original_answer": "b", "x": "#### c"}
     ]
     verl = write_parquet(tmp_path / "verl.parquet", [VERL])
-    record = open_records(
+    example = open_examples(
         verl, RowForm(None, parse_key_map(["question=prompt", "answer=reward_model.ground_truth"]))
     )[0]
-    assert [dict(message) for message in record.messages] == VERL["prompt"]
-    assert (record.question, record.answer) == ("q", "7")
-    assert record.columns == {
+    assert [dict(message) for message in example.messages] == VERL["prompt"]
+    assert (example.question, example.answer) == ("q", "7")
+    assert example.columns == {
         "data_source": "math",
         "reward_model": VERL["reward_model"],
         "original_answer": "long",
@@ -127,7 +127,7 @@ def test_conversations_are_prompts_as_they_stand(tmp_path: Path) -> None:
         {"question": "q", "messages": "a text", "answer": "3"},
         {"question": messages, "messages": 5, "answer": "4"},
     )
-    first, second, third, fourth = open_records(path)
+    first, second, third, fourth = open_examples(path)
     assert [dict(message) for message in first.messages] == messages
     assert first.messages == second.messages
     assert (first.question, first.columns) == ("c", {"messages": messages})

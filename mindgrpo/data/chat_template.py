@@ -1,7 +1,7 @@
-"""Chat templates by name: those shipped in templates/, a tokenizer's own named ones, and those of a user's file.
+"""Chooses chat templates by name: those of templates/, a tokenizer's own named ones, and those of a user's file.
 
 A templates file is JSON: {"name": "jinja text"}, [{"name", "template"}], or the list of `format_user` entries that
-other trainers keep. Refuses to guess a template.
+other trainers keep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo import strict_files as documents
+from mindgrpo import strict_files
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json
 
@@ -47,7 +47,7 @@ def shipped_names() -> list[str]:
 
 
 def choose_template(value: str, own: Mapping[str, str]) -> ChatTemplate:
-    """`value` is a name (of `own` or shipped), FILE.jinja, or FILE.json:NAME. Raises UserError."""
+    """Returns what `value` names: one of `own` or of those shipped, FILE.jinja, or FILE.json:NAME. Raises UserError."""
     if value in own:
         return ChatTemplate(own[value], f"the tokenizer's chat template {value}")
     if value in shipped_names():
@@ -68,8 +68,8 @@ def choose_template(value: str, own: Mapping[str, str]) -> ChatTemplate:
 
 
 def named(text: str, origin: str) -> ChatTemplate:
-    found = TURN_END.search(text)
-    return ChatTemplate(text, origin, found[1] if found else None, chosen=True)
+    end = TURN_END.search(text)
+    return ChatTemplate(text, origin, end[1] if end else None, chosen=True)
 
 
 def from_file(path: Path, name: str | None) -> ChatTemplate:
@@ -92,7 +92,7 @@ def from_file(path: Path, name: str | None) -> ChatTemplate:
 
 
 def entries_of(content: object, path: Path) -> dict[str, Any]:
-    """Jinja text or a `format_user` entry, by name."""
+    """Returns jinja text or a `format_user` entry, by name. Raises UserError."""
     if (
         isinstance(content, dict)
         and content
@@ -119,12 +119,12 @@ def turn_end(entry: Mapping[str, Any]) -> str | None:
 
 
 def jinja_of_slots(entry: Mapping[str, Any], origin: str) -> str:
-    """Slots are texts around {{content}}; the user's holds what opens the assistant's turn, too."""
+    """Writes jinja for slots: texts around {{content}}; the user's holds what opens the assistant's turn, too."""
 
     def slots(key: str, content: str, default: object = "{{content}}") -> str:
         held = entry.get(key) or {}
-        given = held.get("slots", [default]) if isinstance(held, dict) else held
-        return expression(given, content, f"{origin}, {key}")
+        texts = held.get("slots", [default]) if isinstance(held, dict) else held
+        return expression(texts, content, f"{origin}, {key}")
 
     end = literal(turn_end(entry)) if turn_end(entry) else token_named("eos_token")
     answer = slots("format_assistant", "message.content")
@@ -134,10 +134,10 @@ def jinja_of_slots(entry: Mapping[str, Any], origin: str) -> str:
     return "\n".join(
         [
             f"{{{{- {slots('format_prefix', literal(''), '')} }}}}",
-            '{%- set given = messages[0].role == "system" %}',
-            f"{{%- set first = messages[0].content if given else {default} %}}",
+            '{%- set has_system = messages[0].role == "system" %}',
+            f"{{%- set first = messages[0].content if has_system else {default} %}}",
             f"{{%- if first %}}{{{{- {slots('format_system', 'first')} }}}}{{% endif %}}",
-            "{%- for message in messages[1 if given else 0:] %}",
+            "{%- for message in messages[1 if has_system else 0:] %}",
             f'{{%- if message.role == "assistant" %}}{{{{- {answer} }}}}',
             f"{{%- else %}}{{{{- {slots('format_user', 'message.content')} }}}}{{% endif %}}",
             "{%- endfor %}",
@@ -146,18 +146,18 @@ def jinja_of_slots(entry: Mapping[str, Any], origin: str) -> str:
 
 
 def expression(slots: object, content: str, origin: str) -> str:
-    """Jinja for texts with {{content}} in them, ["bos_token"] and {"token": "<...>"}."""
-    parts = []
+    """Writes jinja for texts with {{content}} in them, ["bos_token"] and {"token": "<...>"}. Raises UserError."""
+    terms = []
     for slot in slots if isinstance(slots, list) else [slots]:
         if isinstance(slot, str):
-            parts.append(f" + {content} + ".join(map(literal, slot.split("{{content}}"))))
+            terms.append(f" + {content} + ".join(map(literal, slot.split("{{content}}"))))
         elif isinstance(slot, list):
-            parts += [token_named(str(name)) for name in slot]
+            terms += [token_named(str(name)) for name in slot]
         elif isinstance(slot, dict) and isinstance(slot.get("token"), str):
-            parts.append(literal(slot["token"]))
+            terms.append(literal(slot["token"]))
         else:
             raise UserError(f"{origin} holds {slot!r}, which is no slot; correct it")
-    return " + ".join(parts) or literal("")
+    return " + ".join(terms) or literal("")
 
 
 def literal(text: object) -> str:
@@ -173,4 +173,4 @@ def token_named(name: str) -> str:
 
 
 def read_text(path: Path) -> str:
-    return documents.read_text(path, SETTING, "give the path of a text file", MAX_TEMPLATE_BYTES)
+    return strict_files.read_text(path, SETTING, "give the path of a text file", MAX_TEMPLATE_BYTES)
