@@ -18,7 +18,7 @@ from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
