@@ -145,7 +145,10 @@ def test_a_class_keeps_its_state_when_a_call_raises(scorer: Callable[..., Scorer
     given = scorer(f"{ODD}:PickyCounter")
     assert score(given, ["a"]).total.item() == 1.0
     scores = score(given, ["a", "x", "b"])
-    assert scores.per_function["PickyCounter"].tolist()[::2] == [1.0, 1.0]  # each in a fresh process
+    assert scores.per_function["PickyCounter"].tolist()[::2] == [
+        1.0,
+        1.0,
+    ]  # each in a fresh process
     assert scores.errors == {"PickyCounter": 1}
     assert scores.figures()["reward/PickyCounter/restarts"] == 0
     assert score(given, ["a"]).total.item() == 3.0

@@ -104,11 +104,11 @@ class Scorer:
 
     def close(self) -> None:
         """End the worker processes and whatever they started."""
+        self._pool.close()
         for executors in self._executors.values():
             for executor in executors:
                 executor.close()
         self._executors = {}
-        self._pool.close()
 
 
 def source_of(reward: Reward) -> tuple[str, Spec | Callable[..., Any]]:

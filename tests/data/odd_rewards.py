@@ -60,7 +60,7 @@ class PickyCounter(Counter):
 def writes_half_a_message(completions):
     while "3" in completions:
         for descriptor in os.listdir("/proc/self/fd"):
-            if os.path.realpath(f"/proc/self/fd/{descriptor}").startswith("/proc/self/fd/socket:"):
+            if "socket:" in os.path.realpath(f"/proc/self/fd/{descriptor}"):
                 os.write(int(descriptor), b"\0\0\xff\xff")
         time.sleep(10**9)
     return [1.0] * len(completions)

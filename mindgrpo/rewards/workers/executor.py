@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Samples, Signature
@@ -64,41 +62,15 @@ class WorkerExecutor(Executor):
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
-        try:
-            if not self._only_isolated:
-                self._score_together(samples, indices, result, patient)
-            if rest := result.rest(indices):
-                self._score_isolated(samples, rest, result)
-        except UserError as error:
-            result.fail(indices, Failure(EXIT, str(error)))
-
-    def _score_together(
-        self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
-    ) -> None:
-        first_call = self._limits.first_call
-        seconds = max(self._limits.deadline, first_call) if patient else first_call
-        if_late = (
-            f"no answer within {seconds:g} s (if it is only slow, raise "
-            "reward_config.together_deadline)"
-        )
-        try:
-            for message in self._ask(False, samples, indices, result, seconds, if_late):
-                if "outcomes" not in message:
-                    result.together_failure = Failure(*message["failed"])
-                    continue
-                for index, outcome in zip(indices, message["outcomes"], strict=True):
-                    result.record(index, from_json(outcome))
-        except WorkerEnded as ended:
-            result.together_failure = result.together_failure or ended.failure
-
-    def _score_isolated(self, samples: Samples, indices: list[int], result: RewardResult) -> None:
-        deadline = self._limits.deadline
-        seconds, if_late = deadline + ISOLATED_GRACE, f"no answer within {deadline:g} s"
-        try:
-            for message in self._ask(True, samples, indices, result, seconds, if_late):
-                result.record(message["index"], from_json(message))
-        except WorkerEnded as ended:
-            result.fail(indices, ended.failure)
+        limits = self._limits
+        if not self._only_isolated:
+            seconds = max(limits.deadline, limits.first_call) if patient else limits.first_call
+            hint = " (if it is only slow, raise reward_config.together_deadline)"
+            result.together_failure = self._ask(False, samples, indices, result, seconds, hint)
+        if rest := result.rest(indices):
+            failure = self._ask(True, samples, rest, result, limits.deadline + ISOLATED_GRACE)
+            if failure is not None:
+                result.fail(rest, failure)
 
     def _ask(
         self,
@@ -107,18 +79,30 @@ class WorkerExecutor(Executor):
         indices: list[int],
         result: RewardResult,
         seconds: float,
-        if_late: str,
-    ) -> Iterator[dict[str, Any]]:
+        hint: str = "",
+    ) -> Failure | None:
+        """Record what a worker scores; return why it did not score all."""
+        failure = None
         worker = self._workers.get(isolated) or self._start_worker(isolated)
         if worker.has_ended():
             worker = self._replace(worker, isolated, result)
         try:
             wanted = self._load(worker).accepted(samples)
             task = Task(isolated, samples.only(wanted), indices, self._limits.deadline)
-            yield from worker.ask(task, seconds, if_late)
-        except (WorkerEnded, UserError):
-            self._replace(worker, isolated, result)
-            raise
+            for message in worker.ask(task, seconds, hint):
+                if "index" in message:
+                    result.record(message["index"], from_json(message))
+                else:
+                    failure = Failure(*message["failed"])
+            return failure
+        except WorkerEnded as ended:
+            failure = failure or ended.failure
+        except UserError as error:
+            failure = Failure(EXIT, str(error))
+        except (KeyError, TypeError, ValueError):
+            failure = Failure(EXIT, "its process wrote to the rank what is no score")
+        self._replace(worker, isolated, result)
+        return failure
 
     def _replace(self, worker: Worker, isolated: bool, result: RewardResult) -> Worker:
         worker.close()
@@ -136,8 +120,7 @@ class WorkerExecutor(Executor):
         return result
 
     def close(self) -> None:
-        for worker in self._workers.values():
-            worker.stop()
+        """Release what is held; the pool has been closed before, which ends a call."""
         super().close()
         self._thread.join(CLOSING_SECONDS)
         for worker in self._workers.values():

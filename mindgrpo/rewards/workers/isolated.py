@@ -15,7 +15,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
@@ -25,10 +24,8 @@ from mindgrpo.rewards.workers import processes
 TICK_SECONDS = 0.05
 # When no process has ended for PATIENCE_SECONDS, GROWTH times as many may run.
 PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.2, 4, 512
-# So many of those that are late are asked where they hang, and have so long to answer.
-NUM_ASKED, ANSWER_SECONDS = 8, 0.5
-# What reading a process's memory takes, generously.
-LOOK_SECONDS = 0.001
+# Those that are late are asked where they hang, and have so long to answer.
+ANSWER_SECONDS = 0.5
 TRACEBACK_SIGNAL = signal.SIGUSR2
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)\n')
 OWN_FOLDER = os.path.dirname(os.path.dirname(__file__))
@@ -69,7 +66,7 @@ class IsolatedScoring:
 
     def run(self, indices: Sequence[int]) -> None:
         waiting = deque(indices)
-        last_end = next_look = time.monotonic()
+        last_end = time.monotonic()
         while waiting or self._running:
             while waiting and len(self._running) < self._allowed:
                 self._start(waiting.popleft())
@@ -78,9 +75,7 @@ class IsolatedScoring:
                 self._collect(self._running[descriptor])  # type: ignore[index]
             now = time.monotonic()
             self._stop_late(now)
-            if now >= next_look:
-                self._stop_largest()
-                next_look = now + TICK_SECONDS + LOOK_SECONDS * len(self._running)
+            self._stop_largest()
             if ready:
                 last_end = now
             elif waiting and now - last_end > PATIENCE_SECONDS:
@@ -122,15 +117,15 @@ class IsolatedScoring:
 
     def _stop_late(self, now: float) -> None:
         late = [c for c in self._running.values() if now - c.started > self._deadline]
-        for child in late[:NUM_ASKED]:
-            with suppress(ProcessLookupError):
-                os.kill(child.pid, TRACEBACK_SIGNAL)
-        until = time.monotonic() + ANSWER_SECONDS
-        for number, child in enumerate(late):
-            where = where_it_hangs(child, until) if number < NUM_ASKED else ""
-            self._end(child)
-            message = f"no answer within {self._deadline:g} s{where}"
-            self._report(child.index, Failure(TIMEOUT, message))
+        for child in late:
+            os.kill(child.pid, TRACEBACK_SIGNAL)
+        for child in late:
+            where = where_it_hangs(child, now + ANSWER_SECONDS)
+            self._stop(child, Failure(TIMEOUT, f"no answer within {self._deadline:g} s{where}"))
+
+    def _stop(self, child: Child, failure: Failure) -> None:
+        self._end(child)
+        self._report(child.index, failure)
 
     def _stop_largest(self) -> None:
         """Hold all of them together to what one worker may have."""
@@ -140,10 +135,8 @@ class IsolatedScoring:
         while sum(max(0, num_bytes) for num_bytes in used.values()) > self._memory:
             largest = max(used, key=lambda descriptor: used[descriptor])
             del used[largest]
-            child = self._running[largest]
-            self._end(child)
             message = f"more than reward_config.memory, {self._memory >> 20} MiB"
-            self._report(child.index, Failure(MEMORY, message))
+            self._stop(self._running[largest], Failure(MEMORY, message))
 
 
 def where_it_hangs(child: Child, until: float) -> str:

@@ -61,7 +61,7 @@ class Worker:
         self._connection = Connection(os.dup(side.fileno()))
         self._signature: Signature | None = None
         self._pid = 0
-        self._expiry: tuple[float, str] | None = None  # while it is waited for
+        self._late: tuple[float, Failure] | None = None  # from when on, while it is waited for
         self._stopped_for: Failure | None = None
         with suppress(OSError):  # it has ended already, which the first answer tells
             self._connection.send(order)
@@ -69,7 +69,7 @@ class Worker:
     def load(self) -> Signature:
         """Wait until the function is loaded. Raises UserError if it cannot be, and WorkerEnded."""
         if self._signature is None:
-            self._expiry = time.monotonic() + START_SECONDS, f"no answer within {START_SECONDS:g} s"
+            self._expect(START_SECONDS, "")
             message = self._receive()
             if "refused" in message:
                 raise UserError(str(message["refused"]))
@@ -77,17 +77,21 @@ class Worker:
             names = fields.pop("names")
             self._signature = Signature(None if names is None else tuple(names), **fields)
             self._pid = message["pid"]
-            self._expiry = None
+            self._late = None
         return self._signature
 
-    def ask(self, task: Task, seconds: float, if_late: str) -> Iterator[dict[str, Any]]:
-        """Yield the worker's messages until it is done. Raises WorkerEnded, with `if_late` after `seconds`."""
-        self._expiry = time.monotonic() + seconds, if_late
+    def ask(self, task: Task, seconds: float, hint: str) -> Iterator[dict[str, Any]]:
+        """Yield the worker's messages until it is done. Raises WorkerEnded, after `seconds` with `hint`."""
+        self._expect(seconds, hint)
         with suppress(OSError):
             self._connection.send(task)
         while "done" not in (message := self._receive()):
             yield message
-        self._expiry = None
+        self._late = None
+
+    def _expect(self, seconds: float, hint: str) -> None:
+        failure = Failure(TIMEOUT, f"no answer within {seconds:g} s{hint}")
+        self._late = time.monotonic() + seconds, failure
 
     def _receive(self) -> dict[str, Any]:
         message: Any = None
@@ -106,11 +110,11 @@ class Worker:
 
     def check(self, now: float) -> None:
         """Stop it if it is late at `now`, in time.monotonic()'s seconds, or holds too much memory."""
-        expiry = self._expiry
-        if expiry is None or self._stopped_for is not None:
+        late = self._late
+        if late is None or self._stopped_for is not None:
             return
-        if now > expiry[0]:
-            self.stop(Failure(TIMEOUT, expiry[1]))
+        if now > late[0]:
+            self.stop(late[1])
         elif self._pid and processes.memory_of(self._pid) > self._memory:
             limit = f"more than reward_config.memory, {self._memory >> 20} MiB"
             self.stop(Failure(MEMORY, limit))
@@ -145,7 +149,8 @@ class WorkerPool:
         return Worker(side, Order(spec, [*sys.path], self._memory))
 
     def _request(self, descriptors: list[int]) -> None:
-        assert not self._is_closed
+        if self._is_closed:
+            raise RuntimeError("the pool of reward workers is closed")
         if self._requests is not None:
             with suppress(OSError):  # somebody has killed the supervisor, and its workers with it
                 socket.send_fds(self._requests, [b"start"], descriptors)

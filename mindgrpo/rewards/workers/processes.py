@@ -8,6 +8,8 @@ import resource
 import signal
 from pathlib import Path
 
+import psutil
+
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAGE = resource.getpagesize()
 
@@ -47,17 +49,7 @@ def memory_of(pid: int) -> int:
 
 def children() -> list[int]:
     """Return the ids of processes whose parent this one is."""
-    own, pids = os.getpid(), []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            try:
-                stat = Path(entry.path, "stat").read_bytes()
-            except OSError:
-                continue
-            # The name stands in brackets and may hold anything.
-            if int(stat.rpartition(b")")[2].split()[1]) == own:
-                pids.append(int(entry.name))
-    return pids
+    return [child.pid for child in psutil.Process().children()]
 
 
 def kill_group(leader: int) -> None:

@@ -108,9 +108,8 @@ class Supervisor:
         while left := processes.children():
             for pid in left:
                 processes.kill_group(pid)
-            with suppress(ChildProcessError):
-                for _ in left:
-                    os.waitpid(-1, 0)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -76,6 +77,9 @@ def serve(rank: Connection) -> None:
         flush()
         rank.send_bytes(json.dumps(message).encode())
 
+    def report(index: int, outcome: float | None | Failure) -> None:
+        send({"index": index, **to_json(outcome)})
+
     order: Order = rank.recv()
     sys.path[:] = order.search_path
     processes.limit_memory(order.memory)
@@ -92,8 +96,10 @@ def serve(rank: Connection) -> None:
     while True:
         task: Task = rank.recv()
         if task.isolated:
-            flush()  # or every forked process would print it again
-            score_isolated(task, attempts, send, order.memory)
+            isolated = IsolatedScoring(
+                partial(alone, attempts, task.samples), report, task.deadline, order.memory
+            )
+            isolated.run(task.indices)
         else:
             values = attempts.together(task.samples.select(task.indices))
             if isinstance(values, Failure):
@@ -101,20 +107,15 @@ def serve(rank: Connection) -> None:
                 if values.kind == MEMORY:
                     return  # what is left of this process is not fit to score in
             else:
-                send({"outcomes": [to_json(judged(value)) for value in values]})
+                for index, value in zip(task.indices, values, strict=True):
+                    report(index, judged(value))
         send({"done": True})
 
 
-def score_isolated(task: Task, attempts: Attempts, send: Any, memory: int) -> None:
-    def score(index: int) -> float | None | Failure:
-        outcome = attempts.alone(task.samples, index)
-        flush()
-        return outcome
-
-    def report(index: int, outcome: float | None | Failure) -> None:
-        send({"index": index, **to_json(outcome)})
-
-    IsolatedScoring(score, report, task.deadline, memory).run(task.indices)
+def alone(attempts: Attempts, samples: Samples, index: int) -> float | None | Failure:
+    outcome = attempts.alone(samples, index)
+    flush()
+    return outcome
 
 
 def flush() -> None:
