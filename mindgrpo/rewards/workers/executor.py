@@ -71,6 +71,8 @@ class WorkerExecutor(Executor):
             failure = self._ask(True, samples, rest, result, limits.deadline + ISOLATED_GRACE)
             if failure is not None:
                 result.fail(rest, failure)
+        if self._only_isolated not in self._workers:
+            self._start_worker(self._only_isolated)  # which loads while the rank does other things
 
     def _ask(
         self,
@@ -85,7 +87,8 @@ class WorkerExecutor(Executor):
         failure = None
         worker = self._workers.get(isolated) or self._start_worker(isolated)
         if worker.has_ended():
-            worker = self._replace(worker, isolated, result)
+            self._drop(isolated, result)
+            worker = self._start_worker(isolated)
         try:
             wanted = self._load(worker).accepted(samples)
             task = Task(isolated, samples.only(wanted), indices, self._limits.deadline)
@@ -101,13 +104,12 @@ class WorkerExecutor(Executor):
             failure = Failure(EXIT, str(error))
         except (KeyError, TypeError, ValueError):
             failure = Failure(EXIT, "its process wrote to the rank what is no score")
-        self._replace(worker, isolated, result)
+        self._drop(isolated, result)
         return failure
 
-    def _replace(self, worker: Worker, isolated: bool, result: RewardResult) -> Worker:
-        worker.close()
+    def _drop(self, isolated: bool, result: RewardResult) -> None:
+        self._workers.pop(isolated).close()
         result.restarts += 1
-        return self._start_worker(isolated)
 
     def check(self, now: float) -> None:
         self._output.collect()
