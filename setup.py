@@ -25,7 +25,8 @@ INSTALL_REQUIRES = [
     "safetensors",
     "pydantic>=2",
     "pyyaml",
-    "jinja2",
+    "transformers>=4.52,<6",  # its chat templates; without torch
+    "jinja2>=3.1.6",
     "pyarrow",
     "jsonlines",
     "matplotlib",
@@ -48,6 +49,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest",
         "pytest-xdist",
+        "setuptools>=61",  # builds the wheel that a test installs
+        "wheel",
         "ruff",
         "mypy",
         "types-PyYAML",

@@ -26,6 +26,8 @@ from mindgrpo.launch.plan import has_config
 from mindgrpo.launch.processes import remove_shared_files
 
 PARENT_CHECK_SECONDS = 0.5
+# Imports transformers when a rank renders its first prompt.
+FIRST_RENDERING = "mindgrpo.data.rendering"
 # What MindSpore imports when it compiles for the first time.
 FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
 
@@ -63,7 +65,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
         connect.load(target)
     except UserError:
         return False  # the launcher's check prints it
-    for name in ("mindgrpo.trainer", *FIRST_COMPILE):
+    for name in ("mindgrpo.trainer", FIRST_RENDERING, *FIRST_COMPILE):
         importlib.import_module(name)
     importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
     return num_threads() == threads
