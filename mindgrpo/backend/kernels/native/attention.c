@@ -7,9 +7,9 @@
  */
 #include <omp.h>
 
-#include "core.h"
+#include "vec16.h"
 
-enum { BLOCK = 16, SLACK = 2 * LANES };
+enum { BLOCK = 16, SLACK = 2 * VEC };
 
 typedef struct {
     int64_t begin, end, prefix, prefix_length;
@@ -99,7 +99,7 @@ static void transpose(const float *a, int64_t rows, int64_t columns, float *out,
 }
 
 /* s [m, .] = q k^T over the run's prefix, then over its own tokens up to the block's last; what is computed past the
- * end is rounding up to whole lanes, overwritten or unread. */
+ * end is rounding up to whole vectors, overwritten or unread. */
 static void scores(int64_t m, const float *q, const float *kt, int64_t ld, const Cluster *cluster, const Run *run,
                    int64_t own, int64_t dim, float *s, int64_t lds) {
     if (run->prefix_length)

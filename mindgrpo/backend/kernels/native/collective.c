@@ -14,8 +14,8 @@
 #include <stdio.h>
 #include <time.h>
 
-#include "core.h"
-#include "waiting.h"
+#include "vec16.h"
+#include "futex.h"
 #include "wire.h"
 
 #define MAX_GROUPS 256
@@ -28,9 +28,9 @@ static const int64_t item_bytes[] = {4, 8, 4, 8, 1};
 
 /* At the start of the shared memory; `asked` is what each member believes its operation to be, by half. */
 typedef struct {
-    Cell opened; /* the last operation whose chunks may be taken */
-    Cell summed; /* the last operation whose sum over the hosts up to this one stands */
-    Cell done;   /* the last operation whose result stands */
+    Futex opened; /* the last operation whose chunks may be taken */
+    Futex summed; /* the last operation whose sum over the hosts up to this one stands */
+    Futex done;   /* the last operation whose result stands */
     _Alignas(64) _Atomic uint32_t arrived;
     _Alignas(64) _Atomic uint32_t taken[2];
     _Alignas(64) _Atomic uint32_t added[2];
@@ -140,13 +140,13 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static int wait_for(const Group *g, Cell *cell) {
+static int wait_for(const Group *g, Futex *cell) {
     int told = 0;
-    while (cell_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
+    while (futex_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
         if (waits_since && !told++) *waits_since = now();
         int64_t lost = find_lost(g);
         /* It may have posted as its last deed. */
-        if (lost && cell_wait(cell, g->number, 0, 0) != WAIT_OVER) {
+        if (lost && futex_wait(cell, g->number, 0, 0) != WAIT_OVER) {
             lost_pid = lost;
             return GROUP_PEER_LOST;
         }
@@ -171,7 +171,7 @@ static int in_step(const Group *g) { return atomic_load(&g->control->out_of_step
 
 /* Everybody has come; what they wrote into their slots of the half can be read. */
 static int meet(Group *g, int64_t operation) {
-    if (arrive(g, g->number & 1, operation)) cell_post(&g->control->done, g->number);
+    if (arrive(g, g->number & 1, operation)) futex_post(&g->control->done, g->number);
     int status = wait_for(g, &g->control->done);
     return status ? status : in_step(g);
 }
@@ -200,7 +200,7 @@ static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t ch
     for (uint32_t i; (i = atomic_fetch_add(&c->taken[half], 1)) < chunks;) {
         int64_t from = i * (int64_t)CHUNK_BYTES;
         add(g, half, kind, from, piece_of(bytes, from, CHUNK_BYTES));
-        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) cell_post(spans(g) ? &c->summed : &c->done, g->number);
+        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) futex_post(spans(g) ? &c->summed : &c->done, g->number);
     }
 }
 
@@ -227,7 +227,7 @@ static int pass_on(const Group *g, int64_t operation, char *sum, int64_t bytes) 
         if (!status) status = wired(g, wire_receive(g->after, operation, sum, bytes, is_lost, g));
     }
     if (!status && g->before >= 0) status = wired(g, wire_send(g->before, operation, sum, bytes, is_lost, g));
-    if (!status) cell_post(&g->control->done, g->number);
+    if (!status) futex_post(&g->control->done, g->number);
     return status;
 }
 
@@ -240,7 +240,7 @@ static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char 
     if (status) return status;
     int last = arrive(g, half, operation);
     if (chunks > 1) {
-        if (last) cell_post(&g->control->opened, g->number);
+        if (last) futex_post(&g->control->opened, g->number);
         else status = wait_for(g, &g->control->opened);
     }
     if (!status && (last || chunks > 1)) add_chunks(g, half, kind, bytes, chunks);

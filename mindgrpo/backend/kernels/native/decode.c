@@ -28,7 +28,7 @@ Rollout *rollout_of(const void *meta) {
     return number >= 0 && number < MAX_ROLLOUTS ? rollouts[number] : NULL;
 }
 
-float *thread_room(int64_t floats) {
+float *scratch(int64_t floats) {
     static __thread float *room;
     static __thread int64_t size;
     if (floats > size) {
@@ -85,7 +85,7 @@ static void add_and_norm(const Work *w, Member member) {
         float scale = 1.0f / sqrtf(dot(sum, sum, width) / width + (float)w->g->eps);
         for (int64_t j = 0; j < width; j++) y[j] = sum[j] * scale * w->norm[j];
     }
-    team_meet(member);
+    pool_meet(member);
 }
 
 /* Turns the row's queries in place and puts its keys and values where they are kept. */
@@ -115,7 +115,7 @@ static void keep_row(const Work *w, int64_t row) {
 
 /* weights -> exp(scale * (weights - max)) on the first `count` of each of two parts; 0 on the rest of the first one.
  * Returns one over their sum. */
-static float soften(float *scores, int64_t shared, int64_t shared_end, float *own_scores, int64_t own, float scale) {
+static float softmax(float *scores, int64_t shared, int64_t shared_end, float *own_scores, int64_t own, float scale) {
     float top = -INFINITY, sum = 0.0f;
     for (int64_t i = 0; i < shared; i++) top = scores[i] > top ? scores[i] : top;
     for (int64_t i = 0; i < own; i++) top = own_scores[i] > top ? own_scores[i] : top;
@@ -136,7 +136,7 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head) 
         most_own = own_of(w, i) > most_own ? own_of(w, i) : most_own;
     }
     int64_t split = padded(most), stride = split + padded(most_own);
-    float *queries = thread_room(count * (stride + 2 * dim)), *mixed = queries + count * dim;
+    float *queries = scratch(count * (stride + 2 * dim)), *mixed = queries + count * dim;
     float *scores = mixed + count * dim;
     for (int64_t i = begin; i < end; i++)
         memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim,
@@ -153,7 +153,7 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head) 
                     slot.room, scores + first * stride + split, stride, 0);
         }
         for (int64_t q = first; q < first + share; q++)
-            inverse[q] = soften(scores + q * stride, shared_of(w, i), most, scores + q * stride + split, own,
+            inverse[q] = softmax(scores + q * stride, shared_of(w, i), most, scores + q * stride + split, own,
                                 1.0f / sqrtf(dim));
     }
     product(count, dim, most, scores, stride, 1, values, dim, mixed, dim, 0);
@@ -180,7 +180,7 @@ static void attend_rows(const Work *w, Member member) {
         int64_t run = i / w->g->kv;
         attend_run(w, begins[run], begins[run + 1], i % w->g->kv);
     }
-    team_meet(member);
+    pool_meet(member);
 }
 
 static void attend(const void *task, Member member) {
@@ -189,11 +189,11 @@ static void attend(const void *task, Member member) {
     int64_t begin, end, mixed = g->queries * g->dim;
     add_and_norm(w, member);
     multiply(member, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, w->qkv);
-    team_meet(member);
+    pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) keep_row(w, i);
     if (!w->second) return;
-    team_meet(member);
+    pool_meet(member);
     attend_rows(w, member);
     multiply(member, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, w->delta);
 }
@@ -204,13 +204,13 @@ static void mlp(const void *task, Member member) {
     float *both = w->qkv;
     add_and_norm(w, member);
     multiply(member, w->rows, 2 * inner, hidden, w->normed, hidden, w->first, both);
-    team_meet(member);
+    pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         float *gate = both + 2 * i * inner, *up = gate + inner;
         for (int64_t j = 0; j < inner; j++) gate[j] = gate[j] / (1.0f + fast_exp(-gate[j])) * up[j];
     }
-    team_meet(member);
+    pool_meet(member);
     multiply(member, w->rows, hidden, inner, both, 2 * inner, w->second, w->delta);
 }
 
@@ -245,7 +245,7 @@ int rollout_attend(KERNEL_ARGS) {
     w.total = w.second ? params[9] : w.mixed;
     w.delta = params[10];
     if (w.is_prompt && w.layer == 0) keep_starts(g, params[0]);
-    if (w.rows) team_run(attend, &w);
+    if (w.rows) pool_run(attend, &w);
     return 0;
 }
 
@@ -265,6 +265,6 @@ int rollout_mlp(KERNEL_ARGS) {
     w.second = params[5];
     w.total = params[7];
     w.delta = params[8];
-    if (w.rows) team_run(mlp, &w);
+    if (w.rows) pool_run(mlp, &w);
     return 0;
 }

@@ -96,14 +96,14 @@ int rollout_narrow(KERNEL_ARGS) {
     memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
     Task t = {g, params, shapes, meta[1], params[4]};
     /* A graph that narrows also serves rules that have nothing to narrow. */
-    if (g->num_rows && has_nucleus(g)) team_run(narrow, &t);
+    if (g->num_rows && has_nucleus(g)) pool_run(narrow, &t);
     return 0;
 }
 
 /* The smallest logit that top-k and top-p keep; each rank's pieces hold all that can be among the k largest. */
 static float best_threshold(const Rollout *g, const Gathered *all) {
     int64_t size = 0, count = 0;
-    float *values = thread_room(g->ways * g->candidates);
+    float *values = scratch(g->ways * g->candidates);
     for (int64_t r = 0; r < g->ways; r++)
         for (int64_t i = 0; i < g->candidates; i++) {
             values[size] = all->pieces[r * all->next_pieces + FIRST + i];
@@ -188,7 +188,7 @@ int rollout_shares(KERNEL_ARGS) {
     if (!g) return 1;
     memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
     Task t = {g, params, shapes, 0, params[4]};
-    if (g->num_rows) team_run(give_shares, &t);
+    if (g->num_rows) pool_run(give_shares, &t);
     return 0;
 }
 
@@ -213,7 +213,7 @@ static double kept_on(const Row *row, const Gathered *all, float threshold, int6
  * rounding may leave none, then it is the last one with any. -1 without any. Alone, a rank knows the total best. */
 static int64_t token_at(const Row *row, float threshold, float top, double uniform, double begin, double total) {
     int64_t vocab = row->g->vocab, blocks = (vocab + BLOCK - 1) / BLOCK, chosen = -1, last = -1;
-    double *masses = (double *)thread_room(2 * blocks), own = 0.0, sum = 0.0, before = 0.0;
+    double *masses = (double *)scratch(2 * blocks), own = 0.0, sum = 0.0, before = 0.0;
     float x[BLOCK];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t count = load(row, b * BLOCK, x);
@@ -297,6 +297,6 @@ int rollout_draw(KERNEL_ARGS) {
     if (!g) return 1;
     memset(params[5], 0, numel(5, ndims, shapes) * sizeof(float));
     Task t = {g, params, shapes, 0, params[5]};
-    if (g->num_rows) team_run(draw, &t);
+    if (g->num_rows) pool_run(draw, &t);
     return 0;
 }

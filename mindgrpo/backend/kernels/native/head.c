@@ -20,15 +20,15 @@ static void top_and_sum(const Row *row, float *top, float *sum) {
 /* The `candidates` largest logits of this rank in any order, and before them how many more equal the smallest. */
 static void find_candidates(const Row *row, float *pieces) {
     int64_t vocab = row->g->vocab, wanted = row->g->candidates, blocks = (vocab + BLOCK - 1) / BLOCK, size = 0;
-    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / LANES;
-    float *all = thread_room(2 * blocks * BLOCK), *found = all + blocks * BLOCK, least = -INFINITY;
+    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / VEC;
+    float *all = scratch(2 * blocks * BLOCK), *found = all + blocks * BLOCK, least = -INFINITY;
     for (int64_t start = 0; start < vocab; start += BLOCK) {
         int64_t loaded = load(row, start, all + start);
         for (int64_t i = loaded; i < BLOCK; i++) all[start + i] = -INFINITY;
     }
     if (blocks * parts >= count) {
-        /* As many stretches of LANES have their largest above the count-th of these: so have the logits. */
-        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * LANES, LANES);
+        /* As many stretches of VEC have their largest above the count-th of these: so have the logits. */
+        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * VEC, VEC);
         least = select_largest(found, blocks * parts, count);
     }
     for (int64_t i = 0; i < vocab; i++) {
@@ -72,17 +72,17 @@ static void head(const void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
     int64_t hidden = g->hidden, begin, end;
-    float *sum = thread_room(hidden), *turned = g->scratch;
+    float *sum = scratch(hidden), *turned = g->scratch;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
         float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
-        float *to = turned + i / LANES * LANES * hidden + i % LANES;
-        for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * t->norm[j];
+        float *to = turned + i / VEC * VEC * hidden + i % VEC;
+        for (int64_t j = 0; j < hidden; j++) to[j * VEC] = sum[j] * scale * t->norm[j];
     }
-    team_meet(member);
+    pool_meet(member);
     multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
-    team_meet(member);
+    pool_meet(member);
     for (int64_t i = begin; i < end; i++) give_pieces(t, i);
 }
 
@@ -94,6 +94,6 @@ int rollout_head(KERNEL_ARGS) {
     Task t = {g, params[0], params[1], params[2], params[3], params[5], params[6], shapes[5][1], shapes[6][1]};
     /* Zero where no row is, so that what is gathered are numbers. */
     memset(t.pieces + g->num_rows * t.columns, 0, (shapes[6][0] - g->num_rows) * t.columns * sizeof(float));
-    if (g->num_rows) team_run(head, &t);
+    if (g->num_rows) pool_run(head, &t);
     return 0;
 }

@@ -1,5 +1,5 @@
 /* Log-probabilities and entropy of a rank's share of the vocabulary, and their gradient. */
-#include "core.h"
+#include "vec16.h"
 
 static inline float largest(const float *x, int64_t n) {
     float top = -1e30f;

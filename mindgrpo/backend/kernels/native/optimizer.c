@@ -1,7 +1,7 @@
 /* AdamW over one flat run, and the sum of squares: one pass each over memory, called between graphs. */
 #include <omp.h>
 
-#include "core.h"
+#include "vec16.h"
 
 /* arXiv:1711.05101, algorithm 2, on [n]: gradients are scaled first and zero afterwards.
  * numbers: lr, beta1, beta2, eps, 1 - lr * weight decay, 1 - beta1^t, 1 - beta2^t, scale. */

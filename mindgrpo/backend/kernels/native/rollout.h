@@ -9,9 +9,9 @@
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
 
-#include "core.h"
-#include "matrix.h"
-#include "team.h"
+#include "vec16.h"
+#include "gemm.h"
+#include "thread_pool.h"
 
 /* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]. */
 typedef struct {
@@ -63,6 +63,6 @@ static inline Region entry_region(const Rollout *g, int64_t layer, int64_t entry
     return (Region){base, base + g->layer_floats / 2, g->entry_room};
 }
 
-static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+static inline int64_t padded(int64_t n) { return (n + VEC - 1) / VEC * VEC; }
 
 #endif

@@ -3,8 +3,8 @@
  * A kernel is `int name(KERNEL_ARGS)`: inputs first, outputs last, all contiguous, float32 or int32; 0 is success.
  * Constants (sizes, flags) arrive as int32 or float32 inputs. No kernel keeps a pointer after it returns.
  */
-#ifndef MINDGRPO_CORE_H
-#define MINDGRPO_CORE_H
+#ifndef MINDGRPO_VEC16_H
+#define MINDGRPO_VEC16_H
 
 #include <math.h>
 #include <stdint.h>
@@ -51,33 +51,33 @@ static inline float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
-typedef float lanes __attribute__((vector_size(64), aligned(4)));
-#define LANES 16
+typedef float vec16 __attribute__((vector_size(64), aligned(4)));
+#define VEC 16
 
-/* `wide` x LANES columns of C[m, .] (+)= A B; `wide` is 1 or 2 and known while compiling. */
+/* `wide` x VEC columns of C[m, .] (+)= A B; `wide` is 1 or 2 and known while compiling. */
 static inline __attribute__((always_inline)) void strip(int wide, int64_t m, int64_t k, const float *a, int64_t a_row,
                                                         int64_t a_col, const float *b, int64_t ldb, float *c,
                                                         int64_t ldc, int keep) {
     for (int64_t i = 0; i < m; i += 4) {
         int rows = m - i < 4 ? (int)(m - i) : 4;
         const float *left[4];
-        lanes sum[4][2];
+        vec16 sum[4][2];
         for (int r = 0; r < 4; r++) {
             /* A short block works its last row more than once and stores it once. */
             int64_t at = i + (r < rows ? r : rows - 1);
             left[r] = a + at * a_row;
-            for (int q = 0; q < wide; q++) sum[r][q] = keep ? *(const lanes *)(c + at * ldc + q * LANES) : (lanes){0};
+            for (int q = 0; q < wide; q++) sum[r][q] = keep ? *(const vec16 *)(c + at * ldc + q * VEC) : (vec16){0};
         }
         for (int64_t p = 0; p < k; p++) {
-            lanes right[2];
-            for (int q = 0; q < wide; q++) right[q] = *(const lanes *)(b + p * ldb + q * LANES);
+            vec16 right[2];
+            for (int q = 0; q < wide; q++) right[q] = *(const vec16 *)(b + p * ldb + q * VEC);
             for (int r = 0; r < 4; r++) {
                 float scale = left[r][p * a_col];
                 for (int q = 0; q < wide; q++) sum[r][q] += scale * right[q];
             }
         }
         for (int r = 0; r < rows; r++)
-            for (int q = 0; q < wide; q++) *(lanes *)(c + (i + r) * ldc + q * LANES) = sum[r][q];
+            for (int q = 0; q < wide; q++) *(vec16 *)(c + (i + r) * ldc + q * VEC) = sum[r][q];
     }
 }
 
@@ -86,10 +86,10 @@ static inline __attribute__((always_inline)) void strip(int wide, int64_t m, int
 static inline void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_col,
                            const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
     int64_t j = 0;
-    for (; j + 2 * LANES <= n; j += 2 * LANES) strip(2, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
-    if (j + LANES <= n) {
+    for (; j + 2 * VEC <= n; j += 2 * VEC) strip(2, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
+    if (j + VEC <= n) {
         strip(1, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
-        j += LANES;
+        j += VEC;
     }
     for (int64_t i = 0; i < m && j < n; i++) {
         if (!keep) memset(c + i * ldc + j, 0, (n - j) * sizeof(float));

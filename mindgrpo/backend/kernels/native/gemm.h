@@ -3,30 +3,30 @@
  * Every element is one chain of multiply-adds over k in order, whatever the number of rows or of threads: a sample's
  * numbers do not depend on what is computed beside it.
  */
-#ifndef MINDGRPO_MATRIX_H
-#define MINDGRPO_MATRIX_H
+#ifndef MINDGRPO_GEMM_H
+#define MINDGRPO_GEMM_H
 
-#include "core.h"
-#include "team.h"
+#include "vec16.h"
+#include "thread_pool.h"
 
 /* Scratch of one thread, kept for its next call; NULL without memory. */
-float *thread_room(int64_t floats);
+float *scratch(int64_t floats);
 
-enum { PANEL = 2 * LANES, PACK_FROM = 24, DEEP = 512 };
+enum { PANEL = 2 * VEC, PACK_FROM = 24, DEEP = 512 };
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 /* `rows` x 32 elements, added to C where `keep`; `rows` is known while compiling. */
 ALWAYS_INLINE void tile(int rows, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb, float *c,
                         int64_t ldc, int keep) {
-    lanes sum[12][2];
+    vec16 sum[12][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        sum[r][0] = keep ? *(const lanes *)(c + r * ldc) : (lanes){0};
-        sum[r][1] = keep ? *(const lanes *)(c + r * ldc + LANES) : (lanes){0};
+        sum[r][0] = keep ? *(const vec16 *)(c + r * ldc) : (vec16){0};
+        sum[r][1] = keep ? *(const vec16 *)(c + r * ldc + VEC) : (vec16){0};
     }
     for (int64_t p = 0; p < k; p++) {
-        lanes left = *(const lanes *)(b + p * ldb), right = *(const lanes *)(b + p * ldb + LANES);
+        vec16 left = *(const vec16 *)(b + p * ldb), right = *(const vec16 *)(b + p * ldb + VEC);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             float scale = a[r * lda + p];
@@ -36,8 +36,8 @@ ALWAYS_INLINE void tile(int rows, int64_t k, const float *a, int64_t lda, const 
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        *(lanes *)(c + r * ldc) = sum[r][0];
-        *(lanes *)(c + r * ldc + LANES) = sum[r][1];
+        *(vec16 *)(c + r * ldc) = sum[r][0];
+        *(vec16 *)(c + r * ldc + VEC) = sum[r][1];
     }
 }
 
@@ -55,8 +55,8 @@ static inline void panel_product(int64_t m, int64_t k, const float *a, int64_t l
 static inline void pack_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *packed) {
     for (int64_t p = 0; p < k; p++, b += ldb, packed += PANEL) {
         if (width == PANEL) {
-            *(lanes *)packed = *(const lanes *)b;
-            *(lanes *)(packed + LANES) = *(const lanes *)(b + LANES);
+            *(vec16 *)packed = *(const vec16 *)b;
+            *(vec16 *)(packed + VEC) = *(const vec16 *)(b + VEC);
         } else {
             for (int64_t q = 0; q < PANEL; q++) packed[q] = q < width ? b[q] : 0.0f;
         }
@@ -67,7 +67,7 @@ static inline void pack_panel(int64_t k, int64_t width, const float *b, int64_t 
 static inline void multiply(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t lda,
                             const float *b, float *c) {
     int64_t begin, end, deep = m > 64 ? DEEP : k;
-    float *packed = thread_room(PANEL * (deep + m)), *edge = packed + PANEL * deep;
+    float *packed = scratch(PANEL * (deep + m)), *edge = packed + PANEL * deep;
     share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
     for (int64_t p = 0; p < k; p += deep)
         for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL) {
@@ -89,19 +89,19 @@ static inline void multiply(Member member, int64_t m, int64_t n, int64_t k, cons
 }
 
 /* 16 rows of 16 -> its columns */
-ALWAYS_INLINE void transpose16(lanes *x) {
+ALWAYS_INLINE void transpose16(vec16 *x) {
     typedef int32_t order __attribute__((vector_size(64)));
 #pragma GCC unroll 4
-    for (int step = 1; step < LANES; step *= 2) {
+    for (int step = 1; step < VEC; step *= 2) {
         order low, high;
-        for (int i = 0; i < LANES; i++) {
-            low[i] = i & step ? i - step + LANES : i;
-            high[i] = i & step ? i + LANES : i + step;
+        for (int i = 0; i < VEC; i++) {
+            low[i] = i & step ? i - step + VEC : i;
+            high[i] = i & step ? i + VEC : i + step;
         }
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
+        for (int i = 0; i < VEC; i++) {
             if (i & step) continue;
-            lanes a = x[i], b = x[i + step];
+            vec16 a = x[i], b = x[i + step];
             x[i] = __builtin_shuffle(a, b, low);
             x[i + step] = __builtin_shuffle(a, b, high);
         }
@@ -109,12 +109,12 @@ ALWAYS_INLINE void transpose16(lanes *x) {
 }
 
 /* 16 rows of B against 16 of A, whose k columns come as `x` [k, 16]; `sum` gets A's rows. */
-ALWAYS_INLINE void turned_tile(int64_t k, const float *x, const float *b, lanes *sum) {
+ALWAYS_INLINE void turned_tile(int64_t k, const float *x, const float *b, vec16 *sum) {
     const float *rows[4] = {b, b + 4 * k, b + 8 * k, b + 12 * k};
 #pragma GCC unroll 16
-    for (int q = 0; q < LANES; q++) sum[q] = (lanes){0};
+    for (int q = 0; q < VEC; q++) sum[q] = (vec16){0};
     for (int64_t p = 0; p < k; p++) {
-        lanes column = *(const lanes *)(x + p * LANES);
+        vec16 column = *(const vec16 *)(x + p * VEC);
 #pragma GCC unroll 4
         for (int q = 0; q < 4; q++)
 #pragma GCC unroll 4
@@ -128,19 +128,19 @@ ALWAYS_INLINE void turned_tile(int64_t k, const float *x, const float *b, lanes 
 static inline void multiply_turned(Member member, int64_t m, int64_t n, int64_t k, const float *turned, const float *b,
                                    float *c, int64_t ldc) {
     int64_t begin, end;
-    float *edge = thread_room(LANES * k);
-    share_out(member, (n + LANES - 1) / LANES, &begin, &end);
-    for (int64_t j = begin * LANES; j < end * LANES && j < n; j += LANES) {
-        int64_t width = n - j < LANES ? n - j : LANES;
+    float *edge = scratch(VEC * k);
+    share_out(member, (n + VEC - 1) / VEC, &begin, &end);
+    for (int64_t j = begin * VEC; j < end * VEC && j < n; j += VEC) {
+        int64_t width = n - j < VEC ? n - j : VEC;
         const float *rows = b + j * k;
-        if (width < LANES) {
-            memset(edge, 0, LANES * k * sizeof(float));
+        if (width < VEC) {
+            memset(edge, 0, VEC * k * sizeof(float));
             rows = memcpy(edge, rows, width * k * sizeof(float));
         }
-        for (int64_t i = 0; i < m; i += LANES) {
-            lanes sum[LANES];
+        for (int64_t i = 0; i < m; i += VEC) {
+            vec16 sum[VEC];
             turned_tile(k, turned + i * k, rows, sum);
-            int64_t height = m - i < LANES ? m - i : LANES;
+            int64_t height = m - i < VEC ? m - i : VEC;
             for (int64_t r = 0; r < height; r++) memcpy(c + (i + r) * ldc + j, &sum[r], width * sizeof(float));
         }
     }

@@ -3,8 +3,8 @@
  * A helper turns for a moment after its work, for the next kernel follows soon; then it sleeps. As many threads as
  * OpenMP would take; with one there is no waiting at all. One piece of work at a time.
  */
-#ifndef MINDGRPO_TEAM_H
-#define MINDGRPO_TEAM_H
+#ifndef MINDGRPO_THREAD_POOL_H
+#define MINDGRPO_THREAD_POOL_H
 
 #include <stdint.h>
 
@@ -13,10 +13,10 @@ typedef struct {
 } Member;
 
 /* Calls `work` once in each member, among them the caller, and returns when all have. */
-void team_run(void (*work)(const void *task, Member member), const void *task);
+void pool_run(void (*work)(const void *task, Member member), const void *task);
 
 /* All members of the running work meet. */
-void team_meet(Member member);
+void pool_meet(Member member);
 
 /* The member's stretch of `count` things. */
 static inline void share_out(Member member, int64_t count, int64_t *begin, int64_t *end) {

@@ -1,7 +1,7 @@
 /* Row by row: RMS norm, with or without the residual sum before it, and the gated activation of the MLP. */
 #include <omp.h>
 
-#include "core.h"
+#include "vec16.h"
 
 static inline float inverse_rms(const float *x, int64_t width, float eps) {
     return 1.0f / sqrtf(dot(x, x, width) / width + eps);
