@@ -11,10 +11,9 @@
  */
 #include "collective.h"
 
-#include <stdio.h>
 #include <time.h>
 
-#include "vec16.h"
+#include "kernel.h"
 #include "futex.h"
 #include "wire.h"
 
@@ -334,30 +333,22 @@ int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
 
 /* -- in graphs ----------------------------------------------------------------------------------------------- */
 
-/* A graph can only end with a number; what it means is said here, and by Python as far as that hears of it. */
-static int told(int status) {
-    if (status == GROUP_PEER_LOST && lost_pid < 0)
-        fprintf(stderr, "mindgrpo: a rank of another host of this job is lost\n");
-    else if (status == GROUP_PEER_LOST)
-        fprintf(stderr, "mindgrpo: process %lld of this job has ended; its log says why\n",
-                (long long)lost_pid);
-    else if (status)
-        fprintf(stderr, "mindgrpo: a collective in a graph ended with status %d (collective.h)\n", status);
-    return status;
+static int reported(const Call *call, int status) {
+    if (status == GROUP_PEER_LOST && lost_pid < 0) return refuse(call, "a rank of another host of this job is lost");
+    if (status == GROUP_PEER_LOST)
+        return refuse(call, "process %lld of this job has ended; its log says why", (long long)lost_pid);
+    return status ? refuse(call, "the group's status is %d (collective.h)", status) : 0;
 }
 
-/* (x float32, group int32 [1]) -> the sum of the members' x */
-int shared_sum(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    int32_t id = *(const int32_t *)params[1];
-    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
-    return told(group_sum(id, params[0], numel(0, ndims, shapes), params[2]));
+KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    return reported(call, group_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }
 
-/* (x float32 [..], group int32 [1]) -> [size, ..] */
-int shared_gather(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    int32_t id = *(const int32_t *)params[1];
-    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
-    return told(group_gather(id, params[0], numel(0, ndims, shapes), params[2]));
+KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    const Group *g = find(id);
+    if (g && g->members != dim(call, 'S'))
+        return refuse(call, "%lld parts for the %d members of group %d", (long long)dim(call, 'S'), g->members, id);
+    return reported(call, group_gather(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }

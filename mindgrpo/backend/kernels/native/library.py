@@ -1,7 +1,7 @@
-"""The C kernels of native/: compiled once for this machine, kept in the user's cache, loaded by path.
+"""Compiles the C kernels of this folder once for this machine, loads them, and calls them in and outside graphs.
 
-Compiled where they run, so that they use what the processor has. Refuses to know what a kernel computes; without a
-C compiler there is no library, and the callers go on with MindSpore's own operations.
+Compiled where they run, so that they use what the processor has, and kept in the user's cache. Without a C compiler
+there is no library, and the callers go on with MindSpore's own operations.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+# More flags for the compiler, as scripts/sanitize.sh gives them.
+EXTRA_FLAGS = "MINDGRPO_NATIVE_FLAGS"
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
     "-O3",
     "-march=native",
     "-std=gnu11",
-    "-fopenmp",
+    "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",

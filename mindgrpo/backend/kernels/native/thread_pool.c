@@ -1,10 +1,11 @@
 /* See thread_pool.h. */
+#define _GNU_SOURCE
 #include "thread_pool.h"
 
-#include <omp.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "futex.h"
@@ -16,8 +17,8 @@ static struct {
     Futex started;
     _Alignas(64) _Atomic uint32_t done;
     _Alignas(64) _Atomic uint32_t arrived;
-    void (*work)(const void *task, Member member);
-    const void *task;
+    void (*work)(void *task, Member member);
+    void *task;
     int size;
     pid_t process;
     pthread_mutex_t busy;
@@ -34,18 +35,34 @@ static void *help(void *index) {
     return NULL;
 }
 
-/* A forked process has none of its parent's threads. */
-static void start_pool(void) {
+static int wanted_size(void) {
+    const char *number = getenv("OMP_NUM_THREADS");
+    cpu_set_t cores;
+    int size = number ? atoi(number) : 0;
+    if (size < 1) size = sched_getaffinity(0, sizeof cores, &cores) ? 1 : CPU_COUNT(&cores);
+    return size < MAX_MEMBERS ? size : MAX_MEMBERS;
+}
+
+/* Holds the pool for the caller. A forked process has none of its parent's threads. */
+static void take_pool(void) {
+    pthread_mutex_lock(&pool.busy);
     if (pool.process == getpid()) return;
-    int wanted = omp_get_max_threads();
+    int wanted = wanted_size();
     pool.process = getpid();
     pool.size = 1;
     atomic_store(&pool.started.value, 0);
-    for (; pool.size < wanted && pool.size < MAX_MEMBERS; pool.size++) {
+    for (; pool.size < wanted; pool.size++) {
         pthread_t thread;
         if (pthread_create(&thread, NULL, help, (void *)(intptr_t)pool.size)) break;
         pthread_detach(thread);
     }
+}
+
+int pool_size(void) {
+    take_pool();
+    int size = pool.size;
+    pthread_mutex_unlock(&pool.busy);
+    return size;
 }
 
 static void wait_for(_Atomic uint32_t *count, uint32_t wanted) {
@@ -56,9 +73,8 @@ static void wait_for(_Atomic uint32_t *count, uint32_t wanted) {
             sched_yield();
 }
 
-void pool_run(void (*work)(const void *task, Member member), const void *task) {
-    pthread_mutex_lock(&pool.busy);
-    start_pool();
+void pool_run(void (*work)(void *task, Member member), void *task) {
+    take_pool();
     pool.work = work;
     pool.task = task;
     atomic_store(&pool.done, 0);

@@ -1,7 +1,10 @@
-/* Threads that share a kernel's work, for kernels so short that waking a sleeping thread would cost more than they do.
+/* The one pool of threads of this library, for kernels so short that waking a thread costs more than they do.
  *
- * A helper turns for a moment after its work, for the next kernel follows soon; then it sleeps. As many threads as
- * OpenMP would take; with one there is no waiting at all. One piece of work at a time.
+ * MindSpore runs a kernel in one of its own threads and offers it no pool. OpenMP's threads either turn for
+ * milliseconds after each loop, which takes the cores from MindSpore's matrix products between our kernels, or sleep at
+ * once, which is slower than most of our kernels. A helper here turns for some 50 us after its work, for the next
+ * kernel of a decoding graph follows within that, and then sleeps. As many threads as OpenMP would take
+ * (OMP_NUM_THREADS, else a core each); with one there is no waiting at all. One piece of work at a time.
  */
 #ifndef MINDGRPO_THREAD_POOL_H
 #define MINDGRPO_THREAD_POOL_H
@@ -12,8 +15,11 @@ typedef struct {
     int index, size;
 } Member;
 
+/* Members that work has. */
+int pool_size(void);
+
 /* Calls `work` once in each member, among them the caller, and returns when all have. */
-void pool_run(void (*work)(const void *task, Member member), const void *task);
+void pool_run(void (*work)(void *task, Member member), void *task);
 
 /* All members of the running work meet. */
 void pool_meet(Member member);

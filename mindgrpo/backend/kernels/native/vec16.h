@@ -1,8 +1,4 @@
-/* What every kernel shares: how MindSpore hands arguments over, an exponential that vectorises, and a small product.
- *
- * A kernel is `int name(KERNEL_ARGS)`: inputs first, outputs last, all contiguous, float32 or int32; 0 is success.
- * Constants (sizes, flags) arrive as int32 or float32 inputs. No kernel keeps a pointer after it returns.
- */
+/* Sixteen floats at a time, and an exponential that vectorises. */
 #ifndef MINDGRPO_VEC16_H
 #define MINDGRPO_VEC16_H
 
@@ -11,15 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KERNEL_ARGS \
-    int nparam, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, void *extra
-#define UNUSED_ARGS (void)nparam, (void)ndims, (void)dtypes, (void)stream, (void)extra
+typedef float vec16 __attribute__((vector_size(64), aligned(4)));
+enum { VEC = 16 };
 
-static inline int64_t numel(int index, int *ndims, int64_t **shapes) {
-    int64_t count = 1;
-    for (int i = 0; i < ndims[index]; i++) count *= shapes[index][i];
-    return count;
-}
+static inline int64_t padded(int64_t n) { return (n + VEC - 1) / VEC * VEC; }
 
 /* exp(x), relative error below 2e-7; 0 below -87, NaN stays NaN. Without a branch, so that loops over it vectorise. */
 static inline float fast_exp(float x) {
@@ -36,7 +27,7 @@ static inline float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { float f; int32_t i; } bits;
+    union { float f; uint32_t i; } bits;
     bits.f = shifted;
     /* The low bits of `shifted` are n in two's complement. */
     bits.i = (bits.i + 127) << 23;
@@ -51,64 +42,26 @@ static inline float dot(const float *a, const float *b, int64_t n) {
     return sum;
 }
 
-typedef float vec16 __attribute__((vector_size(64), aligned(4)));
-#define VEC 16
-
-/* `wide` x VEC columns of C[m, .] (+)= A B; `wide` is 1 or 2 and known while compiling. */
-static inline __attribute__((always_inline)) void strip(int wide, int64_t m, int64_t k, const float *a, int64_t a_row,
-                                                        int64_t a_col, const float *b, int64_t ldb, float *c,
-                                                        int64_t ldc, int keep) {
-    for (int64_t i = 0; i < m; i += 4) {
-        int rows = m - i < 4 ? (int)(m - i) : 4;
-        const float *left[4];
-        vec16 sum[4][2];
-        for (int r = 0; r < 4; r++) {
-            /* A short block works its last row more than once and stores it once. */
-            int64_t at = i + (r < rows ? r : rows - 1);
-            left[r] = a + at * a_row;
-            for (int q = 0; q < wide; q++) sum[r][q] = keep ? *(const vec16 *)(c + at * ldc + q * VEC) : (vec16){0};
-        }
-        for (int64_t p = 0; p < k; p++) {
-            vec16 right[2];
-            for (int q = 0; q < wide; q++) right[q] = *(const vec16 *)(b + p * ldb + q * VEC);
-            for (int r = 0; r < 4; r++) {
-                float scale = left[r][p * a_col];
-                for (int q = 0; q < wide; q++) sum[r][q] += scale * right[q];
-            }
-        }
-        for (int r = 0; r < rows; r++)
-            for (int q = 0; q < wide; q++) *(vec16 *)(c + (i + r) * ldc + q * VEC) = sum[r][q];
-    }
+static inline float largest(const float *x, int64_t n) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    return top;
 }
 
-/* C[m, n] = (keep ? C : 0) + A[m, k] B[k, n]. A's element (i, p) is a[i * a_row + p * a_col]; B and C have unit columns.
- * A row's result does not depend on m. */
-static inline void product(int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_col,
-                           const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
-    int64_t j = 0;
-    for (; j + 2 * VEC <= n; j += 2 * VEC) strip(2, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
-    if (j + VEC <= n) {
-        strip(1, m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, keep);
-        j += VEC;
-    }
-    for (int64_t i = 0; i < m && j < n; i++) {
-        if (!keep) memset(c + i * ldc + j, 0, (n - j) * sizeof(float));
-        for (int64_t p = 0; p < k; p++) {
-            float scale = a[i * a_row + p * a_col];
-            for (int64_t q = j; q < n; q++) c[i * ldc + q] += scale * b[p * ldb + q];
-        }
-    }
-}
+/* 1 / rms(x) of arXiv:1910.07467. */
+static inline float inverse_rms(const float *x, int64_t n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
 
-/* One head of one token as attention wants it: x = source + bias, normed where `norm` is given, turned by `angles`
- * (cos [D], then sin [D]; both halves of a head have the same). */
-static inline void turned_head(const float *source, const float *bias, const float *norm, float eps,
-                               const float *angles, int64_t dim, float *out) {
+static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+/* One head of one token as attention takes it: out [D] = source + bias, RMS-normed where `norm` is given, rotated by
+ * `angles` (cos [D], then sin [D]; the two halves of a head have the same; arXiv:2104.09864). */
+static inline void norm_and_rope(const float *source, const float *bias, const float *norm, float eps,
+                                 const float *angles, int64_t dim, float *out) {
     int64_t half = dim / 2;
-    float scale = 1.0f;
     for (int64_t i = 0; i < dim; i++) out[i] = source[i] + (bias ? bias[i] : 0.0f);
     if (norm) {
-        scale = 1.0f / sqrtf(dot(out, out, dim) / dim + eps);
+        float scale = inverse_rms(out, dim, eps);
         for (int64_t i = 0; i < dim; i++) out[i] *= scale * norm[i];
     }
     for (int64_t i = 0; i < half; i++) {
