@@ -193,11 +193,18 @@ class GRPOTrainer:
             adapters = self.roles.policy.adapters
             if adapters is not None:
                 folder = self.record.directory / "adapter"
-                export_adapters(adapters, self.backend, self.config.actor_config.load, folder)
+                export_adapters(
+                    adapters,
+                    self.backend,
+                    self.config.actor_config.load,
+                    folder,
+                    self.roles.residency,
+                )
 
     def _write_weights(self, target: Path) -> None:
         policy, source = self.roles.policy, self.config.actor_config.load
-        export_policy(policy.weights, self.backend, source, target, policy.adapters)
+        memory = self.roles.residency
+        export_policy(policy.weights, self.backend, source, target, memory, policy.adapters)
         if self.backend.rank == 0:
             named = self.config.rl_config.chat_template is not None
             write_tokenizer(self.inputs.tokenizer, target, named)

@@ -244,3 +244,13 @@ def test_credit_without_the_log_probs_it_needs_is_refused(credit: Credit) -> Non
     assert credit.needs_old
     with pytest.raises(ValueError, match="log-probs"):
         assign_credit(given, REWARDS, credit)
+
+
+def test_the_floor_under_a_deviation_is_a_setting() -> None:
+    rewards = np.array([0.0, 1e-4])
+    for floor in (1e-6, 1e-4):
+        by_group = 5e-5 / (np.std(rewards, ddof=1) + floor)
+        found = group_advantages(rewards, 2, "group", floor)
+        np.testing.assert_allclose(found, [-by_group, by_group], rtol=1e-6)
+        rows = reinforce_plus_plus(rewards, [np.zeros(1)] * 2, np.ones(2, bool), None, floor)
+        np.testing.assert_allclose(rows[1], 5e-5 / (np.std(rewards) + floor), rtol=1e-6)

@@ -19,6 +19,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
 from mindgrpo.grpo.rollout import sample_logps
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.families import parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
@@ -31,7 +32,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import update
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 
 
@@ -59,7 +60,7 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
 ) -> None:
     adapted = policy_with(backend, targets)
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS)
-    Delivery(adapted.weights, adapted.adapters, merged.weights, backend).run()
+    WeightSyncer(adapted.weights, adapted.adapters, merged.weights, backend).run()
     changed = {n for n, p in merged.weights.parts.items() if (p != adapted.weights.parts[n]).any()}
     assert changed == {
         name
@@ -95,7 +96,7 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
     """dA = scale B^T dW and dB = scale dW A^T, with dW the gradient of the merged model's own matrices."""
     adapted = policy_with(backend, TARGETS)
     whole = Policy(CONFIG, LAYOUT, backend, SETTINGS)
-    Delivery(adapted.weights, adapted.adapters, whole.weights, backend).run()
+    WeightSyncer(adapted.weights, adapted.adapters, whole.weights, backend).run()
     given = samples()
     rows = packing.pack(given, range(len(given)), SETTINGS.shape)
     batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
@@ -129,10 +130,10 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
 ) -> None:
     policy = policy_with(backend, ("q_proj", "o_proj"))
     assert policy.adapters is not None
-    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter")
+    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter", Residency())
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
-    Delivery(policy.weights, policy.adapters, merged, backend).run()
+    WeightSyncer(policy.weights, policy.adapters, merged, backend).run()
     pairs = [n for n in merged.parts if n.endswith(("q_proj.weight", "o_proj.weight"))]
     assert len(tensors) == 2 * len(pairs) == 8
     for name in pairs:

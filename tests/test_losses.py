@@ -15,7 +15,7 @@ from loss_variants import COUNTED, LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindgrpo.algorithm.loss_config import Objective
 from mindgrpo.algorithm.losses import (
     Tokens,
-    clipped_tokens,
+    clipped,
     kl_estimate,
     policy_loss,
     token_weights,
@@ -189,7 +189,7 @@ def marks(
     tokens = Tokens(
         np.log(ratios), zeros, zeros, zeros, np.array(advantages), ones, ones, np.array([1] * count)
     )
-    low, high = clipped_tokens(tokens, objective)
+    low, high = clipped(tokens, objective)
     return low.tolist(), high.tolist()
 
 
@@ -199,6 +199,16 @@ def test_a_token_counts_as_clipped_only_where_the_clip_decides() -> None:
     low, high = marks(ratios, advantages, WIDE)
     assert low == [False, False, False, True, False, False, False, False]
     assert high == [False, False, True, False, False, False, False, False]
+
+
+def test_with_ratios_of_samples_a_sample_is_clipped_as_one_however_long_it_is() -> None:
+    lengths = np.array([1, 6, 0, 3])
+    ratios = np.repeat([0.5, 1.0, 1.0, 1.5], lengths)
+    advantages = np.repeat([-1.0, 1.0, 1.0, 1.0], lengths)
+    zeros, ones = np.zeros(10), np.ones(10)
+    tokens = Tokens(np.log(ratios), zeros, zeros, zeros, advantages, ones, ones, lengths)
+    low, high = clipped(tokens, replace(WIDE, importance_sampling_level="sequence"))
+    assert (low.tolist(), high.tolist()) == ([True, False, False], [False, False, True])
 
 
 def test_cispo_clips_weights_whatever_the_advantage_and_dual_bounds_count_as_upper_ends() -> None:

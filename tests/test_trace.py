@@ -18,7 +18,7 @@ import pytest
 from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config.observation import PROFILED_STAGES, ProfilerConfig
-from mindgrpo.memory.residency import PHASES
+from mindgrpo.memory.account import PHASES
 from mindgrpo.monitor.trace import PhaseTrace
 from mindgrpo.run.watch import Profile
 

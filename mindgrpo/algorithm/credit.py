@@ -26,7 +26,7 @@ def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mism
     if estimator.startswith("reinforce_plus_plus"):
         counted = np.ones(len(samples), bool) if samples.counted is None else samples.counted
         baseline = group if estimator.endswith("baseline") else None
-        tokens = reinforce_plus_plus(rewards, penalties, counted, baseline)
+        tokens = reinforce_plus_plus(rewards, penalties, counted, baseline, credit.std_floor)
         samples.advantages = np.array(
             [values.mean() if values.size else 0.0 for values in tokens], np.float32
         )
@@ -39,7 +39,9 @@ def assign_credit(samples: Samples, rewards: np.ndarray, credit: Credit) -> Mism
         if estimator == "rloo":
             samples.advantages = leave_one_out(total, group)
         else:
-            samples.advantages = group_advantages(total, group, credit.scale_rewards)
+            samples.advantages = group_advantages(
+                total, group, credit.scale_rewards, credit.std_floor
+            )
     return _correct(samples, credit)
 
 

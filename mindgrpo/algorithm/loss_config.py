@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mindgrpo.algorithm.advantages import STD_FLOOR
 from mindgrpo.config import Config
 
 
@@ -68,6 +69,7 @@ class Credit:
     correction: str = "none"
     correction_cap: float = 2.0
     mask_truncated: bool = False
+    std_floor: float = STD_FLOOR
 
     @classmethod
     def of(cls, config: Config) -> Credit:
@@ -81,6 +83,7 @@ class Credit:
             correction=rl.importance_sampling_correction,
             correction_cap=rl.correction_cap,
             mask_truncated=rl.mask_truncated_completions,
+            std_floor=rl.advantage_std_floor,
         )
 
     @property

@@ -135,19 +135,28 @@ def policy_loss(tokens: Tokens, objective: Objective, held: np.ndarray | None = 
     return float((tokens.weights * terms).sum())
 
 
-def clipped_tokens(tokens: Tokens, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+def clipped(tokens: Tokens, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
     """bool [tokens] twice: the clip's lower, its upper end decided the token's term, not the ratio.
 
+    With ratios of whole samples bool [samples] twice, of the samples that have tokens: a sample is clipped as one.
     For cispo: the weight was clipped. The bound of delta or dual_clip counts as an upper end.
     """
-    ratio = importance_ratio(
-        tokens.logps, tokens.old, tokens.lengths, objective.importance_sampling_level
-    )
+    level = objective.importance_sampling_level
+    ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
+    advantages = tokens.advantages
+    if level == "sequence":
+        starts = np.cumsum(tokens.lengths) - tokens.lengths
+        rows = np.flatnonzero(tokens.lengths)
+        owners = np.repeat(np.arange(len(tokens.lengths)), tokens.lengths)
+        sums = np.bincount(owners, advantages, minlength=len(tokens.lengths))
+        # A sample's advantage is one number unless KL in the reward makes it a token's own.
+        advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
+        ratio = ratio[starts[rows]]
     low, high = ratio < 1.0 - objective.epsilon_low, ratio > 1.0 + objective.epsilon_high
     if objective.loss_type == "cispo":
         return low, high
-    low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)
+    low, high = low & (advantages < 0), high & (advantages > 0)
     bound = objective.delta if objective.dual_clip is None else objective.dual_clip
     if bound is not None:
-        high = high | ((ratio > bound) & (tokens.advantages < 0))
+        high = high | ((ratio > bound) & (advantages < 0))
     return low, high

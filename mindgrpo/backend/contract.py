@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -118,6 +119,8 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # Every pool that was handed out and still exists.
+    live_pools: WeakSet[Pool]
     # Where this rank is, and where the others are.
     presence: Presence
     # What the user should hear of how this device computes.

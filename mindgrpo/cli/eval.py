@@ -86,18 +86,18 @@ class EvaluationInputs:
         )
 
 
-def grid_for(given: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
+def grid_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
     """The generator's layout on so many ranks: the configuration's `model_parallel`, and replicas on what is left.
 
     One rank has the model whole. Raises UserError.
     """
-    ways = 1 if world_size == 1 else given.model_parallel
-    if world_size % ways:
+    tp_size = 1 if world_size == 1 else asked.model_parallel
+    if world_size % tp_size:
         raise UserError(
-            f"generate_config.parallel_config.model_parallel {ways} does not divide the {world_size} ranks of this "
+            f"generate_config.parallel_config.model_parallel {tp_size} does not divide the {world_size} ranks of this "
             "evaluation; start a multiple of it, or one rank, or set it to a divisor."
         )
-    return GenerateParallelConfig(data_parallel=world_size // ways, model_parallel=ways)
+    return GenerateParallelConfig(data_parallel=world_size // tp_size, model_parallel=tp_size)
 
 
 def read_inputs(
@@ -162,11 +162,11 @@ def main(argv: Sequence[str]) -> None:
     backend = connect(context.device_target, context.transport, dict(os.environ), settings)
     outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
-        found = report(config, line.step, backend, inputs, outcomes)
+        figures = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
         if line.output is not None:
             line.output.parent.mkdir(parents=True, exist_ok=True)
-            line.output.write_text(json.dumps(found, indent=2) + "\n")
+            line.output.write_text(json.dumps(figures, indent=2) + "\n")
         if line.completions is not None:
             line.completions.parent.mkdir(parents=True, exist_ok=True)
             write_completions(line.completions, line.step, outcomes)
@@ -193,8 +193,8 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
         outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
     for outcome in outcomes:
-        for name, said in outcome.scored.scores.messages.items():
-            console.line(f"  reward {name}: {said}")
+        for name, message in outcome.scored.scores.messages.items():
+            console.line(f"  reward {name}: {message}")
     if inputs.scorer is not None:
         inputs.scorer.close()
     return outcomes, inputs
@@ -206,9 +206,9 @@ def _generator(config: Config, inputs: EvaluationInputs, backend: Backend) -> Ge
     made = Generator(inputs.model, inputs.layout, backend, inputs.sampling, room)
     budget = config.context.max_device_memory
     residency = Residency(memory_bytes(budget) if budget else None)
-    residency.own("generator", [made.weights.pool], rebuilt=False, filled=True)
-    residency.own("kv_cache", [made.cache], rebuilt=True, filled=False)
-    residency.enter("rollout")
+    residency.register("generator", [made.weights.pool], rebuilt=False, filled=True)
+    residency.register("kv_cache", made.pools, rebuilt=True, filled=False)
+    residency.activate("rollout")
     load_weights(made.weights, config.actor_config.load)
     made.version = VERSION
     return made

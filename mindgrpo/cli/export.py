@@ -98,8 +98,8 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[WeightFiles, Pat
     start = find(str(source), None, "", source)
     assert start is not None
     folder, manifest = start.candidates[0].folder, start.candidates[0].manifest
-    given: Any = manifest.identity.config.get("actor_config.load")
-    beside = model or Path(str(given))
+    base: Any = manifest.identity.config.get("actor_config.load")
+    beside = model or Path(str(base))
     if not (beside / "config.json").is_file():
         raise UserError(
             f"The run of {folder} began with the model '{beside}', which is not there now; name it with --model DIR."
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
     parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
     parser.add_argument("--model", type=path_of)
-    given = parser.parse_args(list(argv))
-    shards = given.max_shard_bytes
-    for file in convert(given.source, given.output, given.dtype, shards, given.format, given.model):
+    flags = parser.parse_args(list(argv))
+    shards = flags.max_shard_bytes
+    for file in convert(flags.source, flags.output, flags.dtype, shards, flags.format, flags.model):
         print(file)

@@ -44,19 +44,19 @@ def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
 
 def read_links(pairs: Sequence[tuple[str, str]]) -> tuple[Links | None, list[tuple[str, str]]]:
     """The links that flags tell, None where none does, and the flags that are left."""
-    told = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
+    links = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
     rest = [(flag, value) for flag, value in pairs if flag not in LINK_FLAGS]
-    if not told:
+    if not links:
         return None, rest
-    if LINK not in told:
+    if LINK not in links:
         raise UserError(
-            f"{next(iter(told))} says nothing without {LINK}; add the bandwidth of a host's link."
+            f"{next(iter(links))} says nothing without {LINK}; add the bandwidth of a host's link."
         )
-    local = told.get(LOCAL)
+    local = links.get(LOCAL)
     return (
         Links(
-            bytes_per_s=_bandwidth(LINK, told[LINK]),
-            ranks_per_host=_count(PER_HOST, told.get(PER_HOST, "1")),
+            bytes_per_s=_bandwidth(LINK, links[LINK]),
+            ranks_per_host=_count(PER_HOST, links.get(PER_HOST, "1")),
             local_bytes_per_s=None if local is None else _bandwidth(LOCAL, local),
         ),
         rest,

@@ -31,18 +31,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
     parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
     parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")
-    given = parser.parse_args(list(argv))
-    if given.output and given.output.exists():
+    flags = parser.parse_args(list(argv))
+    if flags.output and flags.output.exists():
         raise UserError(
-            f"--output '{given.output}' exists, and nothing is written over; name a new file."
+            f"--output '{flags.output}' exists, and nothing is written over; name a new file."
         )
-    kept = dump.read(given.dump)
-    told = _told(kept)
-    print("\n".join(_stored_lines(kept, told)))
-    told["replay"] = _again(kept, given.dump, given.model)
-    print("\n".join(f"{name}: {value}" for name, value in told["replay"].items()))
-    if given.output:
-        given.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    kept = dump.read(flags.dump)
+    report = _told(kept)
+    print("\n".join(_stored_lines(kept, report)))
+    report["replay"] = _again(kept, flags.dump, flags.model)
+    print("\n".join(f"{name}: {value}" for name, value in report["replay"].items()))
+    if flags.output:
+        flags.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _told(kept: dump.Dump) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _told(kept: dump.Dump) -> dict[str, Any]:
         "update": about.update,
         "samples": len(kept.samples),
         "members": len(about.members),
-        "stored": {name: _figures(parts) for name, parts in _stored(kept)},
+        "stored": {name: _figures(arrays) for name, arrays in _stored(kept)},
     }
 
 
@@ -62,15 +62,15 @@ def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
     for name, values in kept.rewards.items():
         yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
     for name in ("advantages", *dump.BY_TOKEN):
-        parts = getattr(kept.samples, name)
-        if parts is not None and len(parts):
-            yield name, [np.atleast_1d(part) for part in parts]
+        arrays = getattr(kept.samples, name)
+        if arrays is not None and len(arrays):
+            yield name, [np.atleast_1d(part) for part in arrays]
 
 
-def _figures(parts: list[np.ndarray]) -> dict[str, Any]:
-    values = np.concatenate(parts).astype(np.float64)
+def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
+    values = np.concatenate(arrays).astype(np.float64)
     good = values[np.isfinite(values)]
-    bad = [i for i, part in enumerate(parts) if not np.isfinite(part).all()]
+    bad = [i for i, part in enumerate(arrays) if not np.isfinite(part).all()]
     return {
         "count": int(values.size),
         "not_finite": int(values.size - good.size),
@@ -80,10 +80,10 @@ def _figures(parts: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
-def _stored_lines(kept: dump.Dump, told: Mapping[str, Any]) -> Iterator[str]:
-    yield f"step {told['step']}, update {told['update']}: {told['found']}"
-    yield f"{told['samples']} samples, {told['members']} of them in this update"
-    for name, figures in told["stored"].items():
+def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"step {report['step']}, update {report['update']}: {report['found']}"
+    yield f"{report['samples']} samples, {report['members']} of them in this update"
+    for name, figures in report["stored"].items():
         line = f"  {name}: {figures['count']} numbers"
         if figures["lowest"] is not None:
             line += f" from {figures['lowest']:.6g} to {figures['highest']:.6g}"
@@ -91,14 +91,14 @@ def _stored_lines(kept: dump.Dump, told: Mapping[str, Any]) -> Iterator[str]:
             samples = figures["samples_not_finite"]
             line += f", {figures['not_finite']} not finite, in samples {samples[:10]}"
         yield line
-    for i in _suspects(told)[:3]:
+    for i in _suspects(report)[:3]:
         if i < len(kept.about.texts):
             yield f"  sample {i}: {kept.about.texts[i]!r}"
 
 
-def _suspects(told: Mapping[str, Any]) -> list[int]:
-    found = (figures["samples_not_finite"] for figures in told["stored"].values())
-    return sorted({i for samples in found for i in samples})
+def _suspects(report: Mapping[str, Any]) -> list[int]:
+    bad = (figures["samples_not_finite"] for figures in report["stored"].values())
+    return sorted({i for samples in bad for i in samples})
 
 
 def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
@@ -126,21 +126,25 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     policy = Policy(plan.model, plan.train, backend, settings)
     load_weights(policy.weights, weights)
     samples, members = kept.samples, kept.about.members
-    told: dict[str, Any] = {"weights": str(weights)}
+    outcome: dict[str, Any] = {"weights": str(weights)}
     bad = finite.in_arrays(policy.weights.parts.items())
     if bad is not None:
-        told["first number not finite in the weights"] = str(bad)
+        outcome["first number not finite in the weights"] = str(bad)
     logps = sample_logps(policy.pipeline, plan.train, backend, samples)
-    told |= _compared(logps, samples.generator_logps)
+    outcome |= _compared(logps, samples.generator_logps)
     if len(samples.advantages) != len(samples) or not members:
-        return told | {"update": "not made again: the batch was refused before its advantages"}
+        return outcome | {"update": "not made again: the batch was refused before its advantages"}
     try:
         report = update(policy, samples, members, kept.about.lr)
     except NotFinite as error:
-        return told | {"update": f"refused again: {error.found}"}
+        return outcome | {"update": f"refused again: {error.found}"}
     finally:
         backend.close()
-    return told | {"update": "finite this time", "loss": report.loss, "grad_norm": report.grad_norm}
+    return outcome | {
+        "update": "finite this time",
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+    }
 
 
 def _compared(logps: Sequence[np.ndarray], generator: Sequence[np.ndarray]) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class AlgorithmKeys(Section):
         )
     )
 
+    advantage_std_floor: float = Field(
+        1e-6,
+        gt=0,
+        description="added to the standard deviation before dividing by it; 1e-6 is verl's value, TRL adds 1e-4",
+    )
+
     beta: float = Field(0.01, ge=0, description="weight of the KL term; 0 loads no reference")
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",

@@ -107,7 +107,9 @@ class LRSchedule(Section):
     )
     lr: float = Field(1e-6, gt=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
-    warmup_step: int = Field(0, ge=0, description="updates from 0 to lr")
+    warmup_step: int = Field(
+        0, ge=0, description="updates of a linear rise to lr, the first at lr / warmup_step"
+    )
     warmup_ratio: float | None = Field(
         None, ge=0, le=1, description="warm-up as a share of the run, instead of warmup_step"
     )
@@ -163,7 +165,12 @@ class SamplingConfig(Section):
     min_tokens: int = Field(0, ge=0, description="stop ids are held back until then")
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
     repetition_penalty: float = Field(1.0, gt=0, description="1 is off")
-    top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="likeliest tokens up to this probability; those as likely as the last one stay too; 1 is off",
+    )
     top_k: int = Field(0, ge=-1, description="0 or -1 is off")
     min_p: float = Field(0.0, ge=0, lt=1, description="0 is off")
     eos_token_id: int | list[int] | None = Field(

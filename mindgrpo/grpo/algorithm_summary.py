@@ -62,6 +62,11 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
             f"ratios of whole samples hardly reach clips of {rl.epsilon_low:g} and "
             f"{rl.epsilon_high:g}; GSPO's paper has rl_config.epsilon_low 3e-4, epsilon_high 4e-4"
         )
+    if rl.advantage_estimator == "rloo" and rl.loss_type == "grpo":
+        found.append(
+            "loss_type grpo divides each sample by its length, which RLOO's paper does not; "
+            "rl_config.loss_type dr_grpo has its gradient"
+        )
     if rl.loss_type == "dr_grpo" and rl.reward_scale != "none":
         found.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None

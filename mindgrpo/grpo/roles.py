@@ -16,7 +16,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.config import memory_bytes
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan
-from mindgrpo.memory.residency import Place, Residency
+from mindgrpo.memory.residency import Location, Residency
 from mindgrpo.models.decoder import Recompute, Shard
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
@@ -27,7 +27,7 @@ from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.execute import Traffic
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weight_sync.verify import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
@@ -63,11 +63,11 @@ class Roles:
         if self.policy.adapters is not None:
             fill_adapters(self.policy.adapters.weights, plan.config.rl_config.seed)
         self.reference = self._make_reference(sampling)
-        self._to_generator = self._delivery_to(self.generator.weights, plan.reshard)
-        self._to_reference: Delivery | None = None
+        self._to_generator = self._syncer_to(self.generator.weights, plan.reshard)
+        self._make_reference_sync()
         self.traffic = Traffic(0, 0.0)
         self.weight_check = self._make_weight_check()
-        self._own_memory()
+        self._register_memory()
 
     def _make_weight_check(self) -> WeightCheck:
         adapters = self.policy.adapters
@@ -107,26 +107,49 @@ class Roles:
             )
         return Reference(weights, pipeline)
 
-    def _own_memory(self) -> None:
+    def _make_reference_sync(self) -> None:
+        """The policy's way to the reference's weights, or to a copy that is then mixed into them."""
+        self._to_reference: WeightSyncer | None = None
+        self._reference_copy: Weights | None = None
+        ref = self.plan.config.ref_config
+        if self.reference is not None and ref.sync_ref_model:
+            target = self.reference.weights
+            if ref.ref_model_mixup_alpha < 1.0:
+                target = Weights(target.layout, self.backend.rank, self.backend)
+                self._reference_copy = target
+            self._to_reference = self._syncer_to(target)
+
+    def _register_memory(self) -> None:
         policy, residency = self.policy, self.residency
         trained = [policy.adapters.weights.pool] if policy.adapters else []
-        residency.own("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
-        residency.own("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
+        residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
+        residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
         moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        if not policy.settings.moments_on_host:
-            residency.own("optimizer", moments, rebuilt=False, filled=True)
-        residency.own("generator", [self.generator.weights.pool], rebuilt=True, filled=False)
-        residency.own("kv_cache", [self.generator.cache], rebuilt=True, filled=False)
+        if policy.settings.moments_on_host:
+            residency.register_host("optimizer", moments)
+        else:
+            residency.register("optimizer", moments, rebuilt=False, filled=True)
+        residency.register("generator", [self.generator.weights.pool], rebuilt=True, filled=False)
+        residency.register("kv_cache", self.generator.pools, rebuilt=True, filled=False)
         if self.reference is not None:
-            residency.own("reference", [self.reference.weights.pool], rebuilt=False, filled=True)
+            residency.register(
+                "reference", [self.reference.weights.pool], rebuilt=False, filled=True
+            )
+        copies = {"adapters_copy": self._to_generator.copies}
+        if self._to_reference is not None:
+            own = [self._reference_copy.pool] if self._reference_copy else []
+            copies["reference_copy"] = [*own, *self._to_reference.copies]
+        for name, pools in copies.items():
+            if pools:
+                residency.register(name, pools, rebuilt=True, filled=False)
         residency.check_budget()
 
     def enter(self, phase: str) -> None:
-        self.residency.enter(phase)
+        self.residency.activate(phase)
 
     def refresh_generator(self) -> None:
         """Gives the generator the policy's current weights, unless it has them already."""
-        present = self.residency.roles["generator"].place is Place.ON_DEVICE
+        present = self.residency.roles["generator"].location is Location.DEVICE
         is_fresh = present and self.generator.version == self.policy.version
         if is_fresh and not self.weight_check.lacks(self.policy.version):
             return
@@ -143,28 +166,23 @@ class Roles:
         """With its weights on the device. Raises WeightsDiffer."""
         self.weight_check.check(self.generator.weights, self.policy.version)
 
-    def _delivery_to(self, target: Weights, plan: Plan | None = None) -> Delivery:
+    def _syncer_to(self, target: Weights, plan: Plan | None = None) -> WeightSyncer:
         policy = self.policy
-        return Delivery(policy.weights, policy.adapters, target, self.backend, plan)
+        return WeightSyncer(policy.weights, policy.adapters, target, self.backend, plan)
 
-    def sync_reference(self, share: float) -> None:
+    def sync_reference(self) -> None:
         """reference = share * policy + (1 - share) * reference (TR-DPO, arXiv:2404.09656)."""
-        if self.reference is None:
+        if self.reference is None or self._to_reference is None:
             return
         self.enter("sync_reference")
-        old = self.reference.weights
-        if share >= 1.0:
-            if self._to_reference is None:
-                self._to_reference = self._delivery_to(old)
-            self._to_reference.run()
-            return
-        fresh = Weights(old.layout, self.backend.rank, self.backend)
-        self._delivery_to(fresh).run()
-        for run, new in zip(old.runs, fresh.runs, strict=True):
-            run *= 1.0 - share
-            run += share * new
-        old.pool.push()
-        fresh.pool.release()
+        self._to_reference.run()
+        share = self.plan.config.ref_config.ref_model_mixup_alpha
+        if self._reference_copy is not None:
+            old, new = self.reference.weights, self._reference_copy
+            for run, fresh in zip(old.runs, new.runs, strict=True):
+                run *= 1.0 - share
+                run += share * fresh
+            old.pool.push()
 
 
 def micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:

@@ -14,7 +14,7 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.memory.residency import PHASES
+from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.families import DecoderConfig, parameter_specs
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.parallel.mesh import Grid
@@ -71,20 +71,14 @@ class RunPlan:
         wanted = self.prompts_per_replica * self.config.rl_config.num_generations
         return min(wanted, self.config.generate_config.max_num_seqs or wanted)
 
-    def memory(self) -> list[tuple[str, int, dict[str, int]]]:
-        """(phase, bytes, bytes by role) of the rank that needs most, weights and cache only, float32."""
-        by_role = self._bytes_by_role()
-        rows = []
-        for phase, roles in PHASES.items():
-            held = {role: by_role[role] for role in roles if role in by_role}
-            rows.append((phase, sum(held.values()), held))
-        return rows
+    def memory(self) -> list[PhaseMemory]:
+        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
+        return by_phase(self._bytes_by_role())
 
     def _bytes_by_role(self) -> Mapping[str, int]:
         train = trained = largest_share(self.train)
         if self.lora is not None:
-            specs = adapter_specs(self.train.specs, self.lora)
-            trained = largest_share(replace(self.train, specs=specs))
+            trained = self._adapter_bytes(self.train)
             train += trained
         by_role = {
             "policy": train,
@@ -93,11 +87,29 @@ class RunPlan:
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
         }
+        if self.lora is not None:
+            by_role["adapters_copy"] = self._adapter_bytes(self.infer)
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
+            copy = self._reference_copy_bytes(self.reference)
+            if copy:
+                by_role["reference_copy"] = copy
         return by_role
+
+    def _adapter_bytes(self, layout: Layout) -> int:
+        if self.lora is None:
+            return 0
+        return largest_share(replace(layout, specs=adapter_specs(self.train.specs, self.lora)))
+
+    def _reference_copy_bytes(self, reference: Layout) -> int:
+        """The policy in the reference's layout while the two are mixed, and its adapters there."""
+        ref = self.config.ref_config
+        if not ref.sync_ref_model:
+            return 0
+        mixed = largest_share(reference) if ref.ref_model_mixup_alpha < 1.0 else 0
+        return mixed + self._adapter_bytes(reference)
 
     @property
     def room(self) -> Room:
@@ -140,13 +152,9 @@ class RunPlan:
         return [*lines, f"reference {reference}"]
 
     def memory_lines(self) -> list[str]:
-        lines = []
-        for phase, total, held in self.memory():
-            if held:
-                parts = " + ".join(f"{role} {size / 2**20:.1f}" for role, size in held.items())
-                lines.append(f"{phase:<15}{total / 2**20:>10.1f} MiB a rank = {parts}")
+        lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * self._bytes_by_role()["gradients"] / 2**20
+            moments = 2 * self._bytes_by_role()["gradients"] / MIB
             lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 

@@ -245,4 +245,4 @@ class Stepper:
         ref = self.plan.config.ref_config
         if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
             with self._phase("sync_reference"):
-                self.roles.sync_reference(ref.ref_model_mixup_alpha)
+                self.roles.sync_reference()

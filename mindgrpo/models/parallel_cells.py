@@ -92,8 +92,8 @@ class GatherColumns(nn.Cell):
         super().__init__()
         self.alone = group.size == 1
         self.total = group.sum_cell()
-        place = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
-        self.place = Tensor(place, ms.float32)
+        position = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
+        self.place = Tensor(position, ms.float32)
 
     def construct(self, x: Any) -> Any:
         x = ops.expand_dims(x, 1)

@@ -29,8 +29,8 @@ def key_data(
 ) -> dict[str, np.ndarray]:
     """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
 
-    def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
     data = {
         "prompt_lengths": np.array([len(tokens) for tokens in samples.prompts], np.int32),

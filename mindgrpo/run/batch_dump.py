@@ -76,10 +76,12 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
         "completions": samples.completions,
     }
     lists |= {name: getattr(samples, name) for name in BY_TOKEN}
-    for name, parts in lists.items():
-        if parts is not None:
-            arrays[name] = np.concatenate([*parts, np.zeros(0, parts[0].dtype)])
-            arrays[f"{name}.lengths"] = np.array([len(part) for part in parts], np.int64)
+    for name, arrays_by_sample in lists.items():
+        if arrays_by_sample is not None:
+            arrays[name] = np.concatenate(
+                [*arrays_by_sample, np.zeros(0, arrays_by_sample[0].dtype)]
+            )
+            arrays[f"{name}.lengths"] = np.array([len(part) for part in arrays_by_sample], np.int64)
     return {name: np.ascontiguousarray(v) for name, v in arrays.items() if v is not None}
 
 

@@ -53,8 +53,10 @@ class RunCheckpoints:
             check_seen(record.directory, self._backend)
 
     def _still_there(self, best: Best | None) -> Best | None:
-        found = best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
-        return best if self._backend.world.gather_objects(found)[0] else None
+        is_there = (
+            best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
+        )
+        return best if self._backend.world.gather_objects(is_there)[0] else None
 
     @property
     def newest(self) -> int:

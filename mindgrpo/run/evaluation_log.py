@@ -47,7 +47,7 @@ def details(outcome: Outcome) -> dict[str, Any]:
         "completion_tokens": outcome.num_tokens,
         "seconds": outcome.seconds,
         "tokens_per_s": outcome.tokens_per_second,
-        "scored": {name: found.num_scored for name, found in outcome.by_function.items()},
+        "scored": {name: scores.num_scored for name, scores in outcome.by_function.items()},
     }
 
 

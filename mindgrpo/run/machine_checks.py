@@ -173,8 +173,8 @@ def _meeting_place() -> Finding:
 
 def _variables(environment: Mapping[str, str]) -> list[Finding]:
     wrong = wrong_variables(environment)
-    told = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
-    return told or [Finding("ok", "the environment's variables can be used")]
+    errors = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
+    return errors or [Finding("ok", "the environment's variables can be used")]
 
 
 def _disk() -> Finding:

@@ -43,14 +43,18 @@ class SkippedUpdates:
         skipped = {skip.update: skip for skip in outcome.skipped}
         if skipped:
             self._tell(step, list(skipped.values()), num_updates)
-            place = self._keep(step, outcome, version)
+            dump_folder = self._keep(step, outcome, version)
         for update in range(num_updates):
             self._in_a_row = self._in_a_row + 1 if update in skipped else 0
             if self._in_a_row > self._rl.max_skipped_updates:
                 raise TooManySkipped(
                     f"{self._in_a_row} updates in a row were skipped (rl_config.max_skipped_updates is "
                     f"{self._rl.max_skipped_updates}), in step {step + 1} for {skipped[update].found}; "
-                    + (f"python -m mindgrpo replay {place} shows the batch" if place else "")
+                    + (
+                        f"python -m mindgrpo replay {dump_folder} shows the batch"
+                        if dump_folder
+                        else ""
+                    )
                 )
         return {"skipped_updates": len(skipped)}
 

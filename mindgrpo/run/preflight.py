@@ -19,6 +19,7 @@ from mindgrpo.data.sources import ALONE, Ranks, open_records
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.memory.account import check_budget
 from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
@@ -119,6 +120,8 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
+    budget = config.context.max_device_memory
+    check_budget(plan.memory(), memory_bytes(budget) if budget else None)
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))
@@ -165,17 +168,17 @@ def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
 
 
 def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
-    given = config.generate_config.sampling_config
-    stops = given.eos_token_id
+    sampling = config.generate_config.sampling_config
+    stops = sampling.eos_token_id
     stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
     return SamplingSettings(
-        temperature=given.temperature,
-        top_k=max(0, given.top_k),
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        min_tokens=given.min_tokens,
-        max_tokens=given.max_tokens,
+        temperature=sampling.temperature,
+        top_k=max(0, sampling.top_k),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
         stop_ids=stop_ids,
     )
 

@@ -33,10 +33,10 @@ from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run.evaluation_log import write_evaluation
 from mindgrpo.run.output_paths import (
-    Places,
+    OutputPaths,
     continue_files,
     label_of,
-    make_places,
+    make_output_paths,
 )
 from mindgrpo.run.preflight import Inputs
 
@@ -64,9 +64,9 @@ class RunRecord:
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
         # All are made now: a folder that cannot be written is better told before a run than after it.
-        made = make_places(loaded.config, name, start) if self._is_writer else None
-        self._places: Places = backend.world.gather_objects(made)[0]
-        self.directory, self.model_directory = self._places.directory, self._places.model
+        made = make_output_paths(loaded.config, name, start) if self._is_writer else None
+        self._paths: OutputPaths = backend.world.gather_objects(made)[0]
+        self.directory, self.model_directory = self._paths.directory, self._paths.model
         backend.compile_log.listener = self._compiling
 
     @property
@@ -82,20 +82,20 @@ class RunRecord:
             self._first_step_seconds = self._earlier.first_step_seconds
         if not self._is_writer:
             return
-        for line in continue_files(self._places, self._start, chosen, is_complete):
+        for line in continue_files(self._paths, self._start, chosen, is_complete):
             self.console.line(f"  {line}")
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
         self._metrics = MetricsWriter(
             self.directory,
-            self._places.tensorboard,
+            self._paths.tensorboard,
             rl.tensorboard_queue_size,
             self._earlier.step,
         )
         self._completions = None
-        if self._places.completions is not None:
+        if self._paths.completions is not None:
             self._completions = CompletionsWriter(
-                self._places.completions / "completions.jsonl",
+                self._paths.completions / "completions.jsonl",
                 rl.save_prompt_completions_interval,
             )
 
@@ -106,7 +106,7 @@ class RunRecord:
             "seconds": self._seconds(),
             "first_step_seconds": self._first_step_seconds,
             "compiles": self._compiles(),
-            "places": self._places.outside,
+            "places": self._paths.outside,
         }
 
     def _seconds(self) -> float:
@@ -154,8 +154,8 @@ class RunRecord:
         ]
         if backend.notices:
             sections.append(("kernels", backend.notices))
-        if self._places.elsewhere:
-            sections.append(("elsewhere", self._places.elsewhere))
+        if self._paths.elsewhere:
+            sections.append(("elsewhere", self._paths.elsewhere))
         if notes or self._loaded.notices:
             sections.append(("notes", [*notes, *self._loaded.notices]))
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)

@@ -28,10 +28,10 @@ def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:
 
 
 def compare(candidate: Candidate, config: Config, now: Identity) -> list[str]:
-    found = differences.differences(candidate.manifest.identity, now)
+    changes = differences.differences(candidate.manifest.identity, now)
     if not now.unsaved:  # weights are compared when they have been read
-        found = [one for one in found if not one.key.startswith("weights.")]
-    return differences.check(found, config.rl_config.resume_changed, str(candidate.folder))
+        changes = [one for one in changes if not one.key.startswith("weights.")]
+    return differences.check(changes, config.rl_config.resume_changed, str(candidate.folder))
 
 
 def identity_of(

@@ -22,7 +22,7 @@ from mindgrpo.grpo.step import StepOutcome
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
-from mindgrpo.monitor.run_directory import own_place
+from mindgrpo.monitor.run_directory import own_folder
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
 from mindgrpo.presence.watchman import Watchman
 from mindgrpo.run.recorder import RunRecord
@@ -47,8 +47,8 @@ class Watch:
         if settings.seconds is None:
             return None
         here, rank = socket.gethostname(), self._backend.rank
-        found = enumerate(self._backend.world.gather_objects((here, os.getpid())))
-        processes = {other: pid for other, (host, pid) in found if host == here}
+        hosts = enumerate(self._backend.world.gather_objects((here, os.getpid())))
+        processes = {other: pid for other, (host, pid) in hosts if host == here}
         if rank != min(processes):
             return None
         name = "host_memory.jsonl" if rank == 0 else f"host_memory_rank_{rank}.jsonl"
@@ -79,7 +79,7 @@ class Watch:
             )
             return None
         key = "msprobe_config.dump_path"
-        folder = own_place(settings.dump_path, self._record.label, "*", key)
+        folder = own_folder(settings.dump_path, self._record.label, "*", key)
         probe = Probe(saver, folder, self._record.console.line)
         if settings.configurations_dump:
             probe.configuration(values_by_key(self._config))
@@ -144,11 +144,11 @@ class Profile:
         self._window = ExitStack()
         if not settings.profile:
             return
-        place = None
+        folder = None
         if backend.rank == 0:
             key = "profiler_config.profile_save_path"
-            place = own_place(settings.profile_save_path, record.label, "*", key)
-        self._folder: Path = backend.world.gather_objects(place)[0]
+            folder = own_folder(settings.profile_save_path, record.label, "*", key)
+        self._folder: Path = backend.world.gather_objects(folder)[0]
         self._trace = PhaseTrace(
             backend.rank,
             settings.phases,
@@ -163,11 +163,11 @@ class Profile:
             )
 
     def _hear_compiling(self) -> None:
-        told = self._backend.compile_log.listener
+        listener = self._backend.compile_log.listener
 
         def compiling(name: str, seconds: float | None) -> None:
-            if told is not None:
-                told(name, seconds)
+            if listener is not None:
+                listener(name, seconds)
             if seconds is not None and self._active and self._trace is not None:
                 self._trace.bar(f"compile {name}", "compile", seconds)
 

@@ -25,7 +25,8 @@ PerToken = dict[int, np.ndarray]
 class UpdateReport:
     """`logps` by sample, before the update; means and fractions are over the tokens that have a part in the loss.
 
-    `clipped_low` and `clipped_high` are the shares decided by either end of the clip; `padding_share` is of the rows'
+    `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
+    either end of the clip decided; `padding_share` is of the rows'
     places.
     """
 
@@ -144,7 +145,7 @@ def _report(
     kl = np.zeros(0)
     if samples.reference_logps is not None:
         kl = loss.kl_estimate(tokens.logps, tokens.reference, objective.kl_estimator)
-    low, high = loss.clipped_tokens(tokens, objective)
+    low, high = loss.clipped(tokens, objective)
     return UpdateReport(
         loss=loss.policy_loss(tokens, objective),
         kl=_mean(kl),

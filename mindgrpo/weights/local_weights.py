@@ -103,6 +103,7 @@ class Weights:
         shared: bool = False,
         on_host: bool = False,
     ) -> None:
+        self.on_host = on_host
         self.stored = arrange(layout, rank)
         num_bytes = sum(entry.size for entry in self.stored) * FLOAT_BYTES
         self.pool: Pool = (

@@ -22,7 +22,7 @@ from mindgrpo.grpo.step import Stepper
 from mindgrpo.training import update as batches
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 
 Change = Callable[[Any], Any]
 
@@ -102,25 +102,25 @@ def nan_gradient(at: int) -> None:
 def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = next(iter(delivery._target.parts.values()))
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = next(iter(syncer._target.parts.values()))
         part.view(np.uint32)[0, 0] ^= 1
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = delivery._target.parts["model.layers.0.mlp.down_proj.weight"]
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = syncer._target.parts["model.layers.0.mlp.down_proj.weight"]
         part[[0, 1]] = part[[1, 0]]
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def replica_weight(at: int) -> None:
@@ -136,12 +136,12 @@ def replica_weight(at: int) -> None:
 
 def stale_generator(at: int) -> None:
     """No weights are delivered, on any rank, and the generator is told that they were."""
-    original = Delivery.run
+    original = WeightSyncer.run
 
-    def changed(delivery: Delivery) -> Any:
-        return Traffic(0, 0.0) if Clock.step >= at else original(delivery)
+    def changed(syncer: WeightSyncer) -> Any:
+        return Traffic(0, 0.0) if Clock.step >= at else original(syncer)
 
-    put(Delivery, "run", changed)
+    put(WeightSyncer, "run", changed)
 
 
 def token(at: int) -> None:

@@ -49,7 +49,7 @@ from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weight_sync.execute import Resharder, checksums
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -101,7 +101,7 @@ class Run:
         self.reference = self._reference()
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
-        self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
         self.replaced: list[int] = []
 
     def _policy(self) -> Policy:
@@ -146,7 +146,7 @@ class Run:
         )
 
     def step(self, number: int) -> dict[str, Any]:
-        self.delivery.run()
+        self.syncer.run()
         self.generator.version = self.policy.version
         samples = self._generate(number, prompts())
         earned = rewards(samples)
@@ -195,7 +195,7 @@ class Run:
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
-        self.delivery.run()
+        self.syncer.run()
         self.generator.version = self.policy.version
         settings = replace(self.generator.settings, temperature=0.0)
         draw, given = Draw(SEED, EVALUATION, c.NUM_STEPS), prompts()
@@ -220,7 +220,7 @@ class Run:
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
-        Delivery(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
+        WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
         return {name: np.array(part) for name, part in weights.parts.items()}
 
 

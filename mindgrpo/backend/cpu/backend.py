@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -119,13 +120,13 @@ class CpuLink(Link):
 
 
 def _rank_told(environment: dict[str, str]) -> int:
-    told = environment.get("RANK_ID", "")
-    if not told.isdecimal():
+    rank = environment.get("RANK_ID", "")
+    if not rank.isdecimal():
         raise UserError(
-            f"RANK_ID is '{told}', but must be this process's number among MS_WORKER_NUM="
+            f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM="
             f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
         )
-    return int(told)
+    return int(rank)
 
 
 def _notices() -> tuple[str, ...]:
@@ -143,6 +144,7 @@ class CpuBackend(Backend):
     def __init__(self, environment: dict[str, str], transport: str, compiled: bool = True) -> None:
         self._transport = transport
         self.compile_log = CompileLog()
+        self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         self._placement = Placement(0, 1, 1)
@@ -247,15 +249,17 @@ class CpuBackend(Backend):
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
         readable = shared and self.world_size > 1 and self._far is None
-        return SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        pool = SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
         if not isinstance(pool, SharedPool):
             return None
-        told = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
+        addresses = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
         peers: dict[int, PeerPool] = {}
         try:
-            for rank, address in enumerate(told):
+            for rank, address in enumerate(addresses):
                 if rank != self.rank:
                     peers[rank] = PeerPool(*address)
         except OSError:
@@ -264,7 +268,9 @@ class CpuBackend(Backend):
         return peers if all(complete) else None
 
     def host_pool(self, num_bytes: int) -> Pool:
-        return HostPool(num_bytes)
+        pool = HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)

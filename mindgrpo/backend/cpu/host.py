@@ -43,8 +43,8 @@ MAX_OFFERS = 1000
 
 def job_name(environment: Mapping[str, str]) -> str:
     """Every rank of one msrun has the same parent, and two runs never share parent and port."""
-    given = environment.get("MINDGRPO_JOB")
-    return given or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+    job = environment.get("MINDGRPO_JOB")
+    return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
 
 def remove_board(environment: Mapping[str, str]) -> None:
@@ -275,8 +275,8 @@ class Board(Joined):
         wanted, seen, index = _hash(name), 0, self._index[rank]
         while True:
             self.counters.wait([index], seen + 1, self.check)
-            found, descriptor = self._offers[index, seen].tolist()
-            if found == wanted:
+            key, descriptor = self._offers[index, seen].tolist()
+            if key == wanted:
                 path = f"/proc/{self._host.pid_of(rank)}/fd/{descriptor}"
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
             seen += 1

@@ -69,7 +69,7 @@ class PolledCounters(Counters):
         return self._values[index * LINE // 8] >= value
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        turns, told = 0, False
+        turns, reported = 0, False
         next_check = 0.0
         for index in indices:
             while not self._reached(index, value):
@@ -83,10 +83,10 @@ class PolledCounters(Counters):
                     next_check = now + LIFE_CHECK_SECONDS
                 elif now > next_check:
                     self._waits(now)
-                    told = True
+                    reported = True
                     _check(check, partial(self._reached, index, value))
                     next_check = now + LIFE_CHECK_SECONDS
-        if told:
+        if reported:
             self._waits(0.0)
 
 
@@ -113,14 +113,14 @@ class SleepingCounters(Counters):
         self._library.futex_post(self._address + index * LINE, value)
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        milliseconds, told = int(LIFE_CHECK_SECONDS * 1000), False
+        milliseconds, reported = int(LIFE_CHECK_SECONDS * 1000), False
         for index in indices:
             cell = self._address + index * LINE
             while self._library.futex_wait(cell, value, self._spins, milliseconds):
                 self._waits(time.monotonic())
-                told = True
+                reported = True
                 _check(check, partial(self._reached, index, value))
-        if told:
+        if reported:
             self._waits(0.0)
 
     def _reached(self, index: int, value: int) -> bool:

@@ -82,8 +82,8 @@ class Generator:
         self._decoder = decoder(shard, backend, settings, room)
 
     @property
-    def cache(self) -> Pool:
-        return self._decoder.cache
+    def pools(self) -> Sequence[Pool]:
+        return self._decoder.pools
 
     def generate(
         self,

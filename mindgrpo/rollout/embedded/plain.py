@@ -40,10 +40,10 @@ class PlainDecoder:
         count = 2 * len(shard.layers)
         heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
         footprint = Footprint.plain(room, len(shard.layers), heads)
-        self.cache: Pool = backend.pool(footprint.num_bytes)
+        cache = backend.pool(footprint.num_bytes)
+        self.pools: list[Pool] = [cache]
         parts = [
-            backend.parameter(self.cache.view(i * size, shape), f"cache{i}", False)
-            for i in range(count)
+            backend.parameter(cache.view(i * size, shape), f"cache{i}", False) for i in range(count)
         ]
         caches = list(zip(parts[::2], parts[1::2], strict=True))
         self._seen: np.ndarray | None = None
@@ -51,6 +51,7 @@ class PlainDecoder:
         if settings.repetition_penalty != 1.0:
             # Apart from the cache, as the host writes it.
             self._seen_pool = backend.pool(room.slots * shard.local_vocab * FLOAT_BYTES)
+            self.pools.append(self._seen_pool)
             self._seen = self._seen_pool.view(0, (room.slots, shard.local_vocab))
             seen = backend.parameter(self._seen, "seen", False)
 

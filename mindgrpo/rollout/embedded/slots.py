@@ -154,8 +154,9 @@ class SlotDecoder:
             heads,
             share.vocabulary.width if penalised else 0,
         )
-        self.cache: Pool = backend.pool(footprint.num_bytes)
-        memory = _views(self.cache, footprint)
+        cache = backend.pool(footprint.num_bytes)
+        self.pools: list[Pool] = [cache]
+        memory = _views(cache, footprint)
         rotary = rotary_table(shard.config, room.max_prompt + room.max_tokens)
         slots = shard.kernels.slots(
             share, settings.rules(), rotary, room.slots, room.prompt_rows, memory
