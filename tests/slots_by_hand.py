@@ -29,8 +29,10 @@ TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 
 
-def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
-    """The outputs of a cell that is one operation of the C library."""
+def arrays_of(
+    cell: Any, *inputs: np.ndarray
+) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
+    """Symbol, inputs and fresh outputs of a cell that is one operation of the C library."""
     symbol = cell.run.func.rpartition(":")[2]
     arrays = [np.ascontiguousarray(x) for x in (*inputs, cell.meta.asnumpy())]
     shapes: Any = cell.run.out_shape(*(list(x.shape) for x in arrays))
@@ -39,6 +41,12 @@ def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
         shapes, types = (shapes,), (types,)
     # What a graph's memory holds before is anything at all.
     outputs = [np.full(s, 77, TYPES[t]) for s, t in zip(shapes, types, strict=True)]
+    return symbol, arrays, outputs
+
+
+def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
+    """The outputs of a cell that is one operation of the C library."""
+    symbol, arrays, outputs = arrays_of(cell, *inputs)
     call_kernel(symbol, *arrays, *outputs)
     return outputs
 
