@@ -1,6 +1,7 @@
 /* Boxes of tensors into boxes of tensors, from a table made once. Stores go past the caches, as memcpy's do for long
  * blocks: what is moved is not read again soon, and a line that is written whole need not be fetched first. */
-#include "core.h"
+#include <stdint.h>
+#include <string.h>
 
 #ifdef __AVX2__
 #include <immintrin.h>

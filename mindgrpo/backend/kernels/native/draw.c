@@ -60,10 +60,13 @@ static void settle_digit(const Rollout *g, int64_t row, const Gathered *all, int
 typedef struct {
     const Rollout *g;
     void **params;
-    int64_t **shapes;
+    int64_t *const *shapes;
     int round;
-    float *out;
+    float *out, *memory;
+    int64_t own_floats; /* of `memory` for each member */
 } Task;
+
+static float *memory_of(const Task *t, Member member) { return t->memory + member.index * t->own_floats; }
 
 static Row task_row(const Task *t, int64_t i) { return row_of(t->g, i, t->params[0], t->shapes[0][1]); }
 
@@ -74,7 +77,7 @@ static Gathered task_gathered(const Task *t, int64_t i) {
     return all;
 }
 
-static void narrow(const void *task, Member member) {
+static void narrow(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
@@ -86,24 +89,37 @@ static void narrow(const void *task, Member member) {
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins of the round before [ways, B, 256], (number, round) int32 [2])
- * -> bins [B, 256] of this round; round 1 takes `pieces` for bins */
-int rollout_narrow(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const int32_t *meta = params[3];
-    const Rollout *g = rollout_of(meta);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, meta[1], params[4]};
-    /* A graph that narrows also serves rules that have nothing to narrow. */
-    if (g->num_rows && has_nucleus(g)) team_run(narrow, &t);
+/* Zeroes the answer [B, .] and runs `work` on the rows in use, if there is `any` to do. */
+static int run_rows(const Call *call, const Rollout *g, const int32_t *meta, void (*work)(void *, Member), int any) {
+    int last = call->num_params - 1;
+    int64_t blocks = (g->vocab + BLOCK - 1) / BLOCK, least = FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0);
+    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->ways || dim(call, 'C') < least)
+        return refuse(call, "B = %lld, V = %lld, R = %lld or C = %lld do not fit %lld rows of %lld tokens on %lld ranks",
+                      (long long)dim(call, 'B'), (long long)dim(call, 'V'), (long long)dim(call, 'R'),
+                      (long long)dim(call, 'C'), (long long)g->num_rows, (long long)g->vocab, (long long)g->ways);
+    Task t = {g, call->params, call->shapes, meta[1], call->params[last], NULL, 0};
+    t.own_floats = padded(2 * blocks + g->ways * g->candidates + 1);
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
+    memset(t.out, 0, dim(call, 'B') * call->shapes[last][1] * sizeof(float));
+    if (g->num_rows && any) pool_run(work, &t);
     return 0;
 }
 
+/* Bins of this round; round 1 takes `pieces` for bins. meta: number, round. */
+KERNEL(rollout_narrow, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
+    const Rollout *g = rollout_of(call, call->params[3]);
+    if (!g) return KERNEL_REFUSED;
+    const int32_t *meta = call->params[3];
+    if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
+        return refuse(call, "round %d of %lld bins", meta[1], (long long)dim(call, 'A'));
+    /* A graph that narrows also serves rules that have nothing to narrow. */
+    return run_rows(call, g, meta, narrow, has_nucleus(g));
+}
+
 /* The smallest logit that top-k and top-p keep; each rank's pieces hold all that can be among the k largest. */
-static float best_threshold(const Rollout *g, const Gathered *all) {
+static float best_threshold(const Rollout *g, const Gathered *all, float *values) {
     int64_t size = 0, count = 0;
-    float *values = thread_room(g->ways * g->candidates);
     for (int64_t r = 0; r < g->ways; r++)
         for (int64_t i = 0; i < g->candidates; i++) {
             values[size] = all->pieces[r * all->next_pieces + FIRST + i];
@@ -148,11 +164,11 @@ static float nucleus_threshold(const Row *row, Gathered *all) {
     return of_rank(prefix_of(g, row->number));
 }
 
-static float threshold_of(const Row *row, Gathered *all, int is_settled) {
+static float threshold_of(const Row *row, Gathered *all, int is_settled, float *memory) {
     const Rollout *g = row->g;
     float least = -INFINITY;
     if (g->top_k)
-        least = best_threshold(g, all);
+        least = best_threshold(g, all, memory);
     else if (g->top_p < 1.0)
         least = is_settled ? of_rank(prefix_of(g, row->number)) : nucleus_threshold(row, all);
     if (g->min_p > 0.0) least = fmaxf(least, all->top + logf(g->min_p));
@@ -169,27 +185,23 @@ static double kept_mass(const Row *row, float threshold, float top) {
     return total;
 }
 
-static void give_shares(const void *task, Member member) {
+static void give_shares(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
         Gathered all = task_gathered(t, i);
-        t->out[i] = kept_mass(&row, threshold_of(&row, &all, 0), all.top);
+        t->out[i] = kept_mass(&row, threshold_of(&row, &all, 0, memory_of(t, member)), all.top);
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins [ways, B, 256] of the last round or [1], number int32 [1])
- * -> [B, 1]: the mass of what is kept on this rank. For rules whose pieces do not tell it. */
-int rollout_shares(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[3]);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[4]};
-    if (g->num_rows) team_run(give_shares, &t);
-    return 0;
+/* The mass of what is kept on this rank, for rules whose pieces do not tell it. meta: number, 0. */
+KERNEL(rollout_shares, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], meta i32[2] -> shares f32[B, 1]") {
+    const Rollout *g = rollout_of(call, call->params[3]);
+    if (!g) return KERNEL_REFUSED;
+    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%lld bins", (long long)dim(call, 'A'));
+    return run_rows(call, g, call->params[3], give_shares, 1);
 }
 
 /* The mass of what is kept on each rank. */
@@ -211,9 +223,10 @@ static double kept_on(const Row *row, const Gathered *all, float threshold, int6
 
 /* The first kept token whose cumulative mass, after `begin` on the ranks before, exceeds the row's share of `total`;
  * rounding may leave none, then it is the last one with any. -1 without any. Alone, a rank knows the total best. */
-static int64_t token_at(const Row *row, float threshold, float top, double uniform, double begin, double total) {
+static int64_t token_at(const Row *row, float threshold, float top, double uniform, double begin, double total,
+                        double *masses) {
     int64_t vocab = row->g->vocab, blocks = (vocab + BLOCK - 1) / BLOCK, chosen = -1, last = -1;
-    double *masses = (double *)thread_room(2 * blocks), own = 0.0, sum = 0.0, before = 0.0;
+    double own = 0.0, sum = 0.0, before = 0.0;
     float x[BLOCK];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t count = load(row, b * BLOCK, x);
@@ -250,9 +263,10 @@ static float plain_log_sum(const Rollout *g, const Gathered *all) {
 }
 
 /* (embedding, token, log-prob), zero on all ranks but the token's. `shares` [ways], `next` floats apart, or NULL. */
-static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t next, const float *table, float *out) {
+static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t next, const float *table, float *out,
+                     float *memory) {
     const Rollout *g = row->g;
-    float threshold = g->greedy ? all->top : threshold_of(row, all, shares != NULL);
+    float threshold = g->greedy ? all->top : threshold_of(row, all, shares != NULL, memory);
     double uniform = g->greedy ? 0.0 : g->uniforms[g->row_sample[row->number] * g->longest + row->at];
     double kept[g->ways], total = 0.0, begin = 0.0, sum = 0.0;
     int64_t owner = 0;
@@ -269,7 +283,7 @@ static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t
     }
     memset(out, 0, (g->hidden + 2) * sizeof(float));
     if (owner != g->index) return;
-    int64_t token = token_at(row, threshold, all->top, uniform, begin, total);
+    int64_t token = token_at(row, threshold, all->top, uniform, begin, total, (double *)memory);
     int64_t known = token < 0 ? 0 : token;
     memcpy(out, table + known * g->hidden, g->hidden * sizeof(float));
     out[g->hidden] = g->first_token + known;
@@ -277,7 +291,7 @@ static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t
     out[g->hidden + 1] = token < 0 ? NAN : row->logits[token] * (float)g->scale - plain_log_sum(g, all);
 }
 
-static void draw(const void *task, Member member) {
+static void draw(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end, capacity = t->shapes[1][1], has_shares = t->shapes[2][2] == 1;
     share_out(member, t->g->num_rows, &begin, &end);
@@ -285,18 +299,17 @@ static void draw(const void *task, Member member) {
         Row row = task_row(t, i);
         Gathered all = task_gathered(t, i);
         const float *shares = has_shares ? (const float *)t->params[2] + i : NULL;
-        draw_row(&row, &all, shares, capacity, t->params[3], t->out + i * (t->g->hidden + 2));
+        draw_row(&row, &all, shares, capacity, t->params[3], t->out + i * (t->g->hidden + 2), memory_of(t, member));
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], the last answer gathered: bins [ways, B, 256], shares [ways, B, 1] or, where
- *  nothing was narrowed, the pieces; embeddings [V, H], number int32 [1]) -> [B, H + 2] */
-int rollout_draw(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    memset(params[5], 0, numel(5, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[5]};
-    if (g->num_rows) team_run(draw, &t);
-    return 0;
+/* `answer`: the last bins or shares, or the pieces where nothing was narrowed. meta: number, 0. */
+KERNEL(rollout_draw, "logits f32[B, V], pieces f32[R, B, C], answer f32[R, B, A], table f32[V, H], meta i32[2] "
+                     "-> drawn f32[B, E]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g) return KERNEL_REFUSED;
+    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %lld for H + 2", (long long)dim(call, 'E'));
+    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS && dim(call, 'A') != 1)
+        return refuse(call, "%lld bins", (long long)dim(call, 'A'));
+    return run_rows(call, g, call->params[4], draw, 1);
 }

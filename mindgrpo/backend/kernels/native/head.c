@@ -18,17 +18,17 @@ static void top_and_sum(const Row *row, float *top, float *sum) {
 }
 
 /* The `candidates` largest logits of this rank in any order, and before them how many more equal the smallest. */
-static void find_candidates(const Row *row, float *pieces) {
+static void find_candidates(const Row *row, float *pieces, float *memory) {
     int64_t vocab = row->g->vocab, wanted = row->g->candidates, blocks = (vocab + BLOCK - 1) / BLOCK, size = 0;
-    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / LANES;
-    float *all = thread_room(2 * blocks * BLOCK), *found = all + blocks * BLOCK, least = -INFINITY;
+    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / VEC;
+    float *all = memory, *found = all + blocks * BLOCK, least = -INFINITY;
     for (int64_t start = 0; start < vocab; start += BLOCK) {
         int64_t loaded = load(row, start, all + start);
         for (int64_t i = loaded; i < BLOCK; i++) all[start + i] = -INFINITY;
     }
     if (blocks * parts >= count) {
-        /* As many stretches of LANES have their largest above the count-th of these: so have the logits. */
-        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * LANES, LANES);
+        /* As many stretches of VEC have their largest above the count-th of these: so have the logits. */
+        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * VEC, VEC);
         least = select_largest(found, blocks * parts, count);
     }
     for (int64_t i = 0; i < vocab; i++) {
@@ -46,11 +46,11 @@ static void find_candidates(const Row *row, float *pieces) {
 typedef struct {
     const Rollout *g;
     const float *x, *added, *norm, *table;
-    float *logits, *pieces;
-    int64_t width, columns;
+    float *logits, *pieces, *memory;
+    int64_t width, columns, own_floats; /* of `memory` for each member */
 } Task;
 
-static void give_pieces(const Task *t, int64_t number) {
+static void give_pieces(const Task *t, int64_t number, float *memory) {
     const Rollout *g = t->g;
     float *pieces = t->pieces + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
@@ -63,37 +63,44 @@ static void give_pieces(const Task *t, int64_t number) {
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
     memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
-        find_candidates(&row, pieces);
+        find_candidates(&row, pieces, memory);
     else if (has_nucleus(g))
         histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
 }
 
-static void head(const void *task, Member member) {
+static void head(void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
     int64_t hidden = g->hidden, begin, end;
-    float *sum = thread_room(hidden), *turned = g->scratch;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
+        float *sum = g->scratch + i * hidden;
         for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
-        float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
-        float *to = turned + i / LANES * LANES * hidden + i % LANES;
-        for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * t->norm[j];
+        float scale = inverse_rms(sum, hidden, g->eps);
+        for (int64_t j = 0; j < hidden; j++) sum[j] *= scale * t->norm[j];
     }
-    team_meet(member);
-    multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
-    team_meet(member);
-    for (int64_t i = begin; i < end; i++) give_pieces(t, i);
+    pool_meet(member);
+    gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
+    pool_meet(member);
+    for (int64_t i = begin; i < end; i++) give_pieces(t, i, t->memory + member.index * t->own_floats);
 }
 
-/* (x [B, H], added [B, H], norm [H], table [V, H], number int32 [1]) -> (logits [B, V], pieces [B, C]) */
-int rollout_head(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    Task t = {g, params[0], params[1], params[2], params[3], params[5], params[6], shapes[5][1], shapes[6][1]};
+KERNEL(rollout_head, "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+                     "-> logits f32[B, V], pieces f32[B, C]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g) return KERNEL_REFUSED;
+    void **p = call->params;
+    Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
+    if (g->num_rows > dim(call, 'B') || g->num_rows * g->hidden > g->scratch_count || g->vocab > t.width ||
+        t.columns < FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0))
+        return refuse(call, "B = %lld, V = %lld, C = %lld or %lld floats of scratch are too small for %lld rows and %lld tokens",
+                      (long long)dim(call, 'B'), (long long)t.width, (long long)t.columns, (long long)g->scratch_count,
+                      (long long)g->num_rows, (long long)g->vocab);
+    t.own_floats = 2 * (g->vocab + BLOCK);
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
-    memset(t.pieces + g->num_rows * t.columns, 0, (shapes[6][0] - g->num_rows) * t.columns * sizeof(float));
-    if (g->num_rows) team_run(head, &t);
+    memset(t.pieces + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
+    if (g->num_rows) pool_run(head, &t);
     return 0;
 }

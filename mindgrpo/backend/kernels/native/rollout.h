@@ -1,56 +1,70 @@
-/* What the generator's kernels share: one table entry a generator, which Python lays out and registers.
+/* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
- * A graph carries the entry's number, never an address. Every field is 8 bytes wide, in the order that
- * native_rollout.py gives. Kernels of one entry run one after another: each takes what the one before gave.
+ * A graph carries the table's number, never an address. A slot holds the keys and values that one sample has made; an
+ * entry those of a prompt, which all samples of the prompt read. Rows are what a kernel works on: the slots in use, in
+ * order, or the tokens of prompts.
  *
- * A slot holds the keys and values that one sample has made; an entry those of a prompt, which all samples of the
- * prompt read. Rows are what a kernel works on: the slots in use, in order, or the tokens of prompts.
+ * These kernels change the table and what it points to, but the graph compiler takes every operation for a pure
+ * function: it merges two calls with the same inputs, drops a call whose outputs nobody reads, and runs calls that do
+ * not need each other's outputs in any order. So every such call takes an output of the call before it, and its own
+ * output goes into the next, up to what the graph returns: begin -> layers -> head -> draw -> commit -> layers and so
+ * on. Whoever adds an operation on the table puts it into this chain (tests/test_kernel_order.py).
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
 
-#include "core.h"
-#include "matrix.h"
-#include "team.h"
+#include "gemm.h"
+#include "kernel.h"
+#include "thread_pool.h"
+#include "vec16.h"
+
+/* The table's fields. NUMBER(type, name); ARRAY(type, name) also makes name_count, its number of elements. */
+#define ROLLOUT_FIELDS(NUMBER, ARRAY)                                                                                \
+    /* this rank's share of the model */                                                                             \
+    NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries) NUMBER(int64_t, kv) NUMBER(int64_t, dim) \
+    NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, ways) NUMBER(int64_t, index)                 \
+    NUMBER(double, eps)                                                                                              \
+    /* how tokens are drawn */                                                                                       \
+    NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)           \
+    NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                        \
+    ARRAY(int32_t, stops)                                                                                            \
+    /* rooms, in positions */                                                                                        \
+    NUMBER(int64_t, slots) NUMBER(int64_t, slot_room) NUMBER(int64_t, entry_room) NUMBER(int64_t, layer_floats)      \
+    /* the job: `longest` columns in each of its [samples, longest] arrays */                                        \
+    NUMBER(int64_t, longest) NUMBER(int64_t, num_rows) NUMBER(int64_t, num_free) NUMBER(int64_t, queue_head)         \
+    NUMBER(int64_t, queue_tail) NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) NUMBER(int64_t, steps)   \
+    NUMBER(int64_t, row_steps)                                                                                       \
+    /* memory */                                                                                                     \
+    ARRAY(float, cache) ARRAY(float, scratch) ARRAY(float, next) ARRAY(float, starts) ARRAY(float, rotary)           \
+    ARRAY(uint8_t, seen) ARRAY(double, above)                                                                        \
+    /* by sample */                                                                                                  \
+    ARRAY(int32_t, prompt_tokens) ARRAY(int64_t, prompt_at) ARRAY(int32_t, prompt_length) ARRAY(int32_t, limit)      \
+    ARRAY(float, uniforms) ARRAY(int32_t, tokens) ARRAY(float, logps) ARRAY(int32_t, lengths)                        \
+    ARRAY(int32_t, stopped)                                                                                          \
+    /* by place in the queue, entry, free slot and row */                                                            \
+    ARRAY(int32_t, queue_sample) ARRAY(int32_t, queue_entry) ARRAY(int32_t, users) ARRAY(int32_t, free_slots)        \
+    ARRAY(int32_t, row_sample) ARRAY(int32_t, row_slot) ARRAY(int32_t, row_entry) ARRAY(int32_t, row_shared)         \
+    ARRAY(int32_t, row_own)                                                                                          \
+    /* tokens of prompts: entry and number of keys seen, the own included; entries of first inputs */                \
+    ARRAY(int32_t, prompt_row_entry) ARRAY(int32_t, prompt_row_seen) ARRAY(int32_t, start_entry)
+
+#define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
+#define DECLARE_ARRAY(TYPE, NAME) \
+    TYPE *NAME;                   \
+    int64_t NAME##_count;
+typedef struct {
+    ROLLOUT_FIELDS(DECLARE_NUMBER, DECLARE_ARRAY)
+} Rollout;
+
+/* The table whose number `meta` begins with. NULL, and a sentence kept, where there is none or where the call's letters
+ * (H hidden, I inner, D head dim, W and M widths of the projection and of what attention mixes) are not the table's. */
+Rollout *rollout_of(const Call *call, const int32_t *meta);
 
 /* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]. */
 typedef struct {
     float *keys, *values;
     int64_t room;
 } Region;
-
-typedef struct {
-    /* this rank's share of the model */
-    int64_t hidden, inner, queries, kv, dim, vocab, first_token, ways, index;
-    /* how tokens are drawn */
-    int64_t greedy, top_k, candidates, min_tokens, num_stops;
-    double eps, scale, penalty, top_p, min_p;
-    /* rooms, in positions */
-    int64_t slots, slot_room, entry_room, layer_floats;
-    /* the job: `longest` columns in each of its [samples, longest] arrays */
-    int64_t longest, num_rows, num_free, queue_head, queue_tail, prompt_rows, prompt_starts, steps, row_steps;
-    /* memory */
-    float *cache, *scratch, *next, *starts, *rotary;
-    uint8_t *seen;
-    double *above;
-    int32_t *stops;
-    /* by sample */
-    int32_t *prompt_tokens;
-    int64_t *prompt_at;
-    int32_t *prompt_length, *limit;
-    float *uniforms;
-    int32_t *tokens;
-    float *logps;
-    int32_t *lengths, *stopped;
-    /* by place in the queue, entry, free slot and row */
-    int32_t *queue_sample, *queue_entry, *users, *free_slots;
-    int32_t *row_sample, *row_slot, *row_entry, *row_shared, *row_own;
-    /* tokens of prompts: entry and number of keys seen, the own included; entries of first inputs */
-    int32_t *prompt_row_entry, *prompt_row_seen, *start_entry;
-} Rollout;
-
-/* NULL for a number that is not registered. */
-Rollout *rollout_of(const void *meta);
 
 static inline Region slot_region(const Rollout *g, int64_t layer, int64_t slot) {
     float *base = g->cache + layer * g->layer_floats + slot * g->slot_room * g->kv * g->dim;
@@ -62,7 +76,5 @@ static inline Region entry_region(const Rollout *g, int64_t layer, int64_t entry
     float *base = g->cache + layer * g->layer_floats + position * g->kv * g->dim;
     return (Region){base, base + g->layer_floats / 2, g->entry_room};
 }
-
-static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 #endif
