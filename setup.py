@@ -49,6 +49,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest",
         "pytest-xdist",
+        "setuptools>=61",  # builds the wheel that a test installs
+        "wheel",
         "ruff",
         "mypy",
         "types-PyYAML",

@@ -219,7 +219,7 @@ def test_hosts_are_equal_parts_of_the_ranks_in_order() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"DEVICE_ID": "1"}, "start it with scripts/launch.sh --hosts"),
+        ({"DEVICE_ID": "1"}, "start it with mindgrpo launch --hosts"),
         ({"MINDGRPO_RANKS_PER_HOST": "3"}, "hosts have equally many"),
         ({"MINDGRPO_RANKS_PER_HOST": "4"}, "MINDGRPO_JOB_TOKEN has 0 characters"),
         (

@@ -18,7 +18,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
-from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.health.watchdog import Watchdog
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
@@ -117,7 +117,7 @@ class Watch:
             # What an update saw before it; of several passes the first.
             logps |= report.logps
         self._probe.step(
-            key_data(outcome.samples, {"total": scores.total, **scores.per_function}, logps)
+            key_data(outcome.batch, {"total": scores.total, **scores.per_function}, logps)
         )
 
     def memory_exceeded(self) -> str | None:
