@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config, Loaded
-from mindgrpo.config.schema import LIVE
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.hf_export import ModelExport
-from mindgrpo.grpo.metrics import resources, step_metrics
+from mindgrpo.grpo.metrics import all_metrics
 from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
@@ -42,8 +41,6 @@ class GRPOTrainer:
         name: str = "run",
         reward_weights: Sequence[float] | None = None,
     ) -> None:
-        if isinstance(config, Config):
-            config = Loaded(config, dict.fromkeys(LIVE, "given in code"), [])
         self.run = run = open_run(config, name, reward_functions, reward_weights)
         inputs, backend, record = run.inputs, run.backend, run.record
         with run.watch.phase("load"):
@@ -123,15 +120,11 @@ class GRPOTrainer:
 
     def _step(self, step: int) -> dict[str, Any]:
         """The metrics of step number `step`, from 0."""
-        run, rl = self.run, self.run.config.rl_config
-        outcome = self.stepper.run(step)
+        run, outcome = self.run, self.stepper.run(step)
         run.watch.dump(outcome)
-        run.record.rewards(f"step {step + 1}", outcome.scored.scores)
-        run.record.completions(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
-        taken, version = run.prompts.sampler.position, self.roles.policy.version
-        metrics = step_metrics(outcome, rl.num_generations, rl.logprob_gap_limit, taken)
-        metrics |= {"weights_version": version, **resources(outcome, self.roles)}
-        return metrics | self.nan_guard.step_done(step, outcome, version)
+        run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
+        metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
+        return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         """The metrics of an evaluation after `step` steps; none without held-out prompts."""

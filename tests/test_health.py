@@ -125,20 +125,20 @@ class Clock:
     def run(
         self, seconds: int, where: dict[int, Heartbeat], silent: tuple[int, ...] = ()
     ) -> list[Overdue]:
-        told: list[Overdue] = []
+        overdue: list[Overdue] = []
         for _ in range(seconds):
             self.now += 1.0
             alive = {
-                rank: found if rank in silent else replace(found, beat_at=self.now)
-                for rank, found in where.items()
+                rank: beat if rank in silent else replace(beat, beat_at=self.now)
+                for rank, beat in where.items()
             }
-            found = [
+            checked = [
                 detector.check(self.now, alive)
                 for rank, detector in enumerate(self.ranks)
                 if rank not in silent
             ]
-            told += [overdue for overdue in found if overdue]
-        return told
+            overdue += [one for one in checked if one]
+        return overdue
 
 
 def test_a_late_phase_names_the_rank_that_is_behind_once_and_again_at_twice_the_limit() -> None:
@@ -146,9 +146,9 @@ def test_a_late_phase_names_the_rank_that_is_behind_once_and_again_at_twice_the_
     where = {rank: at("update", 7, 0, 1000.0) for rank in range(3)}
     where[2] = at("rollout", 5, 0, 990.0)
     assert clock.run(60, where) == []
-    (told,) = clock.run(30, where)
-    assert told.missing == (2,) and told.kind == "update"
-    assert told.sentence == (
+    (late,) = clock.run(30, where)
+    assert late.missing == (2,) and late.kind == "update"
+    assert late.sentence == (
         "phase update of step 5 has taken 60 s (monitor_config.phase_deadline_seconds is 60): "
         "waiting for rank 2 (phase rollout of step 5 since 71 s)"
     )
@@ -158,15 +158,15 @@ def test_a_late_phase_names_the_rank_that_is_behind_once_and_again_at_twice_the_
 def test_a_rank_without_a_heartbeat_is_the_one_waited_for_and_another_speaks_for_rank_0() -> None:
     clock = Clock({"update": 600.0}, 3)
     where = {rank: at("update", 7, 1000.0, 1000.0) for rank in range(3)}
-    told = clock.run(602, where, silent=(0,))
-    assert [overdue.missing for overdue in told] == [(0,)]
-    assert "rank 0 (phase update of step 5 since 601 s, no heartbeat for 601 s)" in told[0].sentence
+    late = clock.run(602, where, silent=(0,))
+    assert [overdue.missing for overdue in late] == [(0,)]
+    assert "rank 0 (phase update of step 5 since 601 s, no heartbeat for 601 s)" in late[0].sentence
 
 
 def test_ranks_that_are_all_alive_and_equally_far_are_said_to_be() -> None:
     where = {rank: at("rollout", 3, 0, 1000.0) for rank in range(2)}
-    (told,) = Clock({"default": 9.0}, 2).run(12, where)
-    assert told.missing == () and told.sentence.endswith(
+    (late,) = Clock({"default": 9.0}, 2).run(12, where)
+    assert late.missing == () and late.sentence.endswith(
         "every rank is in it with a heartbeat, and none stands out"
     )
 
@@ -176,14 +176,14 @@ def test_of_ranks_that_are_equally_far_the_one_that_waits_for_nobody_is_waited_f
     where = {rank: at("update", 7, 0, 1000.0, waits_since=1001.0) for rank in range(4)}
     where[2] = at("update", 7, 0, 1000.0)
     where[3] = at("update", 6, 0, 1000.0, waits_since=1001.0)
-    (told,) = Clock({"default": 9.0}, 4).run(12, where)
-    assert told.missing == (2,)
+    (late,) = Clock({"default": 9.0}, 4).run(12, where)
+    assert late.missing == (2,)
 
 
 def test_many_missing_ranks_are_counted() -> None:
     where = {rank: at("update", 7 if rank == 0 else 6, 0, 1000.0) for rank in range(9)}
-    told = Clock({"default": 9.0}, 9).run(11, where)
-    assert told[0].sentence.count("(phase") == 4 and told[0].sentence.endswith(" and 4 more")
+    late = Clock({"default": 9.0}, 9).run(11, where)
+    assert late[0].sentence.count("(phase") == 4 and late[0].sentence.endswith(" and 4 more")
 
 
 def test_time_in_which_a_rank_compiles_is_not_the_phase_of_those_who_wait() -> None:
@@ -238,8 +238,8 @@ def test_a_warning_reaches_the_screen_from_whichever_rank_speaks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _late(tmp_path, "warn", capsys).check()
-    told = (tmp_path / "told").read_text()
-    assert told.startswith("mindgrpo: rank 1: warning: phase start") and "rank 0 (" in told
+    shown = (tmp_path / "messages").read_text()
+    assert shown.startswith("mindgrpo: rank 1: warning: phase start") and "rank 0 (" in shown
     assert "warning: phase start" in capsys.readouterr().out
 
 

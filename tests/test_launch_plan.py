@@ -102,10 +102,10 @@ def test_options_come_from_the_command_line_first_and_then_from_the_environment(
 
 def test_the_launcher_itself_imports_no_heavy_library() -> None:
     ask = "import sys, mindgrpo.cli.launch, mindgrpo.cli.verbs; print(*sys.modules)"
-    told = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True)
     heavy = {"mindspore", "numpy", "pydantic", "yaml", "mindgrpo.config", "mindgrpo.backend"}
-    assert "mindgrpo.launch.launcher" in told.stdout.split()
-    assert heavy.isdisjoint(told.stdout.split())
+    assert "mindgrpo.launch.launcher" in ended.stdout.split()
+    assert heavy.isdisjoint(ended.stdout.split())
 
 
 # -- logs ------------------------------------------------------------------------------------------------------------

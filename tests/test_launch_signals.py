@@ -36,10 +36,10 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
     job = Started(tmp_path, SAVES, MINDGRPO_FORK="0")
     time.sleep(0.5)  # the other rank listens as well
     os.killpg(job.launcher.pid, number)
-    shown, told = job.launcher.communicate(timeout=20)
+    shown, errors = job.launcher.communicate(timeout=20)
     assert job.launcher.returncode == status and job.mine() == []
     assert shown == "saved by 0\n"
-    assert [line.partition(";")[0] for line in told.splitlines()[1:]] == [
+    assert [line.partition(";")[0] for line in errors.splitlines()[1:]] == [
         "mindgrpo: stopping the 2 ranks of this job (once more: at once)",
         "mindgrpo: stopped",
     ]
@@ -77,9 +77,9 @@ def test_ctrl_c_during_the_check_leaves_nothing(tmp_path: Path) -> None:
         assert time.monotonic() < until
         time.sleep(0.05)
     os.killpg(launcher.pid, signal.SIGINT)
-    shown, told = launcher.communicate(timeout=20)
+    shown, errors = launcher.communicate(timeout=20)
     assert (launcher.returncode, shown) == (130, "")
-    assert told.startswith("mindgrpo: stopped; full logs: ") and told.count("\n") == 1
+    assert errors.startswith("mindgrpo: stopped; full logs: ") and errors.count("\n") == 1
     mark = f"MINDGRPO_STATUS_DIR={status}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

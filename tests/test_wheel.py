@@ -25,11 +25,11 @@ print("rank", os.environ["RANK_ID"], os.path.dirname(mindgrpo.__file__), "mindsp
 
 
 def run(*command: str | Path, **more: str | Path) -> str:
-    told = subprocess.run(
+    ended = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, timeout=120, **more
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    return told.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")

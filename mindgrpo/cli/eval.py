@@ -21,7 +21,7 @@ from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.build import evaluation_modes
+from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
@@ -33,8 +33,8 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (
@@ -194,14 +194,15 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     return outcomes, inputs
 
 
-def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> EmbeddedEngine:
+def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
     """With its weights, and its cache on the device."""
     room = inputs.room(config)
-    engine = EmbeddedEngine(inputs.model, inputs.layout, backend, inputs.sampling, room)
+    engine = make_engine(inputs.model, inputs.layout, backend, inputs.sampling, room)
     residency = Residency(device_budget(config))
     for name, pools in engine.pools.items():
         residency.register(name, pools, rebuilt=True, filled=False)
     residency.activate("rollout")
+    engine.wake()
     engine.publish(lambda: load_weights(engine.weights, config.actor_config.load), VERSION)
     return engine
 

@@ -18,11 +18,15 @@ from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
@@ -44,7 +48,7 @@ def make_roles(
     """
     residency = Residency(device_budget(plan.config))
     policy = make_policy(plan, backend, sampling)
-    engine = EmbeddedEngine(plan.model, plan.infer, backend, sampling, plan.room)
+    engine = make_engine(plan.model, plan.infer, backend, sampling, plan.room)
     if "policy" not in restored:
         _fill(policy.weights, plan.config, plan.config.actor_config.load, random_weights)
     if policy.adapters is not None:
@@ -54,6 +58,13 @@ def make_roles(
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
     return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
+
+
+def make_engine(
+    model: DecoderConfig, layout: Layout, backend: Backend, sampling: SamplingSettings, room: Room
+) -> RolloutEngine:
+    """Without weights, and asleep."""
+    return EmbeddedEngine(model, layout, backend, sampling, room)
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> Policy:

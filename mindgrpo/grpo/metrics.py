@@ -23,6 +23,13 @@ class GapTooLarge(RuntimeError):
     """The generator and the trainer disagree about the same tokens."""
 
 
+def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
+    """A step's row, but for what a run adds to it; all ranks together. Raises GapTooLarge."""
+    rl = roles.plan.config.rl_config
+    metrics = step_metrics(outcome, rl.num_generations, rl.logprob_gap_limit, prompts_used)
+    return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
+
+
 def step_metrics(
     outcome: StepOutcome, num_generations: int, gap_limit: float | None, prompts_used: int
 ) -> dict[str, Any]:

@@ -130,9 +130,9 @@ class RankHealth:
         return ended if last else ""
 
     def say(self, line: str) -> None:
-        """Prints a line to this rank's log and on the screen, which shows the log of rank 0 and the file `told`."""
+        """Prints a line to this rank's log and on the screen, which shows the log of rank 0 and the file `messages`."""
         sys.stdout.write(f"mindgrpo: {line}\n")
         sys.stdout.flush()
         if self.folder is not None and self.rank != 0:
-            with suppress(OSError), (self.folder / "told").open("a", encoding="utf-8") as told:
-                told.write(f"mindgrpo: rank {self.rank}: {line}\n")
+            with suppress(OSError), (self.folder / "messages").open("a", encoding="utf-8") as lines:
+                lines.write(f"mindgrpo: rank {self.rank}: {line}\n")

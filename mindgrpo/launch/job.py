@@ -49,7 +49,7 @@ class Job:
     def run(self) -> int:
         """Raises CheckFailed."""
         logs, first_rank = self._plan.logs, self._options.first_rank
-        shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "told")
+        shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "messages")
         follower = LogFollower(shown)
         try:
             self._start_fork_server()
@@ -124,14 +124,14 @@ class Job:
         if main is None:
             return
         say(f"stopping the {self._options.num_local_ranks} ranks of this job (once more: at once)")
-        told: set[int] = set()
+        signalled: set[int] = set()
         until = time.monotonic() + self._options.stop_seconds
         while time.monotonic() < until and len(self._signals.received) < 2:
             pids = exit_report.worker_pids(self._plan.status_folder).values()
             workers = {pid for pid in pids if self._processes.owns(pid)}
-            for pid in workers - told:
+            for pid in workers - signalled:
                 self._processes.signal(pid, signal.SIGTERM)
-            told |= workers
+            signalled |= workers
             if not workers:
                 return
             self._signals.wait(POLL_SECONDS)

@@ -154,7 +154,7 @@ def _make_log_folder(options: Options) -> Path:
     for path in (
         worker_log(logs, options.first_rank),
         logs / "msrun.log",
-        logs / "status" / "told",
+        logs / "status" / "messages",
     ):
         path.touch()
     return logs

@@ -24,8 +24,8 @@ TIDY_SECONDS, TIDY_POLL_SECONDS = 1.5, 0.05
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def start_process(process: Process, **more: Any) -> subprocess.Popen[bytes]:
-    """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone; see `Popen`.
+def start_process(process: Process, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
 
     It ends with the launcher. Where a cluster's scheduler tells every process of a job to end, only the launcher and
     the ranks, which listen again, take it as meant for them.
@@ -42,7 +42,7 @@ def start_process(process: Process, **more: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             process.command,
             env=process.environment,
-            stdin=more.get("stdin", subprocess.DEVNULL),
+            stdin=stdin,
             stdout=log,
             stderr=log,
             start_new_session=True,

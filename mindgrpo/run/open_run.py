@@ -11,6 +11,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import Start
 from mindgrpo.config import Config, Loaded, schedule_notes
+from mindgrpo.config.schema import LIVE
 from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.prompt_source import PromptSource
@@ -49,13 +50,16 @@ class OpenRun:
 
 
 def open_run(
-    loaded: Loaded,
+    config: Config | Loaded,
     name: str,
     reward_functions: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> OpenRun:
     """All ranks together; shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
+    loaded = config
+    if not isinstance(loaded, Loaded):
+        loaded = Loaded(loaded, dict.fromkeys(LIVE, "given in code"), [])
     config = loaded.config
     context, rl = config.context, config.rl_config
     settings = runtime_settings(config)

@@ -208,10 +208,10 @@ class RunRecord:
                     size = report.counts.get("printed_bytes", 0)
                     output.write(f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n")
 
-    def completions(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
-        if not self._is_writer:
-            return
-        if self._completions is None:
+    def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
+        """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
+        self.rewards(f"step {step}", outcome.scored.scores)
+        if not self._is_writer or self._completions is None:
             return
         batch, scored = outcome.batch, outcome.scored
         rollout, per_function = batch.rollout, scored.scores.per_function
