@@ -136,16 +136,20 @@ LOOKS_AT_CONTENT = (
 )
 
 
-def test_a_prompt_of_many_letters_is_rendered_and_then_dropped(ours: Tokenizer) -> None:
+def test_a_prompt_of_many_letters_is_rendered_and_then_dropped_or_cut(ours: Tokenizer) -> None:
     tokenizer = with_text(ours, LOOKS_AT_CONTENT)
-    rows = [{"question": text, "answer": "5"} for text in ("2 + 3", "word " * 60_000)]
     assert len(tokenizer.render([{"role": "user", "content": "é" * 5_000_000}])) == 5_000_000
-    kept = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, "drop"))
-    assert (len(kept), kept.num_dropped) == (1, 1)
-    cut = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, "right"))
-    assert (len(cut), cut.num_cut) == (2, 1)
-    with pytest.raises(UserError, match="tokens long and max_prompt_length is 40"):
-        PromptSet(examples_of(rows), PromptForm(tokenizer, 40))
+    for letters, length in ((300_000, "300000 tokens"), (5_000_000, "5000000 letters")):
+        rows = [{"question": text, "answer": "5"} for text in ("2 + 3", "7" * letters)]
+        kept = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, "drop"))
+        assert (len(kept), kept.num_dropped) == (1, 1)
+        for overflow in ("left", "right"):
+            cut = PromptSet(examples_of(rows), PromptForm(tokenizer, 40, overflow))
+            assert (len(cut), cut.num_cut, cut.longest) == (2, 1, 40)
+        with pytest.raises(
+            UserError, match=f"row 2: the prompt is {length} long and max_prompt_length is 40"
+        ):
+            PromptSet(examples_of(rows), PromptForm(tokenizer, 40))
 
 
 RUN_ON = {

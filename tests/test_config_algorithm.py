@@ -130,9 +130,9 @@ def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:
 
 
 def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
-    assert config().rl_config.refill_rounds == 0
-    assert config(dynamic_sampling=True).rl_config.refill_rounds == 3
-    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.refill_rounds == 9
+    assert config().rl_config.resampling_rounds == 0
+    assert config(dynamic_sampling=True).rl_config.resampling_rounds == 3
+    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.resampling_rounds == 9
 
 
 def told(**keys: Any) -> str:

@@ -160,7 +160,7 @@ def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
     _, ranks = launch(case.world)
     expected = GOLDEN[case.recipe].get("replaced", [])
     assert all(rank["cases"][case.name]["replaced"] == expected for rank in ranks)
-    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].refill_rounds > 0)
+    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].resampling_rounds > 0)
 
 
 @every_case

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from mindgrpo.algorithm import packing
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
-from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout, pack
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
@@ -282,6 +284,19 @@ def test_samples_that_are_not_members_have_no_part_in_the_update(policy_of: Poli
     far = [np.full(c, -1e3, np.float32) for _, c in LENGTHS[4:]]
     given = replace(given, reference_logps=[*given.reference_logps[:4], *far])
     assert_same(one_update(policy_of(SETTINGS), given, members=range(0, 4)), some)
+
+
+def test_log_probs_and_updates_of_a_step_pack_its_rollout_once(
+    policy_of: PolicyOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, given, calls = policy_of(SETTINGS), batch(), []
+    monkeypatch.setattr(packing, "pack", lambda *arguments: calls.append(1) or pack(*arguments))
+    packed = PackedRollout(given.rollout)
+    logps = compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+    for _ in range(2):
+        given = replace(given, old_logps=logps)
+        update(policy, given, packed, range(len(given)), 1e-2)
+    assert len(calls) == 1
 
 
 def test_gradients_are_zero_after_an_update_and_versions_count_up(policy_of: PolicyOf) -> None:

@@ -1,4 +1,4 @@
-"""Advantages from rewards, one function an estimator. Pure numpy; refuses rewards that are not numbers.
+"""Computes advantages from rewards, one function an estimator. Pure numpy.
 
 Group statistics are those of `num_generations` neighbouring samples, batch statistics those of the whole step, so
 neither depends on how samples are shared out over updates or ranks.

@@ -70,9 +70,9 @@ def _reinforce_plus_plus(
     if sample_mask is None:
         sample_mask = np.ones(len(rollout), bool)
     actions = [p[mask] for p, mask in zip(penalties, rollout.action_mask, strict=True)]
-    found = reinforce_plus_plus(rewards, actions, sample_mask, baseline, config.std_floor)
+    advantages = reinforce_plus_plus(rewards, actions, sample_mask, baseline, config.std_floor)
     by_token = []
-    for values, mask in zip(found, rollout.action_mask, strict=True):
+    for values, mask in zip(advantages, rollout.action_mask, strict=True):
         spread = np.zeros(mask.size, np.float32)
         spread[mask] = values
         by_token.append(spread)

@@ -111,6 +111,6 @@ class AlgorithmKeys(Section):
         return self.importance_sampling_cap or DEFAULT_CAP
 
     @property
-    def refill_rounds(self) -> int:
+    def resampling_rounds(self) -> int:
         """The most replacements a step; 0 without dynamic sampling."""
         return (self.dynamic_sampling_rounds or DEFAULT_ROUNDS) if self.dynamic_sampling else 0

@@ -24,6 +24,8 @@ from mindgrpo.errors import UserError
 # Reading every example again would take as long as reading them did.
 ANSWERS_IN_FINGERPRINT = 64
 OVERFLOWS = ("error", "drop", "left", "right")
+ENCODED_LETTERS = 1 << 20  # whatever max_prompt_length is
+LETTERS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True)
@@ -66,27 +68,34 @@ class PromptForm:
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
         return self.tokenizer.render(messages)
 
-    def encoded(self, example: Example) -> Fitted:
-        text = self.render(example)
-        return Fitted(example, text, tuple(self.tokenizer.encode(text)))
+    def encoded(self, example: Example) -> Fitted | str:
+        """Returns the prompt where it fits, else how long it is.
 
-    def fits(self, fitted: Fitted) -> bool:
-        return len(fitted.ids) <= self.max_prompt_length
+        Text of more than LETTERS_PER_TOKEN letters a token allowed is not encoded: that takes seconds and hundreds of
+        megabytes per million letters, and without memory the library ends the process.
+        """
+        text = self.render(example)
+        if len(text) > max(ENCODED_LETTERS, LETTERS_PER_TOKEN * self.max_prompt_length):
+            return f"{len(text)} letters"
+        ids = tuple(self.tokenizer.encode(text))
+        return (
+            f"{len(ids)} tokens"
+            if len(ids) > self.max_prompt_length
+            else Fitted(example, text, ids)
+        )
 
     def fit(self, example: Example) -> Fitted | None:
         """Returns None where the prompt is dropped; raises UserError where a long one is an error."""
         whole = self.encoded(example)
-        if self.fits(whole):
+        if isinstance(whole, Fitted):
             return whole
         if self.overflow == "error":
-            raise self.too_long(example.where, len(whole.ids))
-        if self.overflow == "drop":
-            return None
-        return self.cut(example)
+            raise self.too_long(example.where, whole)
+        return None if self.overflow == "drop" else self.cut(example)
 
-    def too_long(self, where: str, num_tokens: int) -> UserError:
+    def too_long(self, where: str, length: str) -> UserError:
         return UserError(
-            f"{where}: the prompt is {num_tokens} tokens long and max_prompt_length is "
+            f"{where}: the prompt is {length} long and max_prompt_length is "
             f"{self.max_prompt_length}; raise max_prompt_length or set prompt_overflow to "
             "drop, left or right"
         )
@@ -96,22 +105,23 @@ class PromptForm:
         if self.overflow == "left":
             for shorter in without_oldest_turns(example):
                 fitted = self.encoded(shorter)
-                if self.fits(fitted):
+                if isinstance(fitted, Fitted):
                     return replace(fitted, is_cut=True)
                 example = shorter
         best = self.encoded(with_question(example, ""))
-        if not self.fits(best):
-            raise self.too_long(f"{example.where} (without its question)", len(best.ids))
-        question = example.question
-        low, high = 0, len(question)
-        while high - low > 1:
-            middle = (low + high) // 2
-            start = len(question) - middle if self.overflow == "left" else 0
-            tried = self.encoded(with_question(example, question[start : start + middle]))
-            if self.fits(tried):
-                low, best = middle, tried
+        if isinstance(best, str):
+            raise self.too_long(f"{example.where} (without its question)", best)
+        # Letters of the question: `fitting` fit, `beyond` do not.
+        question, fitting, beyond = example.question, 0, len(example.question)
+        while beyond - fitting > 1:
+            # From below first: most of a question that is far too long is never encoded.
+            letters = min((fitting + beyond) // 2, 2 * max(fitting, self.max_prompt_length))
+            start = len(question) - letters if self.overflow == "left" else 0
+            tried = self.encoded(with_question(example, question[start : start + letters]))
+            if isinstance(tried, Fitted):
+                fitting, best = letters, tried
             else:
-                high = middle
+                beyond = letters
         return replace(best, is_cut=True)
 
 

@@ -19,7 +19,7 @@ from mindgrpo.data.limits import OutOfTime, limits
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
 
-MAX_SECONDS = 5.0
+MAX_SECONDS = 3.0
 MAX_GIB = 2
 
 Spans = list[tuple[int, int]]

@@ -159,7 +159,7 @@ def make_stepper(
         updates_per_rollout=plan.batch.updates_per_rollout,
         num_iterations=plan.batch.num_iterations,
         old_logps=rl.enable_oldpolicy,
-        resampling_rounds=rl.refill_rounds,
+        resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
     )
     replicas = Replicas(roles.engine, plan.infer.grid, roles.backend)

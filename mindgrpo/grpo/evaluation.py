@@ -57,13 +57,13 @@ class Outcome:
     def by_function(self) -> dict[str, PromptScores]:
         values = self.scored.scores.per_function
         return {
-            name: summarise(given, self.rollout.group_ids, self.mode.threshold)
-            for name, given in values.items()
+            name: summarise(rewards, self.rollout.group_ids, self.mode.threshold)
+            for name, rewards in values.items()
         }
 
     @property
     def means(self) -> dict[str, float | None]:
-        return {name: found.mean for name, found in self.by_function.items()}
+        return {name: scores.mean for name, scores in self.by_function.items()}
 
     @property
     def truncated_fraction(self) -> float:
@@ -82,12 +82,12 @@ class Outcome:
         """As metrics name them."""
         prefix, n = PREFIXES[self.mode.name], self.mode.num_samples
         figures: dict[str, Figure] = {}
-        for name, found in self.by_function.items():
-            figures[f"{prefix}/{name}/mean"] = found.mean
+        for name, scores in self.by_function.items():
+            figures[f"{prefix}/{name}/mean"] = scores.mean
             if n > 1:
-                figures[f"{prefix}/{name}/mean@{n}"] = found.mean_at_n
-            figures[f"{prefix}/{name}/stderr"] = found.error
-            figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in found.pass_at.items()}
+                figures[f"{prefix}/{name}/mean@{n}"] = scores.mean_at_n
+            figures[f"{prefix}/{name}/stderr"] = scores.error
+            figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in scores.pass_at.items()}
             figures[f"{prefix}/{name}/errors"] = self.scored.scores.errors.get(name, 0)
         figures[f"{prefix}/truncated_fraction"] = self.truncated_fraction
         figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
@@ -95,14 +95,14 @@ class Outcome:
 
     def line(self) -> str:
         """For the console of a run."""
-        parts = []
-        for name, found in self.by_function.items():
-            told = f"{name} {figure(found.mean)}"
+        columns = []
+        for name, scores in self.by_function.items():
+            text = f"{name} {figure(scores.mean)}"
             if self.mode.num_samples > 1:
-                best = max(found.pass_at)
-                told += f" ± {figure(found.error)} pass@{best} {figure(found.pass_at[best])}"
-            parts.append(told)
-        return f"{self.mode.title}:  " + "  ".join(parts)
+                best = max(scores.pass_at)
+                text += f" ± {figure(scores.error)} pass@{best} {figure(scores.pass_at[best])}"
+            columns.append(text)
+        return f"{self.mode.title}:  " + "  ".join(columns)
 
     def rows(self) -> list[dict[str, Any]]:
         """One a sample; texts are there on rank 0 alone."""

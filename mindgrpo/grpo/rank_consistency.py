@@ -22,18 +22,18 @@ class RanksDisagree(RuntimeError):
     """Ranks hold different values of what is the same on each; going on would train on nonsense."""
 
 
-def digest(*parts: object) -> str:
+def digest(*values: object) -> str:
     """Of numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
     state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, (list, tuple)):
-            state.update(f"[{len(part)}".encode() + "".join(map(digest, part)).encode())
-        elif isinstance(part, np.ndarray):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            state.update(f"[{len(value)}".encode() + "".join(map(digest, value)).encode())
+        elif isinstance(value, np.ndarray):
             state.update(
-                f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes()
+                f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
             )
         else:
-            state.update(repr(part).encode())
+            state.update(repr(value).encode())
     return state.hexdigest()
 
 
@@ -67,9 +67,9 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
         ranks = different_ranks([digests.get(name, "") for digests in by_rank])
         if ranks:
             word = "rank" if len(ranks) == 1 else "ranks"
-            told = ", ".join(map(str, ranks))
+            names = ", ".join(map(str, ranks))
             raise RanksDisagree(
-                f"{word} {told} of {len(by_rank)} differ in {name} {when}; {remedy}"
+                f"{word} {names} of {len(by_rank)} differ in {name} {when}; {remedy}"
             )
 
 

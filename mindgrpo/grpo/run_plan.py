@@ -49,11 +49,11 @@ class RunPlan:
 
     @property
     def lora(self) -> LoraSettings | None:
-        given = self.config.actor_config.lora
-        if given.rank is None:
+        lora = self.config.actor_config.lora
+        if lora.rank is None:
             return None
-        alpha = given.rank if given.alpha is None else given.alpha
-        return LoraSettings(given.rank, float(alpha), tuple(given.target_modules or TARGETS))
+        alpha = lora.rank if lora.alpha is None else lora.alpha
+        return LoraSettings(lora.rank, float(alpha), tuple(lora.target_modules or TARGETS))
 
     @cached_property
     def reshard(self) -> Plan:
@@ -139,9 +139,9 @@ class RunPlan:
 
     def _generator_bytes(self) -> int:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
-        model, ways = self.model, self.infer.grid.model_parallel
-        kv = max(1, model.num_key_value_heads // ways)
-        heads = (model.num_attention_heads // ways, kv, model.head_dim)
+        model, tp_size = self.model, self.infer.grid.model_parallel
+        kv = max(1, model.num_key_value_heads // tp_size)
+        heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
         if not keeps_slots(self.config.context.device_target) or missing_options(model):
             return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
@@ -149,9 +149,9 @@ class RunPlan:
             self.room,
             model.num_hidden_layers,
             model.hidden_size,
-            -(-model.intermediate_size // ways),
+            -(-model.intermediate_size // tp_size),
             heads,
-            -(-model.vocab_size // ways) if penalty != 1.0 else 0,
+            -(-model.vocab_size // tp_size) if penalty != 1.0 else 0,
         )
         return footprint.num_bytes
 

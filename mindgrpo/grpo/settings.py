@@ -36,17 +36,17 @@ def device_budget(config: Config) -> int | None:
 
 
 def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
-    given = config.generate_config.sampling_config
-    stops = given.eos_token_id
+    sampling = config.generate_config.sampling_config
+    stops = sampling.eos_token_id
     stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
     return SamplingSettings(
-        temperature=given.temperature,
-        top_k=max(0, given.top_k),
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        min_tokens=given.min_tokens,
-        max_tokens=given.max_tokens,
+        temperature=sampling.temperature,
+        top_k=max(0, sampling.top_k),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
         stop_ids=stop_ids,
     )
 

@@ -111,7 +111,7 @@ def decoder_config(given: Mapping[str, Any], where: str) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=(
-            _positive(raw, positions, where, 1 << 40) if positions in raw else 32768
+            _positive(raw, positions, where, 1 << 40) if positions in {**given, **raw} else 32768
         ),
         tie_word_embeddings=_switch(raw, "tie_word_embeddings", where),
         qkv_bias=bias,

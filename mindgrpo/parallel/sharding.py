@@ -247,6 +247,3 @@ class Layout:
             for model, rank in enumerate(row)
             if boxes[model].size
         ]
-
-    def bytes_of(self, rank: int, itemsize: int) -> int:
-        return sum(box.size for box in self.held_by(rank).values()) * itemsize

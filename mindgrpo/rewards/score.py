@@ -65,9 +65,7 @@ class Scorer:
             executors.append(ThreadExecutor(resolve(source), math.inf))
         else:
             for _ in range(self.limits.workers):
-                executors.append(
-                    WorkerExecutor(source, self._pool, self.limits, only_isolated=not source.source)
-                )
+                executors.append(WorkerExecutor(source, self._pool, self.limits))
 
     def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
         """Score two samples with every function; what would fail on every step fails here.

@@ -79,7 +79,7 @@ class Recipe:
     lora: tuple[int, float] | None = None  # rank and alpha
     loss_config: dict[str, Any] = field(default_factory=dict)
     advantages: dict[str, Any] = field(default_factory=dict)
-    refill_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
+    resampling_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
     in_loop: bool = True  # the decode loop in C computes the model
 
 
@@ -137,7 +137,7 @@ RECIPES = {
             "reward_beta": 0.05,
             "kl_estimator": "k1",
         },
-        refill_rounds=2,
+        resampling_rounds=2,
     ),
 }
 

@@ -140,9 +140,9 @@ class Run:
             seed=SEED,
             sampling=self.generator.settings,
             advantages=self.advantages,
-            resampling_rounds=self.recipe.refill_rounds,
+            resampling_rounds=self.recipe.resampling_rounds,
         )
-        task = Task(has_hits=self.recipe.refill_rounds > 0)
+        task = Task(has_hits=self.recipe.resampling_rounds > 0)
         return Stepper(settings, self, self.replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
 
     def _policy(self) -> Policy:

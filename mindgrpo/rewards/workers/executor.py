@@ -1,8 +1,8 @@
 """Scores a function's samples in a worker process that can be ended.
 
-First all samples in one call, as the function expects, in a worker that keeps what the function remembers.
-Where that fails in whatever way, each sample is scored in a process of its own, forked from a second worker,
-which is never called itself.
+First all samples in one call, as the function expects (a built-in's one after another), in a worker that keeps
+what the function remembers. Where that fails in whatever way, each sample is scored in a process of its own,
+forked from a second worker, which is never called itself.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ KEPT_OUTPUT, READ_BYTES, MOST_READS = 16 << 10, 1 << 20, 8
 
 
 class WorkerExecutor(Executor):
-    """With `only_isolated`, samples are never scored in one call, so one that hangs delays no other."""
+    """One worker is called, a second one is forked from, which starts when it is needed first."""
 
-    def __init__(
-        self, spec: Spec, pool: WorkerPool, limits: Limits, only_isolated: bool = False
-    ) -> None:
+    def __init__(self, spec: Spec, pool: WorkerPool, limits: Limits) -> None:
         super().__init__(spec.name)
         self._spec, self._pool, self._limits = spec, pool, limits
-        self._only_isolated = only_isolated
         self._output = Output()
         self._workers: dict[bool, Worker] = {}  # by whether it is forked from or called
-        self._start_worker(only_isolated)
+        self._start_worker(False)
+        if not spec.source:
+            self._start_worker(
+                True
+            )  # slow built-ins import for seconds, which no step should wait for
 
     def _start_worker(self, isolated: bool) -> Worker:
         self._workers[isolated] = self._pool.start(self._spec, self._output.write_end)
         return self._workers[isolated]
 
     def signature(self) -> Signature:
-        self.submit(self._load, self._workers[self._only_isolated])
+        self.submit(self._load, self._workers[False])
         wait_all([self])
         return self.future.result()
 
@@ -63,16 +64,17 @@ class WorkerExecutor(Executor):
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
         limits = self._limits
-        if not self._only_isolated:
-            seconds = max(limits.deadline, limits.first_call) if patient else limits.first_call
-            hint = " (if it is only slow, raise reward_config.together_deadline)"
-            result.together_failure = self._ask(False, samples, indices, result, seconds, hint)
+        seconds = max(limits.deadline, limits.first_call) if patient else limits.first_call
+        hint = " (if it is only slow, raise reward_config.together_deadline)"
+        failure = self._ask(False, samples, indices, result, seconds, hint)
+        if self._spec.source:
+            result.together_failure = failure
         if rest := result.rest(indices):
             failure = self._ask(True, samples, rest, result, limits.deadline + ISOLATED_GRACE)
             if failure is not None:
                 result.fail(rest, failure)
-        if self._only_isolated not in self._workers:
-            self._start_worker(self._only_isolated)  # which loads while the rank does other things
+        if False not in self._workers:
+            self._start_worker(False)  # which loads while the rank does other things
 
     def _ask(
         self,

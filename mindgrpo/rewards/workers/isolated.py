@@ -22,8 +22,9 @@ from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, from_json, 
 from mindgrpo.rewards.workers import processes
 
 TICK_SECONDS = 0.05
-# When no process has ended for PATIENCE_SECONDS, GROWTH times as many may run.
-PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.2, 4, 512
+# When no process has ended for PATIENCE_SECONDS, GROWTH times as many may run. Less patience would run all
+# at once where each only computes for long, and then all would be late.
+PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.5, 8, 512
 # Those that are late are asked where they hang, and have so long to answer.
 ANSWER_SECONDS = 0.5
 TRACEBACK_SIGNAL = signal.SIGUSR2

@@ -40,7 +40,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Task:
-    """Samples `indices` to score, in one call here or each in a forked process that has `deadline` seconds."""
+    """Samples `indices` to score, here or each in a forked process that has `deadline` seconds."""
 
     isolated: bool
     samples: Samples
@@ -101,13 +101,16 @@ def serve(rank: Connection) -> None:
             )
             isolated.run(task.indices)
         else:
-            values = attempts.together(task.samples.select(task.indices))
-            if isinstance(values, Failure):
-                send(to_json(values))
-                if values.kind == MEMORY:
-                    return  # what is left of this process is not fit to score in
-            else:
-                for index, value in zip(task.indices, values, strict=True):
+            # A built-in gets one sample at a time: what it has scored when it hangs stays scored.
+            batches = [task.indices] if order.spec.source else [[index] for index in task.indices]
+            for batch in batches:
+                values = attempts.together(task.samples.select(batch))
+                if isinstance(values, Failure):
+                    send(to_json(values))
+                    if values.kind == MEMORY:
+                        return  # what is left of this process is not fit to score in
+                    continue
+                for index, value in zip(batch, values, strict=True):
                     report(index, judged(value))
         send({"done": True})
 
