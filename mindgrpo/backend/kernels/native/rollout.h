@@ -8,7 +8,7 @@
  * function: it merges two calls with the same inputs, drops a call whose outputs nobody reads, and runs calls that do
  * not need each other's outputs in any order. So every such call takes an output of the call before it, and its own
  * output goes into the next, up to what the graph returns: begin -> layers -> head -> draw -> commit -> layers and so
- * on. Whoever adds an operation on the table puts it into this chain (tests/test_kernel_order.py).
+ * on. Whoever adds an operation on the table puts it into this chain (tests/test_kernels_in_graphs.py).
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
