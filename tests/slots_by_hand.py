@@ -29,9 +29,7 @@ TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 
 
-def arrays_of(
-    cell: Any, *inputs: np.ndarray
-) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
+def arrays_of(cell: Any, *inputs: np.ndarray) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
     """Symbol, inputs and fresh outputs of a cell that is one operation of the C library."""
     symbol = cell.run.func.rpartition(":")[2]
     arrays = [np.ascontiguousarray(x) for x in (*inputs, cell.meta.asnumpy())]

@@ -168,7 +168,9 @@ class Rollout:
     def steps(self, rng: Generator) -> Iterator[KernelCall]:
         """The calls of a rollout in their order, each of which has to run before the next is asked for."""
         entries = np.repeat(np.arange(3, dtype=np.int32) % self.rows, 4)
-        self.slots.set_prompt_rows(entries, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32))
+        self.slots.set_prompt_rows(
+            entries, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
+        )
         yield self.attend(floats(rng, 16, self.hidden), True)
         begin = self.call(self.slots.begin(), np.zeros(1, np.int32))
         yield begin
@@ -330,4 +332,3 @@ def test_memory_that_is_not_there_is_a_sentence_with_kernel_and_bytes() -> None:
         start, _, rest = line.partition(" bytes: the memory of this machine is used up; ")
         assert start.startswith(f"kernel {symbol}: no memory for ") and rest
         assert int(start.rpartition(" ")[2]) > 1 << 20
-

@@ -13,8 +13,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from small_generators import SETTINGS, WITH_C, generator_with, kernels_named, random_weights, run
 from slots_by_hand import HIDDEN, Ranks
+from small_generators import SETTINGS, WITH_C, generator_with, kernels_named, random_weights, run
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Heads

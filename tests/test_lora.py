@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_update import CONFIG, LAYOUT, SETTINGS, samples
+from test_update import CONFIG, LAYOUT, SETTINGS, batch, one_update
 
-from mindgrpo.algorithm import losses as loss
-from mindgrpo.algorithm import packing
+from mindgrpo.algorithm import losses
+from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
-from mindgrpo.grpo.rollout import sample_logps
+from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.families import parameter_specs
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
     TARGETS,
@@ -28,10 +27,10 @@ from mindgrpo.models.lora_specs import (
     adapter_names,
     adapter_specs,
 )
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
-from mindgrpo.training.update import update
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 
@@ -47,6 +46,11 @@ def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = 
             if "lora_B" in name:
                 part[...] = rng.normal(0, 0.1, part.shape)
     return policy
+
+
+def log_probs_of(policy: Policy) -> list[np.ndarray]:
+    packed = PackedRollout(batch().rollout)
+    return compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +71,8 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
         for name in merged.weights.parts
         if name.split(".")[-2] in targets and name.endswith("weight")
     }
-    ours = sample_logps(adapted.pipeline, LAYOUT, backend, samples())
-    whole = sample_logps(merged.pipeline, LAYOUT, backend, samples())
+    ours = log_probs_of(adapted)
+    whole = log_probs_of(merged)
     for one, other in zip(ours, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -77,15 +81,15 @@ def test_fresh_adapters_change_nothing_and_an_update_changes_only_them(backend: 
     policy = policy_with(backend, TARGETS, random_b=False)
     base = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     fill_random(base.weights, seed=2, scale=0.1)
-    ours = sample_logps(policy.pipeline, LAYOUT, backend, samples())
-    plain = sample_logps(base.pipeline, LAYOUT, backend, samples())
+    ours = log_probs_of(policy)
+    plain = log_probs_of(base)
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
     before = {name: part.copy() for name, part in policy.weights.parts.items()}
     assert policy.adapters is not None
     start = {name: part.copy() for name, part in policy.adapters.weights.parts.items()}
     for _ in range(2):  # the first moves only B, for B is zero
-        update(policy, samples(), range(len(samples())), 1e-2)
+        one_update(policy, batch())
     for name, part in policy.weights.parts.items():
         np.testing.assert_array_equal(part, before[name])
     for name, part in policy.adapters.weights.parts.items():
@@ -97,18 +101,17 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
     adapted = policy_with(backend, TARGETS)
     whole = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     WeightSyncer(adapted.weights, adapted.adapters, whole.weights, backend).run()
-    given = samples()
-    rows = packing.pack(given, range(len(given)), SETTINGS.shape)
-    batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
-    weights = loss.token_weights(given.completion_lengths, SETTINGS.objective)
+    given = batch()
+    batches = PackedRollout(given.rollout).micro_batches(SETTINGS.shape, 1, 0)
+    weights = losses.token_weights(given.rollout.action_lengths, SETTINGS.loss_config)
     for policy in (adapted, whole):
         policy.clear_gradients()
         extras = []
-        for batch in batches:
-            zeros = np.zeros(batch.picks.size, np.float32)
+        for micro in batches:
+            zeros = np.zeros(micro.picks.size, np.float32)
             used = (given.reference_logps or [], given.advantages, weights)
             unread = (zeros, zeros.astype(np.int32), zeros)
-            extras.append((zeros, *(batch.spread(values) for values in used), *unread))
+            extras.append((zeros, *(micro.spread(values) for values in used), *unread))
         policy.accumulate(batches, extras, False)
     assert adapted.adapters is not None
     scale = adapted.adapters.settings.scale

@@ -18,7 +18,7 @@ from mindgrpo.config import load_config
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.families import decoder_config
+from mindgrpo.models.decoder_config import decoder_config
 
 CASES = {
     "mixed reference, penalty": ["--generate_config.sampling_config.repetition_penalty", "1.2"],

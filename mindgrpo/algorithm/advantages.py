@@ -49,7 +49,7 @@ def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
 def reinforce_plus_plus(
     rewards: np.ndarray,
     penalties: Sequence[np.ndarray],
-    counted: np.ndarray,
+    sample_mask: np.ndarray,
     num_generations: int | None,
     std_floor: float = STD_FLOOR,
 ) -> list[np.ndarray]:
@@ -57,8 +57,8 @@ def reinforce_plus_plus(
 
     Mean and population deviation (n) are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global
     normalisation). With `num_generations` the group's mean is taken from r first, as its variant with baseline does.
-    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples that are not
-    `counted` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
+    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples outside of
+    `sample_mask` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
     """
     centred = _groups(rewards, num_generations or 1)
     if num_generations is not None:
@@ -67,7 +67,7 @@ def reinforce_plus_plus(
         reward - np.cumsum(penalty[::-1], dtype=np.float64)[::-1]
         for reward, penalty in zip(centred.reshape(-1), penalties, strict=True)
     ]
-    kept = [values for values, keep in zip(returns, counted, strict=True) if keep]
+    kept = [values for values, keep in zip(returns, sample_mask, strict=True) if keep]
     tokens = np.concatenate(kept) if kept else np.zeros(0)
     mean, deviation = (float(tokens.mean()), float(tokens.std())) if tokens.size else (0.0, 0.0)
     return [((values - mean) / (deviation + std_floor)).astype(np.float32) for values in returns]

@@ -20,7 +20,8 @@ from mindgrpo.config import (
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.models.families import DecoderConfig, read_config
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.run.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
@@ -85,7 +86,10 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
     sections = {
-        "model": [f"{model.model_type}, {model.num_parameters / 1e9:.3f} B parameters ({where})"],
+        "model": [
+            f"{model.model_type}, {num_parameters(model) / 1e9:.3f} B parameters ({where})",
+            *plan.notices,
+        ],
         "devices": [f"{plan.world_size}"],
         "layouts": plan.layout_lines(),
         "memory": [

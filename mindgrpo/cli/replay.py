@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.finite import NotFinite
+from mindgrpo.algorithm import non_finite
+from mindgrpo.algorithm.non_finite import NonFiniteUpdate
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
@@ -51,7 +52,7 @@ def _told(kept: dump.Dump) -> dict[str, Any]:
         "found": about.found,
         "step": about.step,
         "update": about.update,
-        "samples": len(kept.samples),
+        "samples": len(kept.batch),
         "members": len(about.members),
         "stored": {name: _figures(arrays) for name, arrays in _stored(kept)},
     }
@@ -61,10 +62,12 @@ def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
     """What is known of the samples, an array a sample."""
     for name, values in kept.rewards.items():
         yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
-    for name in ("advantages", *dump.BY_TOKEN):
-        arrays = getattr(kept.samples, name)
-        if arrays is not None and len(arrays):
-            yield name, [np.atleast_1d(part) for part in arrays]
+    yield "advantages", [np.atleast_1d(value) for value in kept.batch.advantages]
+    yield "generator_logps", list(kept.batch.rollout.generator_logps)
+    for name in dump.BATCH_BY_TOKEN:
+        rows = getattr(kept.batch, name)
+        if rows is not None:
+            yield name, list(rows)
 
 
 def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
@@ -108,36 +111,36 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
             f"'{folder}' was kept without weights (rl_config.dump_weights); give those to use with --model."
         )
     # What computes is imported only where something is computed.
+    from mindgrpo.algorithm.packing import PackedRollout
     from mindgrpo.backend.connect import connect
     from mindgrpo.data.tokenizer import load_tokenizer
-    from mindgrpo.grpo.roles import update_settings
-    from mindgrpo.grpo.rollout import sample_logps
+    from mindgrpo.grpo.build import make_policy
+    from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.models.families import read_config
-    from mindgrpo.run.preflight import sampling_settings
-    from mindgrpo.training.policy import Policy
+    from mindgrpo.grpo.settings import sampling_settings
+    from mindgrpo.models.decoder_config import read_config
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)
     backend = connect(None, None, dict(os.environ))
-    settings = update_settings(plan, sampling_settings(config, load_tokenizer(weights)), backend)
-    policy = Policy(plan.model, plan.train, backend, settings)
+    policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
     load_weights(policy.weights, weights)
-    samples, members = kept.samples, kept.about.members
+    batch, members = kept.batch, kept.about.members
+    packed = PackedRollout(batch.rollout)
     outcome: dict[str, Any] = {"weights": str(weights)}
-    bad = finite.in_arrays(policy.weights.parts.items())
+    bad = non_finite.in_arrays(policy.weights.parts.items())
     if bad is not None:
         outcome["first number not finite in the weights"] = str(bad)
-    logps = sample_logps(policy.pipeline, plan.train, backend, samples)
-    outcome |= _compared(logps, samples.generator_logps)
-    if len(samples.advantages) != len(samples) or not members:
+    logps = compute_log_probs(policy.pipeline, plan.train.grid, backend, packed)
+    outcome |= _compared(logps, batch.rollout)
+    if np.isnan(batch.advantages).all() or not members:
         return outcome | {"update": "not made again: the batch was refused before its advantages"}
     try:
-        report = update(policy, samples, members, kept.about.lr)
-    except NotFinite as error:
-        return outcome | {"update": f"refused again: {error.found}"}
+        report = update(policy, batch, packed, members, kept.about.lr)
+    except NonFiniteUpdate as error:
+        return outcome | {"update": f"refused again: {error.number}"}
     finally:
         backend.close()
     return outcome | {
@@ -147,8 +150,9 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     }
 
 
-def _compared(logps: Sequence[np.ndarray], generator: Sequence[np.ndarray]) -> dict[str, Any]:
-    gaps = [np.abs(a - b) for a, b in zip(logps, generator, strict=True)]
+def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
+    rows = zip(logps, rollout.generator_logps, rollout.action_mask, strict=True)
+    gaps = [np.abs(own - drawn)[mask] for own, drawn, mask in rows]
     largest = [float(gap.max()) if gap.size else 0.0 for gap in gaps]
     bad = [i for i, part in enumerate(logps) if not np.isfinite(part).all()]
     finite_gaps = [gap if np.isfinite(gap) else -1.0 for gap in largest]

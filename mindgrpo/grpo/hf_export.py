@@ -1,29 +1,33 @@
-"""The policy's weights as a Hugging Face directory that other libraries load.
+"""Writes the policy's weights as a Hugging Face directory that other libraries load.
 
-Gathered through memory onto rank 0 and written there. Refuses a directory that already holds weights.
+They are gathered through memory onto rank 0 and written there. A directory that already holds weights is refused.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.grpo.roles import Roles
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder import Adapters
-from mindgrpo.models.families import read_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import LoraSettings
+from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.safetensors_files import SafetensorsWriter
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (
@@ -38,6 +42,36 @@ COMPANIONS = (
     "chat_template.json",
 )
 MAX_SHARD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class ModelExport:
+    """Writes the policy of `roles` with its tokenizer."""
+
+    roles: Roles
+    tokenizer: Tokenizer
+
+    @property
+    def _source(self) -> str:
+        """The directory that the run started from."""
+        return self.roles.plan.config.actor_config.load
+
+    def write(self, target: Path) -> None:
+        """The whole model, adapters added in; all ranks together, the policy on the device."""
+        policy, backend, memory = self.roles.policy, self.roles.backend, self.roles.residency
+        export_policy(policy.weights, backend, self._source, target, memory, policy.adapters)
+        if backend.rank == 0:
+            named = self.roles.plan.config.rl_config.chat_template is not None
+            write_tokenizer(self.tokenizer, target, named)
+
+    def write_all(self, target: Path, adapter_target: Path) -> None:
+        """The whole model, and where there are adapters these by themselves."""
+        self.roles.enter("old_logps")
+        self.write(target)
+        adapters = self.roles.policy.adapters
+        if adapters is not None:
+            backend, memory = self.roles.backend, self.roles.residency
+            export_adapters(adapters, backend, self._source, adapter_target, memory)
 
 
 def export_policy(

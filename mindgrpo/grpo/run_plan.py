@@ -15,8 +15,9 @@ from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
-from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import (
     Layout,
@@ -24,6 +25,7 @@ from mindgrpo.parallel.sharding import (
     layers_of_stage,
     local_shape,
 )
+from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
@@ -57,6 +59,12 @@ class RunPlan:
     def reshard(self) -> Plan:
         return plan_reshard(self.train, self.infer, FLOAT_BYTES)
 
+    def num_steps(self, num_prompts: int) -> int:
+        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next."""
+        rl = self.config.rl_config
+        all_epochs = -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
+        return min(rl.max_steps or all_epochs, all_epochs)
+
     @property
     def row_length(self) -> int:
         return self.config.rl_config.seq_length
@@ -70,6 +78,12 @@ class RunPlan:
         """Samples in flight on each generating replica."""
         wanted = self.prompts_per_replica * self.config.rl_config.num_generations
         return min(wanted, self.config.generate_config.max_num_seqs or wanted)
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user should hear of how this model runs on this device."""
+        in_slots = keeps_slots(self.config.context.device_target)
+        return notices(self.model) if in_slots else []
 
     def memory(self) -> list[PhaseMemory]:
         """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
@@ -128,7 +142,7 @@ class RunPlan:
         model, ways = self.model, self.infer.grid.model_parallel
         kv = max(1, model.num_key_value_heads // ways)
         heads = (model.num_attention_heads // ways, kv, model.head_dim)
-        if not keeps_slots(self.config.context.device_target):
+        if not keeps_slots(self.config.context.device_target) or missing_options(model):
             return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         footprint = Footprint.of(
@@ -219,6 +233,12 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         raise UserError(
             f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
             f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
+        )
+    if model.sliding_window is not None and longest > model.sliding_window:
+        raise UserError(
+            f"The model's local layers see {model.sliding_window} tokens (sliding_window in config.json), and only "
+            f"sequences within the window are computed, but max_prompt_length + max_tokens is {longest}; lower "
+            "generate_config.max_prompt_length or max_tokens."
         )
 
 

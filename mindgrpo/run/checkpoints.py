@@ -12,11 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.keep import to_delete
-from mindgrpo.checkpoint.manifest import Identity, Manifest, StoredAdapters
+from mindgrpo.checkpoint.folders import check_seen, to_delete
+from mindgrpo.checkpoint.format import Best, Identity, Manifest, RunState, StoredAdapters
 from mindgrpo.checkpoint.save import NotWritten, Saver
-from mindgrpo.checkpoint.seen import check_seen
-from mindgrpo.checkpoint.state import Best, RunState
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles

@@ -16,6 +16,7 @@ import psutil
 from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.memory import format_bytes
 from mindgrpo.run.machine_checks import Finding, needs
 
@@ -61,7 +62,7 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
 
 def disk(plan: RunPlan) -> Finding:
     config = plan.config
-    model = plan.model.num_parameters * FLOAT_BYTES
+    model = num_parameters(plan.model) * FLOAT_BYTES
     kept = 0
     if config.rl_config.save_ckpt_interval:
         kept = (

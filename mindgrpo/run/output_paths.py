@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import continuing, run_directory
@@ -49,7 +49,7 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
     notes: list[str] = []
 
     def outside(asked: str, taken: str, key: str, kept: str) -> Path:
-        known = Path(start.places[kept]) if start is not None and kept in start.places else None
+        known = Path(start.output_paths[kept]) if start and kept in start.output_paths else None
         if known is not None and known.is_dir():
             path = known
         else:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import DamagedCheckpoint, Identity
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.manifest import DamagedCheckpoint, Identity
-from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.checkpoint.shards import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles

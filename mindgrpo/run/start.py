@@ -12,8 +12,8 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.checkpoint import differences
-from mindgrpo.checkpoint.find import Candidate, Start, find
-from mindgrpo.checkpoint.manifest import Identity
+from mindgrpo.checkpoint.folders import Candidate, Start, find
+from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs

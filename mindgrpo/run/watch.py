@@ -18,13 +18,13 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
-from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.health.watchdog import Watchdog
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_folder
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
-from mindgrpo.presence.watchman import Watchman
 from mindgrpo.run.recorder import RunRecord
 
 
@@ -60,11 +60,11 @@ class Watch:
         return monitor
 
     def _watch_deadlines(self) -> None:
-        settings, presence = self._config.monitor_config, self._backend.presence
-        presence.tell_directory(self._record.directory)
+        settings, health = self._config.monitor_config, self._backend.health
+        health.tell_output_directory(self._record.directory)
         if settings.phase_deadline_action != "off":
-            watchman = Watchman(presence, settings.deadlines, settings.phase_deadline_action)
-            presence.every_beat(watchman.look)
+            watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
+            health.on_beat(watchdog.check)
 
     def _make_probe(self) -> Probe | None:
         settings = self._config.msprobe_config
@@ -88,7 +88,7 @@ class Watch:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Step number `step`, counted from 0."""
-        self._backend.presence.at_step(step + 1)
+        self._backend.health.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
         self._rotate_log()
@@ -104,7 +104,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self._backend.presence.phase(name), self._profile.phase(name):
+        with self._backend.health.phase(name), self._profile.phase(name):
             yield
 
     def dump(self, outcome: StepOutcome) -> None:
@@ -117,7 +117,7 @@ class Watch:
             # What an update saw before it; of several passes the first.
             logps |= report.logps
         self._probe.step(
-            key_data(outcome.samples, {"total": scores.total, **scores.per_function}, logps)
+            key_data(outcome.batch, {"total": scores.total, **scores.per_function}, logps)
         )
 
     def memory_exceeded(self) -> str | None:

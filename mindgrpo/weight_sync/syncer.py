@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindgrpo.backend.contract import Backend, Pool
-from mindgrpo.models.decoder import Adapters
 from mindgrpo.models.lora import merge
+from mindgrpo.models.shard import Adapters
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 from mindgrpo.weights.local_weights import Weights

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm import losses
 from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
 from mindgrpo.grpo.step import Stepper
-from mindgrpo.training import update as batches
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
 from mindgrpo.weight_sync.syncer import WeightSyncer
@@ -68,11 +68,11 @@ def nan_rewards(at: int) -> None:
 
 
 def nan_advantages(at: int) -> None:
-    def change(result: Any, samples: Any, *_: Any) -> Any:
-        samples.advantages[2] = np.nan
+    def change(result: Any, *_: Any) -> Any:
+        result[0].advantages[2] = np.nan
         return result
 
-    after(step, "assign_credit", at, change)
+    after(step, "compute_advantages", at, change)
 
 
 def nan_logps(at: int) -> None:
@@ -80,11 +80,11 @@ def nan_logps(at: int) -> None:
         logps[3][0] = np.nan
         return logps
 
-    after(step, "sample_logps", at, change)
+    after(step, "compute_log_probs", at, change)
 
 
 def nan_loss(at: int) -> None:
-    after(batches.loss, "policy_loss", at, lambda *_: float("nan"))
+    after(losses, "policy_loss", at, lambda *_: float("nan"))
 
 
 def nan_gradient(at: int) -> None:
@@ -146,13 +146,13 @@ def stale_generator(at: int) -> None:
 
 def token(at: int) -> None:
     """One drawn token."""
-    from mindgrpo.rollout.embedded.engine import Generator
+    from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 
     def change(completions: list[Any], *_: Any) -> Any:
         completions[0].tokens[0] ^= 1
         return completions
 
-    after(Generator, "generate", at, change)
+    after(EmbeddedEngine, "generate", at, change)
 
 
 def noise(at: int) -> None:

@@ -221,6 +221,7 @@ def warm_up() -> None:
         "mindgrpo.monitor.run_directory",
         "mindgrpo.config.reference",
         "mindgrpo.data.convert",
+        "mindgrpo.data.rendering",
     ):
         importlib.import_module(name)
 

@@ -38,7 +38,7 @@ from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import needs_cluster
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
 GROUP_BUFFER_BYTES = 512 << 10
@@ -155,8 +155,8 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
-        self.presence = Presence.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.presence.compiling
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
@@ -202,13 +202,13 @@ class CpuBackend(Backend):
             return Host("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self._placement.per_host <= num_cores() else 0
         library, here = native_library.library(), self._placement.here
-        return Host(self._job, self.rank, self.world_size, library, spins, self.presence, here)
+        return Host(self._job, self.rank, self.world_size, library, spins, self.health, here)
 
     def _meet_hosts(self) -> FarHosts | None:
         if self._placement.num_hosts == 1:
             return None
         check_library(self._host)
-        return FarHosts(self._placement, self._host, self.presence)
+        return FarHosts(self._placement, self._host, self.health)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)

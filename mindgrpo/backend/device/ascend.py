@@ -30,7 +30,7 @@ from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 
 def _result(output: Any) -> np.ndarray:
@@ -156,8 +156,8 @@ class AscendBackend(Backend):
             init("hccl")
             ops.communication.set_comm_ops_inplace(False)
             self.rank, self.world_size = get_rank(), get_group_size()
-        self.presence = Presence.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.presence.compiling
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
         self._groups: dict[tuple[int, ...], AscendGroup] = {}
         self._pools: list[AscendPool] = []
 

@@ -14,11 +14,11 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.rollout import Job
-from mindgrpo.models.decoder import Shard
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.cells import Decode, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 
 PREFILL_TOKENS = 1024
 IDLE = -1
@@ -62,7 +62,7 @@ class PlainDecoder:
         self._decoder, self._decoders = decoder, {settings: decoder(settings)}
         self._prefill = backend.graph(Prefill(shard, caches, room.max_prompt), "prompts")
 
-    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+    def run(self, job: Job, settings: SamplingSettings) -> RolloutStats:
         """Numbers of the settings are part of a graph here: other settings are another graph."""
         if settings.repetition_penalty != 1.0 and self._seen is None:
             raise ValueError("this generator has no room for the tokens that a penalty has to know")
@@ -79,7 +79,7 @@ class PlainDecoder:
             self._step(job)
             steps += 1
         rows = steps * slots
-        return Usage(int(job.lengths.sum()), rows, rows, prompt_tokens)
+        return RolloutStats(int(job.lengths.sum()), rows, rows, prompt_tokens)
 
     def _groups(self, job: Job) -> list[list[int]]:
         """Samples that enter together: of one prompt, and no more than the prompt graph copies it to."""

@@ -12,11 +12,12 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import (
+    Activation,
     AdamWNumbers,
     Heads,
-    Kernels,
     Vocabulary,
 )
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
@@ -81,7 +82,7 @@ class _AddRmsNorm(nn.Cell):
         return dx, dx, dweight
 
 
-class _Gated(nn.Cell):
+class _SwiGlu(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.run = operation("gated", _half_as_wide, _as_first)
@@ -108,7 +109,7 @@ class _Embedding(nn.Cell):
         return ops.zeros_like(tokens), self.back(tokens, dout, table, self.first)
 
 
-class _Places(nn.Cell):
+class _PositionsAndSpans(nn.Cell):
     def construct(self, positions: Any, spans: Any) -> Any:
         return positions, spans
 
@@ -131,7 +132,7 @@ class _Attention(nn.Cell):
         self.back = operation("attention_grad", gradient_shapes, gradient_types)
         self.rotary = Tensor(rotary)
         self.sizes = Tensor([queries, heads.kv, dim], ms.int32)
-        self.numbers = Tensor([heads.norm_eps or 0.0, dim**-0.5], ms.float32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
@@ -210,7 +211,9 @@ class _LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
-class NativeKernels(Kernels):
+class NativeKernels(PlainKernels):
+    """What has no kernel in C is computed by MindSpore's operations."""
+
     ragged = True
     has_adamw = True
     has_slots = True
@@ -225,14 +228,14 @@ class NativeKernels(Kernels):
     def add_rms_norm(self, eps: float) -> nn.Cell:
         return _AddRmsNorm(eps)
 
-    def gated(self) -> nn.Cell:
-        return _Gated()
+    def glu(self, activation: Activation) -> nn.Cell:
+        return _SwiGlu() if activation == "silu" else super().glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return _Places()
+    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
+        return _PositionsAndSpans()
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
         return _Mixed(heads, rotary)
