@@ -170,11 +170,13 @@ def adamw(rng: np.random.Generator) -> KernelCall:
     )
 
 
-def square_sum(rng: np.random.Generator) -> KernelCall:
-    x = floats(rng, size(rng, 200000))
-    return KernelCall(
-        "square_sum", [x], [np.zeros(1)], [one(np.square(x, dtype=np.float64).sum(), np.float64)]
-    )
+def square_sums(rng: np.random.Generator) -> KernelCall:
+    x, block = floats(rng, size(rng, 200000)), 1 << 15
+    blocks = np.split(x.astype(np.float64), range(block, len(x), block))
+    sums = np.zeros(len(x) // block + 1)
+    expected = np.zeros_like(sums)
+    expected[: len(blocks)] = [np.square(one).sum() for one in blocks]
+    return KernelCall("square_sums", [x], [sums], [expected])
 
 
 def spans_of(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -270,7 +272,7 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         log_prob_pieces,
         log_prob_grad,
         adamw,
-        square_sum,
+        square_sums,
         attention,
         attention_grad,
     )

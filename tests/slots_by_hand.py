@@ -72,8 +72,9 @@ class Ranks:
         )
         seen = np.zeros(self.rows * self.width // 4 + 1, np.float32)
         inputs, starts = np.zeros((2, self.rows * HIDDEN), np.float32)
-        memory = Memory(np.zeros(1, np.float32), np.zeros_like(inputs), inputs, starts, seen)
-        rotary = np.zeros(1, np.float32)
+        scratch = np.zeros(self.rows * (2 * HIDDEN + 3), np.float32)
+        memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
+        rotary = np.zeros(2, np.float32)
         return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
 
     def draw(

@@ -52,6 +52,15 @@ static inline float largest(const float *x, int64_t n) {
 /* 1 / rms(x) of arXiv:1910.07467. */
 static inline float inverse_rms(const float *x, int64_t n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
 
+/* sum [n] = x (+ added) (+ bias), and y [n] its RMS norm; x, sum and y may be one. */
+static inline void add_and_norm(const float *x, const float *added, const float *bias, const float *weight, float eps,
+                                int64_t n, float *sum, float *y) {
+    for (int64_t j = 0; j < n; j++) sum[j] = x[j] + (added ? added[j] : 0.0f);
+    for (int64_t j = 0; j < n && bias; j++) sum[j] += bias[j];
+    float scale = inverse_rms(sum, n, eps);
+    for (int64_t j = 0; j < n; j++) y[j] = sum[j] * scale * weight[j];
+}
+
 static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
 
 /* One head of one token as attention takes it: out [D] = source + bias, RMS-normed where `norm` is given, rotated by
