@@ -53,7 +53,7 @@ typedef struct {
     int64_t query, first, m, shared, shared_at, own, own_at;
 } Block;
 
-#define ATTENTION_INPUTS                                                                                    \
+#define ATTENTION_INPUTS                                                                                     \
     "qkv f32[N, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, positions i32[R, T], spans i32[R, T, 3], " \
     "rotary f32[S, 2D], sizes i32[3], numbers f32[2]"
 
@@ -62,18 +62,18 @@ static int read_inputs(const Call *call, Task *t) {
     const int32_t *sizes = call->params[7];
     const float *numbers = call->params[8];
     int64_t tokens = dim(call, 'N');
-    *t = (Task){call->params[0], optional(call, 1), optional(call, 2), optional(call, 3), call->params[6], call->params[4],
-                sizes[0], sizes[1], sizes[2], dim(call, 'W'), numbers[0], numbers[1]};
+    *t = (Task){call->params[0], optional(call, 1), optional(call, 2), optional(call, 3),
+                call->params[6], call->params[4],   sizes[0],          sizes[1],
+                sizes[2],        dim(call, 'W'),    numbers[0],        numbers[1]};
     if (t->kv < 1 || t->queries < 1 || t->queries % t->kv || t->dim != dim(call, 'D') || !t->q_norm != !t->k_norm ||
         t->width != (t->queries + 2 * t->kv) * t->dim || dim(call, 'M') != t->queries * t->dim ||
         dim(call, 'Q') != t->queries || tokens != dim(call, 'R') * dim(call, 'T'))
-        return refuse(call, "%d heads of queries and %d of keys of dim %d do not fit [%lld, %lld] and [%lld, %lld]", sizes[0],
-                      sizes[1], sizes[2], (long long)tokens, (long long)t->width, (long long)dim(call, 'R'),
-                      (long long)dim(call, 'T'));
+        return refuse(call, "%d heads of queries and %d of keys of dim %d do not fit [%ld, %ld] and [%ld, %ld]",
+                      sizes[0], sizes[1], sizes[2], tokens, t->width, dim(call, 'R'), dim(call, 'T'));
     for (int64_t i = 0; i < tokens; i++)
         if (t->positions[i] < 0 || t->positions[i] >= dim(call, 'S'))
-            return refuse(call, "position %d of token %lld is not below the %lld rotary angles", t->positions[i],
-                          (long long)i, (long long)dim(call, 'S'));
+            return refuse(call, "position %d of token %ld is not below the %ld rotary angles", t->positions[i], i,
+                          dim(call, 'S'));
     return 0;
 }
 
@@ -90,8 +90,8 @@ static int find_clusters(const Call *call, Task *t) {
         int64_t base = i / length * length, start = base + span[2], prefix = base + span[0];
         if (!i || run->begin != start || start == i) {
             if (start != i || span[1] < 0 || (span[1] && (!i || prefix < cluster->begin || prefix + span[1] > i)))
-                return refuse(call, "span (%d, %d, %d) of token %lld is not of its cluster", span[0], span[1], span[2],
-                              (long long)i);
+                return refuse(call, "span (%d, %d, %d) of token %ld is not of its cluster", span[0], span[1], span[2],
+                              i);
             *++run = (Run){i, i, span[1] ? prefix : i, span[1]};
             if (!span[1]) *++cluster = (Cluster){run - t->runs, 0, i, i};
         }
@@ -128,8 +128,8 @@ static int run_heads(const Call *call, Task *t, int64_t by_token, int64_t fixed)
 static void load_rotated(const Task *t, int64_t token, int64_t head, float *out) {
     int64_t at = head * t->dim;
     norm_and_rope(t->qkv + token * t->width + at, t->bias ? t->bias + at : NULL,
-                  head < t->queries ? t->q_norm : t->k_norm, t->eps, t->rotary + (int64_t)t->positions[token] * 2 * t->dim,
-                  t->dim, out);
+                  head < t->queries ? t->q_norm : t->k_norm, t->eps,
+                  t->rotary + (int64_t)t->positions[token] * 2 * t->dim, t->dim, out);
 }
 
 static void transpose(const float *a, int64_t rows, int64_t columns, float *out, int64_t ld) {
@@ -314,8 +314,9 @@ static void sum_bias(void *task, Member member) {
 }
 
 /* The last three are zero where the heads have none. */
-KERNEL(attention_grad, ATTENTION_INPUTS ", mixed f32[N, M], log_sum_exp f32[N, Q], dmixed f32[N, M] "
-                       "-> dqkv f32[N, W], dbias f32[W]?, dq_norm f32[D]?, dk_norm f32[D]?") {
+KERNEL(attention_grad, ATTENTION_INPUTS
+       ", mixed f32[N, M], log_sum_exp f32[N, Q], dmixed f32[N, M] "
+       "-> dqkv f32[N, W], dbias f32[W]?, dq_norm f32[D]?, dk_norm f32[D]?") {
     Task t;
     int status = read_inputs(call, &t);
     if (status) return status;

@@ -30,20 +30,23 @@ static int work_of(const Call *call, const int32_t *meta, Work *w) {
     *w = (Work){g, g->row_entry, g->row_shared, g->row_own, meta[1], g->num_rows};
     if (meta[2]) *w = (Work){g, g->prompt_row_entry, g->prompt_row_seen, NULL, meta[1], g->prompt_rows};
     if (check_rows(call, w->rows + (meta[2] ? g->prompt_starts : 0))) return KERNEL_REFUSED;
-    if (w->layer < 0 || w->layer >= g->layers || g->entry_room % VEC || g->slot_room % VEC || g->slots * g->slot_room > positions)
-        return refuse(call, "layer %lld, or rooms of %lld and %lld positions, are not in the cache", (long long)w->layer,
-                      (long long)g->slot_room, (long long)g->entry_room);
+    if (w->layer < 0 || w->layer >= g->layers || g->entry_room % VEC || g->slot_room % VEC ||
+        g->slots * g->slot_room > positions)
+        return refuse(call, "layer %ld, or rooms of %ld and %ld positions, are not in the cache", w->layer,
+                      g->slot_room, g->entry_room);
     for (int64_t i = 0; i < w->rows; i++) {
         int64_t entry = w->entry[i], shared = w->shared[i], own = own_of(w, i), slot = w->own ? g->row_slot[i] : 0;
         if (entry < 0 || entry >= entries || shared < 0 || shared > g->entry_room || own < 0 || own > g->slot_room ||
             slot < 0 || slot >= g->slots || shared + own < 1 || (shared + own) * 2 * g->dim > g->rotary_count)
-            return refuse(call, "row %lld has %lld keys in entry %lld and %lld in slot %lld: not there, or without a rotary angle",
-                          (long long)i, (long long)shared, (long long)entry, (long long)own, (long long)slot);
+            return refuse(call,
+                          "row %ld has %ld keys in entry %ld and %ld in slot %ld: not there, or without a rotary angle",
+                          i, shared, entry, own, slot);
         most = shared > most ? shared : most;
         most_own = own > most_own ? own : most_own;
     }
     for (int64_t i = 0; meta[2] && i < g->prompt_starts; i++)
-        if (g->start_entry[i] < 0 || g->start_entry[i] >= g->users_count) return refuse(call, "no entry %d", g->start_entry[i]);
+        if (g->start_entry[i] < 0 || g->start_entry[i] >= g->users_count)
+            return refuse(call, "no entry %d", g->start_entry[i]);
     w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + 2 * g->dim));
     w->width = (g->queries + 2 * g->kv) * g->dim;
     w->normed = g->scratch;
@@ -56,8 +59,8 @@ static void norm_rows(const Work *w, Member member) {
     int64_t width = w->g->hidden, begin, end;
     share_out(member, w->rows, &begin, &end);
     for (int64_t at = begin * width; at < end * width; at += width)
-        add_and_norm(w->x + at, w->added ? w->added + at : NULL, w->added_bias, w->norm, w->g->eps, width, w->total + at,
-                     w->normed + at);
+        add_and_norm(w->x + at, w->added ? w->added + at : NULL, w->added_bias, w->norm, w->g->eps, width,
+                     w->total + at, w->normed + at);
     pool_meet(member);
 }
 
@@ -71,7 +74,8 @@ static void keep_row(const Work *w, int64_t row) {
     float *source = w->qkv + row * w->width, rotated[dim];
     for (int64_t head = 0; head < g->queries + g->kv; head++, source += dim) {
         int is_query = head < g->queries;
-        norm_and_rope(source, bias ? bias + head * dim : NULL, is_query ? w->q_norm : w->k_norm, g->eps, angles, dim, rotated);
+        norm_and_rope(source, bias ? bias + head * dim : NULL, is_query ? w->q_norm : w->k_norm, g->eps, angles, dim,
+                      rotated);
         if (is_query) {
             memcpy(source, rotated, dim * sizeof(float));
             continue;
@@ -109,7 +113,8 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
     int64_t split = padded(most), stride = split + padded(most_own);
     float *queries = memory, *mixed = queries + count * dim, *scores = mixed + count * dim, inverse[count];
     for (int64_t i = begin; i < end; i++)
-        memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim, share * dim * sizeof(float));
+        memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim,
+               share * dim * sizeof(float));
     Region entry = entry_region(g, w->layer, w->entry[begin]);
     const float *keys = entry.keys + head * dim * entry.room, *values = entry.values + head * dim * entry.room;
     gemm_alone(count, split, dim, queries, dim, 1, keys, entry.room, scores, stride, 0);
@@ -121,7 +126,8 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
                        slot.room, scores + first * stride + split, stride, 0);
         }
         for (int64_t q = first; q < first + share; q++)
-            inverse[q] = softmax(scores + q * stride, w->shared[i], most, scores + q * stride + split, own, 1.0f / sqrtf(dim));
+            inverse[q] =
+                softmax(scores + q * stride, w->shared[i], most, scores + q * stride + split, own, 1.0f / sqrtf(dim));
     }
     gemm_alone(count, dim, most, scores, stride, 1, values, dim, mixed, dim, 0);
     for (int64_t i = begin; i < end; i++) {
@@ -183,20 +189,24 @@ static void mlp(void *task, Member member) {
 /* Rows of prompts may bring first inputs along: they follow those that layers work on. */
 static void keep_starts(const Rollout *g, const float *x) {
     for (int64_t i = 0; i < g->prompt_starts; i++)
-        memcpy(g->starts + g->start_entry[i] * g->hidden, x + (g->prompt_rows + i) * g->hidden, g->hidden * sizeof(float));
+        memcpy(g->starts + g->start_entry[i] * g->hidden, x + (g->prompt_rows + i) * g->hidden,
+               g->hidden * sizeof(float));
 }
 
 /* total = x + added; delta: what attention adds before the sum over ranks. Without `out` it ends when keys and values
  * are kept, and the outputs mean nothing. */
-KERNEL(rollout_attend, "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32[H, W], bias f32[W]?, q_norm f32[D]?, "
-                       "k_norm f32[D]?, out f32[M, H]?, meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
+KERNEL(rollout_attend,
+       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32[H, W], bias f32[W]?, q_norm f32[D]?, "
+       "k_norm f32[D]?, out f32[M, H]?, meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
     Work w;
     int status = work_of(call, call->params[8], &w);
     if (status) return status;
     w.x = call->params[0], w.added = optional(call, 1), w.norm = call->params[2], w.first = call->params[3];
-    w.bias = optional(call, 4), w.q_norm = optional(call, 5), w.k_norm = optional(call, 6), w.second = optional(call, 7);
+    w.bias = optional(call, 4), w.q_norm = optional(call, 5), w.k_norm = optional(call, 6),
+    w.second = optional(call, 7);
     w.total = w.second ? optional(call, 9) : w.mixed, w.delta = optional(call, 10);
-    if (!w.q_norm != !w.k_norm || !w.total || (w.second && !w.delta)) return refuse(call, "a norm or an output is missing");
+    if (!w.q_norm != !w.k_norm || !w.total || (w.second && !w.delta))
+        return refuse(call, "a norm or an output is missing");
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
     if (!w.own && w.layer == 0) keep_starts(w.g, w.x);
@@ -205,8 +215,9 @@ KERNEL(rollout_attend, "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32[H, W
 }
 
 /* total = x + added + bias; delta: what the MLP adds before the sum over ranks. */
-KERNEL(rollout_mlp, "x f32[B, H], added f32[B, H], bias f32[H]?, norm f32[H], gate_up f32[H, 2I], down f32[I, H], "
-                    "meta i32[3] -> total f32[B, H], delta f32[B, H]") {
+KERNEL(rollout_mlp,
+       "x f32[B, H], added f32[B, H], bias f32[H]?, norm f32[H], gate_up f32[H, 2I], down f32[I, H], "
+       "meta i32[3] -> total f32[B, H], delta f32[B, H]") {
     Work w;
     int status = work_of(call, call->params[6], &w);
     if (status) return status;

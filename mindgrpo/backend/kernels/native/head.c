@@ -83,15 +83,15 @@ static void head(void *task, Member member) {
     for (int64_t i = begin; i < end; i++) give_pieces(t, i, t->memory + member.index * t->own_floats);
 }
 
-KERNEL(rollout_head, "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
-                     "-> logits f32[B, V], pieces f32[B, C]") {
+KERNEL(rollout_head,
+       "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+       "-> logits f32[B, V], pieces f32[B, C]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
     void **p = call->params;
     Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
     if (g->vocab > t.width || t.columns < FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0))
-        return refuse(call, "V = %lld or C = %lld is too small for %lld tokens", (long long)t.width, (long long)t.columns,
-                      (long long)g->vocab);
+        return refuse(call, "V = %ld or C = %ld is too small for %ld tokens", t.width, t.columns, g->vocab);
     t.own_floats = 2 * (g->vocab + BLOCK);
     t.memory = scratch(call, pool_size() * t.own_floats);
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;

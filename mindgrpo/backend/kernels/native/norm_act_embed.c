@@ -6,7 +6,7 @@ static void norm_rows(const Call *call, int64_t begin, int64_t end) {
     float **p = (float **)call->params, *y = p[3];
     int64_t width = dim(call, 'H');
     for (int64_t at = begin * width; at < end * width; at += width)
-        add_and_norm(p[0] + at, NULL, NULL, p[1], *p[2], width, y + at, y + at);
+        add_and_norm(p[0] + at, NULL, NULL, p[1], *p[2], width, NULL, y + at);
 }
 
 KERNEL(rms_norm, "x f32[N, H], weight f32[H], eps f32[1] -> y f32[N, H]") { return over_rows(call, norm_rows); }
@@ -53,8 +53,9 @@ static void norm_grad_rows(void *task, Member member) {
 
 /* `through` is the gradient that reaches x beside the norm's.
  * dx = s (w dy) - x s^3 mean(x w dy), s = 1 / rms(x); dw = sum_N dy x s. */
-KERNEL(rms_norm_grad, "x f32[N, H], weight f32[H], eps f32[1], dy f32[N, H], through f32[N, H]? "
-                      "-> dx f32[N, H], dweight f32[H]") {
+KERNEL(rms_norm_grad,
+       "x f32[N, H], weight f32[H], eps f32[1], dy f32[N, H], through f32[N, H]? "
+       "-> dx f32[N, H], dweight f32[H]") {
     int64_t width = dim(call, 'H'), members = pool_size();
     NormGrad work = {call, scratch(call, members * width)};
     float *dweight = call->params[6];

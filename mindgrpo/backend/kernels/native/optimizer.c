@@ -41,6 +41,6 @@ static void sum_blocks(const Call *call, int64_t begin, int64_t end) {
 
 /* sum x^2 over blocks of STEP elements: the same bits whatever the number of threads */
 KERNEL(square_sums, "x f32[X] -> sums f64[N]") {
-    if (dim(call, 'N') != dim(call, 'X') / STEP + 1) return refuse(call, "%lld sums", (long long)dim(call, 'N'));
+    if (dim(call, 'N') != dim(call, 'X') / STEP + 1) return refuse(call, "%ld sums", dim(call, 'N'));
     return over_rows(call, sum_blocks);
 }

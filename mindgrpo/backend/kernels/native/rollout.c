@@ -38,25 +38,27 @@ void rollout_forget(int32_t number) { rollouts[number] = NULL; }
 
 static int check_table(const Call *call, const Rollout *g) {
 #define NO_CHECK(TYPE, NAME)
-#define CHECK_ARRAY(TYPE, NAME, LEAST)                                                                        \
-    if (g->NAME##_count < (LEAST))                                                                            \
-        return refuse(call, "%s has %lld elements, but needs %lld", #NAME, (long long)g->NAME##_count, (long long)(LEAST));
+#define CHECK_ARRAY(TYPE, NAME, LEAST) \
+    if (g->NAME##_count < (LEAST))     \
+        return refuse(call, "%s has %ld elements, but needs %ld", #NAME, g->NAME##_count, (int64_t)(LEAST));
     ROLLOUT_FIELDS(NO_CHECK, CHECK_ARRAY)
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
-    return refuse(call, "%lld rows and %lld free slots are not %lld", (long long)g->num_rows, (long long)g->num_free,
-                  (long long)g->slots);
+    return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
 }
 
 Rollout *rollout_of(const Call *call, const int32_t *meta) {
     Rollout *g = meta[0] >= 0 && meta[0] < MAX_ROLLOUTS ? rollouts[meta[0]] : NULL;
     if (!g) refuse(call, "there is no generator %d", meta[0]);
     if (!g || check_table(call, g)) return NULL;
-    const int64_t dims[][2] = {{'H', g->hidden}, {'I', g->inner}, {'D', g->dim},
-                               {'W', (g->queries + 2 * g->kv) * g->dim}, {'M', g->queries * g->dim}};
+    const int64_t dims[][2] = {{'H', g->hidden},
+                               {'I', g->inner},
+                               {'D', g->dim},
+                               {'W', (g->queries + 2 * g->kv) * g->dim},
+                               {'M', g->queries * g->dim}};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
         int64_t value = dim(call, dims[i][0]);
         if (value < 0 || value == dims[i][1]) continue;
-        refuse(call, "%c is %lld, but generator %d has %lld", (char)dims[i][0], (long long)value, meta[0], (long long)dims[i][1]);
+        refuse(call, "%c is %ld, but generator %d has %ld", (char)dims[i][0], value, meta[0], dims[i][1]);
         return NULL;
     }
     return g;
@@ -64,5 +66,5 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
 
 int check_rows(const Call *call, int64_t rows) {
     if (rows >= 0 && rows <= dim(call, 'B')) return 0;
-    return refuse(call, "there are %lld rows, but tensors for %lld", (long long)rows, (long long)dim(call, 'B'));
+    return refuse(call, "there are %ld rows, but tensors for %ld", rows, dim(call, 'B'));
 }

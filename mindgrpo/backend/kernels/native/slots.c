@@ -65,7 +65,7 @@ KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[
     if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
     const float *drawn = call->params[0];
     int64_t width = g->hidden + 2, left = 0;
-    if (dim(call, 'E') != width) return refuse(call, "E is %lld, but must be %lld", (long long)dim(call, 'E'), (long long)width);
+    if (dim(call, 'E') != width) return refuse(call, "E is %ld, but must be %ld", dim(call, 'E'), width);
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
     for (int64_t row = 0; row < g->num_rows; row++) {
