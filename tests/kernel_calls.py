@@ -79,7 +79,10 @@ def rms_norm_grad(rng: np.random.Generator) -> KernelCall:
     dx += through if through.size > 1 or x.size == 1 else 0
     outputs = [filled(*x.shape), filled(x.shape[1])]
     return KernelCall(
-        "rms_norm_grad", [x, weight, one(EPS), dy, through], outputs, [dx, (dy * wide * scale).sum(0)]
+        "rms_norm_grad",
+        [x, weight, one(EPS), dy, through],
+        outputs,
+        [dx, (dy * wide * scale).sum(0)],
     )
 
 
@@ -129,7 +132,9 @@ def log_prob_pieces(rng: np.random.Generator) -> KernelCall:
         mass = np.exp(scaled - top[:, None])
         is_here = (labels >= first) & (labels < first + real)
         label = scaled[np.arange(len(logits)), np.clip(labels - first, 0, real - 1)]
-        pieces = np.stack([top, mass.sum(1), (mass * scaled).sum(1), np.where(is_here, label, 0)], 1)
+        pieces = np.stack(
+            [top, mass.sum(1), (mass * scaled).sum(1), np.where(is_here, label, 0)], 1
+        )
     sizes = np.array([first, real], np.int32)
     inputs = [logits, labels, sizes, one(scale)]
     return KernelCall("log_prob_pieces", inputs, [filled(len(logits), 4)], [pieces])
@@ -139,7 +144,10 @@ def log_prob_grad(rng: np.random.Generator) -> KernelCall:
     logits, labels, sizes, scale = log_prob_pieces(rng).inputs
     first, real = sizes
     total, entropy, dlogp, dentropy = floats(rng, 4, len(logits))
-    total, dentropy = np.abs(total) + 3, dentropy * (rng.random(len(logits)) < 0.5).astype(np.float32)
+    total, dentropy = (
+        np.abs(total) + 3,
+        dentropy * (rng.random(len(logits)) < 0.5).astype(np.float32),
+    )
     log_p = logits[:, :real].astype(np.float64) * scale - total[:, None]
     onehot = labels[:, None] == first + np.arange(real)
     gradient = np.zeros(logits.shape)
@@ -157,12 +165,18 @@ def adamw(rng: np.random.Generator) -> KernelCall:
     g = gradient.astype(np.float64) * scale
     m, v = beta1 * first + (1 - beta1) * g, beta2 * second + (1 - beta2) * g * g
     new = weight * keep - lr / (1 - beta1) * m / (np.sqrt(v / (1 - beta2)) + EPS)
-    return KernelCall("adamw", [], [weight, gradient, first, second, numbers], [new, 0 * g, m, v, numbers])
+    return KernelCall(
+        "adamw", [], [weight, gradient, first, second, numbers], [new, 0 * g, m, v, numbers]
+    )
 
 
-def square_sum(rng: np.random.Generator) -> KernelCall:
-    x = floats(rng, size(rng, 200000))
-    return KernelCall("square_sum", [x], [np.zeros(1)], [one(np.square(x, dtype=np.float64).sum(), np.float64)])
+def square_sums(rng: np.random.Generator) -> KernelCall:
+    x, block = floats(rng, size(rng, 200000)), 1 << 15
+    blocks = np.split(x.astype(np.float64), range(block, len(x), block))
+    sums = np.zeros(len(x) // block + 1)
+    expected = np.zeros_like(sums)
+    expected[: len(blocks)] = [np.square(one).sum() for one in blocks]
+    return KernelCall("square_sums", [x], [sums], [expected])
 
 
 def spans_of(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -191,7 +205,10 @@ def attention_inputs(rng: np.random.Generator) -> list[np.ndarray]:
     rotary = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     bias = floats(rng, width) if rng.random() < 0.5 else one(0)
     norms = [floats(rng, dim), floats(rng, dim)] if rng.random() < 0.5 else [one(0), one(0)]
-    sizes, numbers = np.array([kv * share, kv, dim], np.int32), np.array([EPS, dim**-0.5], np.float32)
+    sizes, numbers = (
+        np.array([kv * share, kv, dim], np.int32),
+        np.array([EPS, dim**-0.5], np.float32),
+    )
     qkv = floats(rng, rows * length, width)
     return [qkv, bias, *norms, positions, spans, rotary, sizes, numbers]
 
@@ -216,7 +233,9 @@ def mixed_by_numpy(inputs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     v = heads[:, -kv:].reshape(rows, length, kv, dim)
     column, row = np.arange(length), np.arange(length)[:, None]
     prefix, count, start = (spans[:, :, i, None] for i in range(3))
-    is_seen = ((column >= prefix) & (column < prefix + count)) | ((column >= start) & (column <= row))
+    is_seen = ((column >= prefix) & (column < prefix + count)) | (
+        (column >= start) & (column <= row)
+    )
     k, v = (np.repeat(x, queries // kv, 2) for x in (k, v))
     scores = np.einsum("rtqd,rsqd->rqts", q, k) * numbers[1]
     scores = np.where(is_seen[:, None], scores, -np.inf)
@@ -253,7 +272,7 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         log_prob_pieces,
         log_prob_grad,
         adamw,
-        square_sum,
+        square_sums,
         attention,
         attention_grad,
     )

@@ -29,9 +29,7 @@ TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 
 
-def arrays_of(
-    cell: Any, *inputs: np.ndarray
-) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
+def arrays_of(cell: Any, *inputs: np.ndarray) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
     """Symbol, inputs and fresh outputs of a cell that is one operation of the C library."""
     symbol = cell.run.func.rpartition(":")[2]
     arrays = [np.ascontiguousarray(x) for x in (*inputs, cell.meta.asnumpy())]
@@ -74,8 +72,9 @@ class Ranks:
         )
         seen = np.zeros(self.rows * self.width // 4 + 1, np.float32)
         inputs, starts = np.zeros((2, self.rows * HIDDEN), np.float32)
-        memory = Memory(np.zeros(1, np.float32), np.zeros_like(inputs), inputs, starts, seen)
-        rotary = np.zeros(1, np.float32)
+        scratch = np.zeros(self.rows * (2 * HIDDEN + 3), np.float32)
+        memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
+        rotary = np.zeros(2, np.float32)
         return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
 
     def draw(

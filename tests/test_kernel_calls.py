@@ -168,7 +168,9 @@ class Rollout:
     def steps(self, rng: Generator) -> Iterator[KernelCall]:
         """The calls of a rollout in their order, each of which has to run before the next is asked for."""
         entries = np.repeat(np.arange(3, dtype=np.int32) % self.rows, 4)
-        self.slots.set_prompt_rows(entries, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32))
+        self.slots.set_prompt_rows(
+            entries, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
+        )
         yield self.attend(floats(rng, 16, self.hidden), True)
         begin = self.call(self.slots.begin(), np.zeros(1, np.int32))
         yield begin
@@ -231,10 +233,12 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
 @pytest.mark.parametrize(
     "name, value, match",
     [
-        ("scratch", np.zeros(10, np.float32), "floats of scratch are less"),
-        ("rotary", np.zeros(2, np.float32), "without a rotary angle"),
-        ("cache", np.zeros(10, np.float32), "no layer 0"),
-        ("num_rows", 100, "rows"),
+        ("scratch", np.zeros(10, np.float32), "scratch has 10 elements, but needs"),
+        ("cache", np.zeros(10, np.float32), "cache has 10 elements, but needs"),
+        ("row_own", np.zeros(5, np.int32), "row_own has 5 elements, but needs 6"),
+        ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
+        ("num_free", 1, "6 rows and 1 free slots are not 6"),
+        ("layers", 0, "layer 0"),
         ("slot_room", 4, "rooms"),
         ("row_entry", np.full(6, 99, np.int32), "in entry 99"),
         ("row_slot", np.full(6, -1, np.int32), "in slot -1"),
@@ -306,7 +310,8 @@ mixed, lse = filled(length, dim), filled(length, 1)
 forward = ("attention", [*inputs, mixed, lse])
 back = [inputs[0].copy(), one(0), one(0), one(0)]
 backward = ("attention_grad", [*inputs, mixed, lse, mixed, *back])
-call_kernel("square_sum", np.ones(1, np.float32), np.zeros(1))  # starts the threads
+call_kernel("square_sums", np.ones(1, np.float32), np.zeros(1))
+call_kernel("rms_norm_grad", *(one(1).reshape(1, 1), one(1), one(0), one(1).reshape(1, 1), one(0), filled(1, 1), filled(1)))  # starts the threads
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (1 << 20),) * 2)
 for symbol, arrays in (norm, forward, backward):
@@ -330,4 +335,3 @@ def test_memory_that_is_not_there_is_a_sentence_with_kernel_and_bytes() -> None:
         start, _, rest = line.partition(" bytes: the memory of this machine is used up; ")
         assert start.startswith(f"kernel {symbol}: no memory for ") and rest
         assert int(start.rpartition(" ")[2]) > 1 << 20
-

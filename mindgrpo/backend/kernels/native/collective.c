@@ -336,7 +336,7 @@ int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
 static int reported(const Call *call, int status) {
     if (status == GROUP_PEER_LOST && lost_pid < 0) return refuse(call, "a rank of another host of this job is lost");
     if (status == GROUP_PEER_LOST)
-        return refuse(call, "process %lld of this job has ended; its log says why", (long long)lost_pid);
+        return refuse(call, "process %ld of this job has ended; its log says why", lost_pid);
     return status ? refuse(call, "the group's status is %d (collective.h)", status) : 0;
 }
 
@@ -349,6 +349,6 @@ KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
     int32_t id = *(const int32_t *)call->params[1];
     const Group *g = find(id);
     if (g && g->members != dim(call, 'S'))
-        return refuse(call, "%lld parts for the %d members of group %d", (long long)dim(call, 'S'), g->members, id);
+        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->members, id);
     return reported(call, group_gather(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }

@@ -23,8 +23,8 @@ static void stream_run(char *to, const char *from, int64_t bytes) {
     memcpy(to, from, bytes);
 }
 
-/* `count` copies of `rows` runs each: a row of `table` is to, from (addresses), rows, bytes a run, and the bytes from one
- * run to the next in the target and in the source. `keep` says that the target is read again soon. */
+/* `count` copies of `rows` runs each: a row of `table` is to, from (addresses), rows, bytes a run, and the bytes from
+ * one run to the next in the target and in the source. `keep` says that the target is read again soon. */
 void copy_runs(const int64_t *table, int64_t count, int keep) {
     for (const int64_t *job = table; job < table + 6 * count; job += 6) {
         char *to = (char *)(intptr_t)job[0];

@@ -92,11 +92,13 @@ static void narrow(void *task, Member member) {
 /* Zeroes the answer [B, .] and runs `work` on the rows in use, if there is `any` to do. */
 static int run_rows(const Call *call, const Rollout *g, const int32_t *meta, void (*work)(void *, Member), int any) {
     int last = call->num_params - 1;
-    int64_t blocks = (g->vocab + BLOCK - 1) / BLOCK, least = FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0);
-    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->ways || dim(call, 'C') < least)
-        return refuse(call, "B = %lld, V = %lld, R = %lld or C = %lld do not fit %lld rows of %lld tokens on %lld ranks",
-                      (long long)dim(call, 'B'), (long long)dim(call, 'V'), (long long)dim(call, 'R'),
-                      (long long)dim(call, 'C'), (long long)g->num_rows, (long long)g->vocab, (long long)g->ways);
+    int64_t blocks = (g->vocab + BLOCK - 1) / BLOCK, least = FIRST + (g->top_k         ? g->candidates
+                                                                      : has_nucleus(g) ? BINS
+                                                                                       : 0);
+    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->ways ||
+        dim(call, 'C') < least)
+        return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
+                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->ways);
     Task t = {g, call->params, call->shapes, meta[1], call->params[last], NULL, 0};
     t.own_floats = padded(2 * blocks + g->ways * g->candidates + 1);
     t.memory = scratch(call, pool_size() * t.own_floats);
@@ -112,7 +114,7 @@ KERNEL(rollout_narrow, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A]
     if (!g) return KERNEL_REFUSED;
     const int32_t *meta = call->params[3];
     if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
-        return refuse(call, "round %d of %lld bins", meta[1], (long long)dim(call, 'A'));
+        return refuse(call, "round %d of %ld bins", meta[1], dim(call, 'A'));
     /* A graph that narrows also serves rules that have nothing to narrow. */
     return run_rows(call, g, meta, narrow, has_nucleus(g));
 }
@@ -200,7 +202,7 @@ static void give_shares(void *task, Member member) {
 KERNEL(rollout_shares, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], meta i32[2] -> shares f32[B, 1]") {
     const Rollout *g = rollout_of(call, call->params[3]);
     if (!g) return KERNEL_REFUSED;
-    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%lld bins", (long long)dim(call, 'A'));
+    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
     return run_rows(call, g, call->params[3], give_shares, 1);
 }
 
@@ -210,7 +212,8 @@ static double kept_on(const Row *row, const Gathered *all, float threshold, int6
     const float *pieces = all->pieces + rank * all->next_pieces;
     if (!g->top_k && g->top_p >= 1.0) return (double)pieces[SUM] * share_of(all, rank);
     if (!g->top_k)
-        return above_of(g, row->number)[rank] + all->bins[rank * all->next_bins + (prefix_of(g, row->number) & (BINS - 1))];
+        return above_of(g, row->number)[rank] +
+               all->bins[rank * all->next_bins + (prefix_of(g, row->number) & (BINS - 1))];
     double sum = 0.0;
     float smallest = INFINITY;
     for (int64_t i = 0; i < g->candidates; i++) {
@@ -304,12 +307,13 @@ static void draw(void *task, Member member) {
 }
 
 /* `answer`: the last bins or shares, or the pieces where nothing was narrowed. meta: number, 0. */
-KERNEL(rollout_draw, "logits f32[B, V], pieces f32[R, B, C], answer f32[R, B, A], table f32[V, H], meta i32[2] "
-                     "-> drawn f32[B, E]") {
+KERNEL(rollout_draw,
+       "logits f32[B, V], pieces f32[R, B, C], answer f32[R, B, A], table f32[V, H], meta i32[2] "
+       "-> drawn f32[B, E]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g) return KERNEL_REFUSED;
-    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %lld for H + 2", (long long)dim(call, 'E'));
+    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %ld for H + 2", dim(call, 'E'));
     if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS && dim(call, 'A') != 1)
-        return refuse(call, "%lld bins", (long long)dim(call, 'A'));
+        return refuse(call, "%ld bins", dim(call, 'A'));
     return run_rows(call, g, call->params[4], draw, 1);
 }

@@ -29,14 +29,15 @@ ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a
 /* Up to 12 rows; returns how many. */
 ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                 const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
-#define ROWS(COUNT)                                                          \
-    if (m >= COUNT) {                                                        \
-        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, c, ldc, keep);      \
-        return COUNT;                                                        \
+#define ROWS(COUNT)                                                     \
+    if (m >= COUNT) {                                                   \
+        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, c, ldc, keep); \
+        return COUNT;                                                   \
     }
-    ROWS(12) ROWS(8) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
+    ROWS(12)
+    ROWS(8) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
 #undef ROWS
-    return 0;
+        return 0;
 }
 
 /* All rows of A with a panel of `width` columns. */
@@ -98,7 +99,8 @@ static void turn_panel(int64_t k, int64_t width, const float *b, int64_t ldb, fl
             vec16 x[VEC];
             for (int64_t q = 0; q < VEC; q++) {
                 x[q] = q < rows ? *(const vec16 *)(from + q * ldb + p) : (vec16){0};
-                __builtin_prefetch(from + (q + PANEL) * ldb + p); /* the next panel, too many streams for the processor */
+                /* The next panel: these are more streams than the processor follows. */
+                __builtin_prefetch(from + (q + PANEL) * ldb + p);
             }
             transpose16(x);
             for (int64_t q = 0; q < VEC; q++) *(vec16 *)(panel + (p + q) * PANEL + first) = x[q];
@@ -119,14 +121,10 @@ void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_
             for (int64_t p = start; p == 0 || p < (k - start < stretch ? k : start + stretch); p += step) {
                 int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < step ? k - p : step, ld = ldb;
                 const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j;
-                int add = keep || p > 0;
                 if (transposed || m >= COPY_FROM || width % VEC) {
                     (transposed ? turn_panel : copy_panel)(depth, width, panel, ldb, copied);
                     panel = copied, ld = PANEL;
                 }
-                if (a_column == 1)
-                    panel_product(m, width, depth, a + p, a_row, 1, panel, ld, c + j, ldc, add);
-                else
-                    panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, c + j, ldc, add);
+                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, c + j, ldc, keep || p > 0);
             }
 }

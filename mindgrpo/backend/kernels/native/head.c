@@ -74,10 +74,8 @@ static void head(void *task, Member member) {
     int64_t hidden = g->hidden, begin, end;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        float *sum = g->scratch + i * hidden;
-        for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
-        float scale = inverse_rms(sum, hidden, g->eps);
-        for (int64_t j = 0; j < hidden; j++) sum[j] *= scale * t->norm[j];
+        float *normed = g->scratch + i * hidden;
+        add_and_norm(t->x + i * hidden, t->added + i * hidden, NULL, t->norm, g->eps, hidden, normed, normed);
     }
     pool_meet(member);
     gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
@@ -85,17 +83,15 @@ static void head(void *task, Member member) {
     for (int64_t i = begin; i < end; i++) give_pieces(t, i, t->memory + member.index * t->own_floats);
 }
 
-KERNEL(rollout_head, "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
-                     "-> logits f32[B, V], pieces f32[B, C]") {
+KERNEL(rollout_head,
+       "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+       "-> logits f32[B, V], pieces f32[B, C]") {
     const Rollout *g = rollout_of(call, call->params[4]);
-    if (!g) return KERNEL_REFUSED;
+    if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
     void **p = call->params;
     Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
-    if (g->num_rows > dim(call, 'B') || g->num_rows * g->hidden > g->scratch_count || g->vocab > t.width ||
-        t.columns < FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0))
-        return refuse(call, "B = %lld, V = %lld, C = %lld or %lld floats of scratch are too small for %lld rows and %lld tokens",
-                      (long long)dim(call, 'B'), (long long)t.width, (long long)t.columns, (long long)g->scratch_count,
-                      (long long)g->num_rows, (long long)g->vocab);
+    if (g->vocab > t.width || t.columns < FIRST + (g->top_k ? g->candidates : has_nucleus(g) ? BINS : 0))
+        return refuse(call, "V = %ld or C = %ld is too small for %ld tokens", t.width, t.columns, g->vocab);
     t.own_floats = 2 * (g->vocab + BLOCK);
     t.memory = scratch(call, pool_size() * t.own_floats);
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;

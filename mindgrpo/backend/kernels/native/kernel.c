@@ -85,11 +85,11 @@ static int wrong_tensor(const Call *call, int index, const char *wanted, int len
     char shape[96] = "", known[160] = "";
     if (!call->params[index] || !call->dtypes[index]) return refuse(call, "there is no %.*s", length, wanted);
     for (int i = 0, at = 0; i < call->ndims[index] && at < 70; i++)
-        at += sprintf(shape + at, "%s%lld", i ? ", " : "", (long long)call->shapes[index][i]);
+        at += sprintf(shape + at, "%s%ld", i ? ", " : "", call->shapes[index][i]);
     for (int i = 0, at = 0; i < ANY_SHAPE && at < 130; i++)
-        if (call->dims[i] >= 0)
-            at += sprintf(known + at, "%s%c = %lld", at ? ", " : " with ", 'A' + i, (long long)call->dims[i]);
-    return refuse(call, "tensor %d is %s [%s], but must be %.*s%s", index, call->dtypes[index], shape, length, wanted, known);
+        if (call->dims[i] >= 0) at += sprintf(known + at, "%s%c = %ld", at ? ", " : " with ", 'A' + i, call->dims[i]);
+    return refuse(call, "tensor %d is %s [%s], but must be %.*s%s", index, call->dtypes[index], shape, length, wanted,
+                  known);
 }
 
 int check_call(Call *call, const char *tensors) {
@@ -114,7 +114,7 @@ int check_call(Call *call, const char *tensors) {
 
 void *allocate(const Call *call, int64_t bytes) {
     void *memory = aligned_alloc(64, (bytes + 64) / 64 * 64);
-    if (!memory) fail(call, KERNEL_OUT_OF_MEMORY, "no memory for %lld bytes", (long long)bytes);
+    if (!memory) fail(call, KERNEL_OUT_OF_MEMORY, "no memory for %ld bytes", bytes);
     return memory;
 }
 

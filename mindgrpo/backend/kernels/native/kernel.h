@@ -1,10 +1,10 @@
 /* How MindSpore calls a kernel, what a kernel must be given, and how it reports an error.
  *
- * KERNEL(name, "x f32[N, H], bias f32[H]? -> y f32[N, H]") { ... } defines an operation for graphs. The string names the
- * tensors, inputs first, outputs last, all contiguous, and every call is compared with it before the body runs: their
- * number, dtypes (f32, f64, i32, i64) and dims. A dim is a number, a letter, or a product such as 2I; a letter has one
- * value in a call (`dim`). `?` marks an optional tensor: shape [1] says that there is none (`optional`). `...` stands for
- * any further dims, as many elements wherever it is written. Constants (sizes, flags) arrive as tensors too.
+ * KERNEL(name, "x f32[N, H], bias f32[H]? -> y f32[N, H]") { ... } defines an operation for graphs. The string names
+ * the tensors, inputs first, outputs last, all contiguous, and every call is compared with it before the body runs:
+ * their number, dtypes (f32, f64, i32, i64) and dims. A dim is a number, a letter, or a product such as 2I; a letter
+ * has one value in a call (`dim`). `?` marks an optional tensor: shape [1] says that there is none (`optional`). `...`
+ * stands for any further dims, as many elements wherever it is written. Constants (sizes, flags) arrive as tensors too.
  *
  * A kernel that fails keeps a sentence for Python (kernel_take_error) and returns its kind, which ends the graph. No
  * kernel keeps a pointer to its tensors after it returns.
@@ -53,15 +53,15 @@ static inline void *optional(const Call *call, int index) {
 /* Calls `rows` on stretches of the call's N rows, in all threads if its first tensor is large. */
 int over_rows(const Call *call, void (*rows)(const Call *call, int64_t begin, int64_t end));
 
-#define KERNEL(NAME, TENSORS)                                                                                      \
-    static int NAME##_checked(Call *call);                                                                         \
-    int NAME(int num_params, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream,       \
-             void *extra) {                                                                                        \
-        Call call = {#NAME, num_params, params, ndims, shapes, dtypes, {0}, 0};                                    \
-        (void)stream, (void)extra;                                                                                 \
-        int status = check_call(&call, TENSORS);                                                                   \
-        return status ? status : NAME##_checked(&call);                                                            \
-    }                                                                                                              \
+#define KERNEL(NAME, TENSORS)                                                                                \
+    static int NAME##_checked(Call *call);                                                                   \
+    int NAME(int num_params, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, \
+             void *extra) {                                                                                  \
+        Call call = {#NAME, num_params, params, ndims, shapes, dtypes, {0}, 0};                              \
+        (void)stream, (void)extra;                                                                           \
+        int status = check_call(&call, TENSORS);                                                             \
+        return status ? status : NAME##_checked(&call);                                                      \
+    }                                                                                                        \
     static int NAME##_checked(Call *call)
 
 #endif

@@ -22,6 +22,9 @@ from mindgrpo.backend.kernels.native.library import call_kernel, library, operat
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
 
+# Elements whose squares native/optimizer.c adds up first.
+SQUARES_AT_ONCE = 1 << 15
+
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
 def _as_first(first: Any, *others: Any) -> Any:
@@ -264,9 +267,10 @@ class NativeKernels(PlainKernels):
         call_kernel("adamw", weight, gradient, first, second, values)
 
     def square_sum(self, array: np.ndarray) -> float:
-        total = np.zeros(1)
-        call_kernel("square_sum", np.ascontiguousarray(array).reshape(-1), total)
-        return float(total[0])
+        flat = np.ascontiguousarray(array).reshape(-1)
+        sums = np.zeros(flat.size // SQUARES_AT_ONCE + 1)
+        call_kernel("square_sums", flat, sums)
+        return float(sums.sum())
 
     def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary)

@@ -185,7 +185,7 @@ def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
         count,
         (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays)),
         (ctypes.c_int * count)(*(array.ndim for array in arrays)),
-        (ctypes.POINTER(ctypes.c_int64) * count)(*shapes),
+        (ctypes.c_void_p * count)(*(ctypes.addressof(shape) for shape in shapes)),
         (ctypes.c_char_p * count)(*(array.dtype.name.encode() for array in arrays)),
         None,
         None,

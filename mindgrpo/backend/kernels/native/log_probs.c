@@ -6,7 +6,7 @@
 static int check_sizes(const Call *call) {
     const int32_t *sizes = call->params[2];
     if (sizes[1] >= 0 && sizes[1] <= dim(call, 'V')) return 0;
-    return refuse(call, "%d of %lld columns cannot be tokens", sizes[1], (long long)dim(call, 'V'));
+    return refuse(call, "%d of %ld columns cannot be tokens", sizes[1], dim(call, 'V'));
 }
 
 static void pieces_of_rows(const Call *call, int64_t begin, int64_t end) {
@@ -63,8 +63,9 @@ static void grad_of_rows(const Call *call, int64_t begin, int64_t end) {
 }
 
 /* dlogp/dl = onehot - p, dH/dl = -p (log p + H), times the scale; `total` is the log-sum-exp */
-KERNEL(log_prob_grad, "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1], total f32[N], entropy f32[N], "
-                      "dlogp f32[N], dentropy f32[N] -> dlogits f32[N, V]") {
+KERNEL(log_prob_grad,
+       "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1], total f32[N], entropy f32[N], "
+       "dlogp f32[N], dentropy f32[N] -> dlogits f32[N, V]") {
     int status = check_sizes(call);
     return status ? status : over_rows(call, grad_of_rows);
 }

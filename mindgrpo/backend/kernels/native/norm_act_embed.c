@@ -3,27 +3,19 @@
 #include "vec16.h"
 
 static void norm_rows(const Call *call, int64_t begin, int64_t end) {
-    const float *x = call->params[0], *weight = call->params[1], eps = *(const float *)call->params[2];
-    float *y = call->params[3];
+    float **p = (float **)call->params, *y = p[3];
     int64_t width = dim(call, 'H');
-    for (int64_t i = begin; i < end; i++) {
-        float scale = inverse_rms(x + i * width, width, eps);
-        for (int64_t j = 0; j < width; j++) y[i * width + j] = x[i * width + j] * scale * weight[j];
-    }
+    for (int64_t at = begin * width; at < end * width; at += width)
+        add_and_norm(p[0] + at, NULL, NULL, p[1], *p[2], width, NULL, y + at);
 }
 
 KERNEL(rms_norm, "x f32[N, H], weight f32[H], eps f32[1] -> y f32[N, H]") { return over_rows(call, norm_rows); }
 
 static void add_norm_rows(const Call *call, int64_t begin, int64_t end) {
-    const float *x = call->params[0], *added = call->params[1], *weight = call->params[2];
-    float *total = call->params[4], *y = call->params[5], eps = *(const float *)call->params[3];
+    float **p = (float **)call->params;
     int64_t width = dim(call, 'H');
-    for (int64_t i = begin; i < end; i++) {
-        float *sum = total + i * width;
-        for (int64_t j = 0; j < width; j++) sum[j] = x[i * width + j] + added[i * width + j];
-        float scale = inverse_rms(sum, width, eps);
-        for (int64_t j = 0; j < width; j++) y[i * width + j] = sum[j] * scale * weight[j];
-    }
+    for (int64_t at = begin * width; at < end * width; at += width)
+        add_and_norm(p[0] + at, p[1] + at, NULL, p[2], *p[3], width, p[4] + at, p[5] + at);
 }
 
 /* total = x + added, y = its norm */
@@ -61,8 +53,9 @@ static void norm_grad_rows(void *task, Member member) {
 
 /* `through` is the gradient that reaches x beside the norm's.
  * dx = s (w dy) - x s^3 mean(x w dy), s = 1 / rms(x); dw = sum_N dy x s. */
-KERNEL(rms_norm_grad, "x f32[N, H], weight f32[H], eps f32[1], dy f32[N, H], through f32[N, H]? "
-                      "-> dx f32[N, H], dweight f32[H]") {
+KERNEL(rms_norm_grad,
+       "x f32[N, H], weight f32[H], eps f32[1], dy f32[N, H], through f32[N, H]? "
+       "-> dx f32[N, H], dweight f32[H]") {
     int64_t width = dim(call, 'H'), members = pool_size();
     NormGrad work = {call, scratch(call, members * width)};
     float *dweight = call->params[6];

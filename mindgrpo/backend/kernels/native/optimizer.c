@@ -27,36 +27,20 @@ KERNEL(adamw, "weight f32[N], gradient f32[N], first f32[N], second f32[N], numb
 
 enum { STEP = 1 << 15 };
 
-typedef struct {
-    const float *x;
-    int64_t size, blocks;
-    double *sums;
-} Squares;
-
-static void sum_blocks(void *task, Member member) {
-    const Squares *work = task;
-    int64_t begin, end;
-    share_out(member, work->blocks, &begin, &end);
+static void sum_blocks(const Call *call, int64_t begin, int64_t end) {
+    const float *x = call->params[0];
+    double *sums = call->params[1];
     for (int64_t b = begin; b < end; b++) {
-        int64_t last = (b + 1) * STEP < work->size ? (b + 1) * STEP : work->size;
+        int64_t last = (b + 1) * STEP < dim(call, 'X') ? (b + 1) * STEP : dim(call, 'X');
         double own = 0.0;
 #pragma omp simd reduction(+ : own)
-        for (int64_t i = b * STEP; i < last; i++) own += (double)work->x[i] * work->x[i];
-        work->sums[b] = own;
+        for (int64_t i = b * STEP; i < last; i++) own += (double)x[i] * x[i];
+        sums[b] = own;
     }
 }
 
-/* sum x^2 in float64, over blocks of fixed size in their order: the same bits whatever the number of threads. */
-KERNEL(square_sum, "x f32[N] -> sum f64[1]") {
-    Squares work = {call->params[0], dim(call, 'N'), dim(call, 'N') / STEP + 1, NULL};
-    work.sums = (double *)scratch(call, 2 * work.blocks);
-    if (!work.sums) return KERNEL_OUT_OF_MEMORY;
-    if (work.blocks > 4)
-        pool_run(sum_blocks, &work);
-    else
-        sum_blocks(&work, (Member){0, 1});
-    double *sum = call->params[1];
-    *sum = 0.0;
-    for (int64_t b = 0; b < work.blocks; b++) *sum += work.sums[b];
-    return 0;
+/* sum x^2 over blocks of STEP elements: the same bits whatever the number of threads */
+KERNEL(square_sums, "x f32[X] -> sums f64[N]") {
+    if (dim(call, 'N') != dim(call, 'X') / STEP + 1) return refuse(call, "%ld sums", dim(call, 'N'));
+    return over_rows(call, sum_blocks);
 }

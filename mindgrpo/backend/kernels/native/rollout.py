@@ -119,6 +119,7 @@ class NativeSlots(Slots):
         share = self._share
         vocab = share.vocabulary
         numbers: dict[str, float] = {
+            "layers": share.layers,
             "hidden": share.hidden,
             "inner": share.inner,
             "queries": share.heads.queries,

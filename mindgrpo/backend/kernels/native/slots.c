@@ -36,32 +36,10 @@ static void give_next(const Rollout *g, float *x, int64_t capacity) {
     memset(x + g->num_rows * g->hidden, 0, (capacity - g->num_rows) * g->hidden * sizeof(float));
 }
 
-/* Whether the table's arrays hold what its numbers say, and the call its slots. */
-static int check_table(const Call *call, const Rollout *g) {
-    const struct {
-        const char *name;
-        int64_t count, least;
-    } arrays[] = {{"next", g->next_count, g->slots * g->hidden}, {"free_slots", g->free_slots_count, g->slots},
-                  {"row_sample", g->row_sample_count, g->slots}, {"row_slot", g->row_slot_count, g->slots},
-                  {"row_entry", g->row_entry_count, g->slots}, {"row_shared", g->row_shared_count, g->slots},
-                  {"row_own", g->row_own_count, g->slots}, {"num_rows", g->slots, g->num_rows + g->num_free},
-                  {"queue_sample", g->queue_sample_count, g->queue_tail}, {"queue_entry", g->queue_entry_count, g->queue_tail},
-                  {"tokens", g->tokens_count, g->lengths_count * g->longest},
-                  {"logps", g->logps_count, g->lengths_count * g->longest},
-                  {"uniforms", g->uniforms_count, g->lengths_count * g->longest},
-                  {"seen", g->seen_count, g->penalty == 1.0 ? 0 : g->slots * g->vocab}};
-    for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
-        if (arrays[i].count < arrays[i].least)
-            return refuse(call, "%s has room for %lld, but %lld are needed", arrays[i].name, (long long)arrays[i].count,
-                          (long long)arrays[i].least);
-    if (g->slots <= dim(call, 'B')) return 0;
-    return refuse(call, "%lld slots are more than the %lld rows of x", (long long)g->slots, (long long)dim(call, 'B'));
-}
-
 /* x: the inputs of the first step of a call */
 KERNEL(rollout_begin, "ticket i32[1], number i32[1] -> x f32[B, H]") {
     Rollout *g = rollout_of(call, call->params[1]);
-    if (!g || check_table(call, g)) return KERNEL_REFUSED;
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
     admit(g);
     give_next(g, call->params[2], dim(call, 'B'));
     return 0;
@@ -84,10 +62,10 @@ static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
  * queue that are left. */
 KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[1]") {
     Rollout *g = rollout_of(call, call->params[1]);
-    if (!g || check_table(call, g)) return KERNEL_REFUSED;
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
     const float *drawn = call->params[0];
     int64_t width = g->hidden + 2, left = 0;
-    if (dim(call, 'E') != width) return refuse(call, "E is %lld, but must be %lld", (long long)dim(call, 'E'), (long long)width);
+    if (dim(call, 'E') != width) return refuse(call, "E is %ld, but must be %ld", dim(call, 'E'), width);
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
     for (int64_t row = 0; row < g->num_rows; row++) {

@@ -27,7 +27,10 @@ static inline float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { float f; uint32_t i; } bits;
+    union {
+        float f;
+        uint32_t i;
+    } bits;
     bits.f = shifted;
     /* The low bits of `shifted` are n in two's complement. */
     bits.i = (bits.i + 127) << 23;
@@ -51,6 +54,16 @@ static inline float largest(const float *x, int64_t n) {
 
 /* 1 / rms(x) of arXiv:1910.07467. */
 static inline float inverse_rms(const float *x, int64_t n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
+
+/* sum [n] = x (+ added) (+ bias), unless `sum` is NULL, and y [n] the RMS norm of that. */
+static inline void add_and_norm(const float *x, const float *added, const float *bias, const float *weight, float eps,
+                                int64_t n, float *sum, float *y) {
+    for (int64_t j = 0; j < n && sum; j++) sum[j] = x[j] + (added ? added[j] : 0.0f);
+    for (int64_t j = 0; j < n && bias; j++) sum[j] += bias[j];
+    if (sum) x = sum;
+    float scale = inverse_rms(x, n, eps);
+    for (int64_t j = 0; j < n; j++) y[j] = x[j] * scale * weight[j];
+}
 
 static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
 

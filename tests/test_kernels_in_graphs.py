@@ -1,4 +1,5 @@
-"""Kernels that change the generator's table run once for each call in a graph, and in the order of the calls.
+"""What MindSpore's graphs make of kernels: each call that changes the generator's table runs once and in its place,
+and what a kernel refuses reaches the user in the kernel's own words.
 
 The graph compiler takes every operation for a pure function; native/rollout.h says what follows from that.
 """
@@ -12,12 +13,16 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from small_generators import SETTINGS, WITH_C, generator_with, kernels_named, random_weights, run
 from slots_by_hand import HIDDEN, Ranks
+from small_generators import SETTINGS, WITH_C, generator_with, kernels_named, random_weights, run
 
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.native import library
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import Job, Partition
+from mindgrpo.errors import UserError
 from mindgrpo.rollout.embedded.engine import Request
 
 pytestmark = WITH_C
@@ -84,3 +89,34 @@ def test_every_step_of_the_decoding_graph_runs_once_where_all_steps_have_equal_v
     assert [len(completion.tokens) for completion in completions] == [settings.max_tokens] * 3
     assert generator._decoder._slots.steps == (settings.max_tokens, 3 * settings.max_tokens)
     assert len({tuple(completion.tokens) for completion in completions}) == 3
+
+
+def test_what_a_kernel_refuses_is_said_in_its_own_words(backend: CpuBackend) -> None:
+    heads, rotary = Heads(1, 1, 2), np.zeros((16, 4), np.float32)
+    spans = np.zeros((1, 8, 3), np.int32)
+    spans[0, :, 2] = [0, 0, 0, 0, 4, 4, 4, 4]
+    spans[0, 4:, :2] = (2, 4)
+    nothing = Tensor([0.0], ms.float32)
+    qkv = Tensor(np.zeros((8, heads.width), np.float32))
+    for position, sentence in (
+        (0, "kernel attention: span (2, 4, 4) of token 4 is not of its cluster"),
+        (16, "kernel attention: position 16 of token 0 is not below the 16 rotary angles"),
+    ):
+        # A graph that has failed once does not run again.
+        graph = backend.graph(NativeKernels().attention(heads, rotary), "attention")
+        positions = Tensor(np.full((1, 8), position, np.int32))
+        with pytest.raises(RuntimeError) as caught:
+            graph(qkv, nothing, nothing, nothing, positions, Tensor(spans))
+        assert str(caught.value) == sentence
+
+
+def test_memory_that_is_used_up_inside_a_graph_is_the_users_to_hear(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def graph_that_ends_with_a_number() -> None:
+        raise RuntimeError("Return value from CPU AOT kernel is 2.")
+
+    error = UserError("kernel attention: no memory for 8 bytes")
+    monkeypatch.setattr(library, "kernel_error", lambda: error)
+    with pytest.raises(UserError, match="no memory for 8 bytes"):
+        backend.graph(graph_that_ends_with_a_number, "attention")()
