@@ -21,7 +21,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
-from mindgrpo.rollout.noise import uniforms
+from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.rollout.stats import Usage
 from mindgrpo.weights.local_weights import Weights
@@ -126,10 +126,10 @@ class Generator:
             self._check(request, settings)
             limits += request.max_tokens or (settings.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        noise = uniforms(draw.seed, draw.purpose, draw.step, samples, max(limits))
+        keys = sample_keys(draw.seed, draw.purpose, draw.step, samples)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
-        return Job.of(prompts, prompt_of, limits, noise)
+        return Job.of(prompts, prompt_of, limits, keys)
 
     def _check(self, request: Request, settings: SamplingSettings) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:

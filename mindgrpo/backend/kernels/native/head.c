@@ -2,45 +2,60 @@
  *
  * The vocabulary itself never leaves a rank: the caller gathers the pieces, a few numbers a row.
  */
-#include "logits.h"
+#include "winner.h"
 
-static void top_and_sum(const Row *row, float *top, float *sum) {
+/* The largest logit of each block and of all, and the sum of exp(logit - largest). */
+static void top_and_sum(const Row *row, Blocks blocks, float *top, float *sum) {
     float x[BLOCK];
     double total = 0.0;
-    *top = -INFINITY;
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        float best = largest(x, load(row, start, x));
-        *top = best > *top ? best : *top;
+    *top = NONE;
+    for (int64_t b = 0; b < blocks.count; b++) {
+        blocks.largest[b] = largest(x, load(row, b * BLOCK, x));
+        *top = blocks.largest[b] > *top ? blocks.largest[b] : *top;
     }
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK)
-        total += mass_above(x, load(row, start, x), -INFINITY, *top);
-    *sum = total;
+    for (int64_t b = 0; sum && b < blocks.count; b++) total += mass_of(x, load(row, b * BLOCK, x), *top);
+    if (sum) *sum = total;
 }
 
-/* The `candidates` largest logits of this rank in any order, and before them how many more equal the smallest. */
-static void find_candidates(const Row *row, float *pieces) {
-    int64_t vocab = row->g->vocab, wanted = row->g->candidates, blocks = (vocab + BLOCK - 1) / BLOCK, size = 0;
-    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / LANES;
-    float *all = thread_room(2 * blocks * BLOCK), *found = all + blocks * BLOCK, least = -INFINITY;
-    for (int64_t start = 0; start < vocab; start += BLOCK) {
-        int64_t loaded = load(row, start, all + start);
-        for (int64_t i = loaded; i < BLOCK; i++) all[start + i] = -INFINITY;
+/* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the number that is not
+ * among them and the best of these. `room` takes 3 floats a logit. */
+static void find_candidates(const Row *row, float *pieces, float *room) {
+    const Rollout *g = row->g;
+    int64_t vocab = g->vocab, wanted = g->candidates, stretches = blocks_of(g) * BLOCK / LANES, size = 0, listed = 0;
+    int64_t count = wanted < vocab ? wanted : vocab;
+    float *all = room, *values = all + stretches * LANES, *tokens = values + stretches * LANES, least = -INFINITY;
+    for (int64_t start = 0; start < vocab; start += BLOCK)
+        for (int64_t i = load(row, start, all + start); i < BLOCK; i++) all[start + i] = -INFINITY;
+    if (stretches >= count) {
+        /* As many stretches have their largest above the count-th of these: so have the logits. */
+        for (int64_t i = 0; i < stretches; i++) values[i] = largest(all + i * LANES, LANES);
+        least = select_largest(values, stretches, count);
     }
-    if (blocks * parts >= count) {
-        /* As many stretches of LANES have their largest above the count-th of these: so have the logits. */
-        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * LANES, LANES);
-        least = select_largest(found, blocks * parts, count);
+    for (int64_t start = 0; start < stretches * LANES; start += LANES) {
+        if (!(largest(all + start, LANES) >= least)) continue;
+        for (int64_t i = start; i < start + LANES; i++) {
+            values[size] = all[i];
+            tokens[size] = g->first_token + i;
+            size += all[i] >= least && all[i] > -INFINITY;
+        }
     }
-    for (int64_t i = 0; i < vocab; i++) {
-        found[size] = all[i];
-        size += all[i] >= least;
-    }
-    if (size < count) count = size; /* only with logits that are no numbers */
-    float smallest = count ? select_largest(found, size, count) : -INFINITY;
-    pieces[MORE] = 0.0f;
-    for (int64_t i = count; i < size; i++) pieces[MORE] += found[i] == smallest;
-    memcpy(pieces + FIRST, found, count * sizeof(float));
-    for (int64_t i = count; i < wanted; i++) pieces[FIRST + i] = -INFINITY;
+    count = size < count ? size : count;
+    memcpy(all, values, size * sizeof(float));
+    float smallest = count ? select_largest(all, size, count) : NONE;
+    Winner ties = NO_WINNER;
+    for (int is_tie = 0; is_tie < 2; is_tie++)
+        for (int64_t i = 0; i < size; i++) {
+            if (is_tie ? values[i] != smallest : values[i] <= smallest) continue;
+            if (listed < count) {
+                pieces[FIRST + listed] = values[i];
+                pieces[FIRST + wanted + listed++] = tokens[i];
+                continue;
+            }
+            pieces[MORE]++;
+            consider(&ties, smallest, token_bits(row->key, (uint32_t)tokens[i]), tokens[i]);
+        }
+    if (ties.token >= 0) give_winner(ties, pieces + SCORE);
+    for (; listed < wanted; listed++) pieces[FIRST + listed] = NONE;
 }
 
 typedef struct {
@@ -50,29 +65,31 @@ typedef struct {
     int64_t width, columns;
 } Task;
 
-static void give_pieces(const Task *t, int64_t number) {
+static void give_pieces(const Task *t, int64_t number, float *room) {
     const Rollout *g = t->g;
     float *pieces = t->pieces + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
+    Blocks blocks = {room, room + blocks_of(g), blocks_of(g)};
     raw.seen = NULL;
     raw.is_banned = 0;
-    top_and_sum(&raw, pieces + RAW_TOP, pieces + RAW_SUM);
+    top_and_sum(&raw, blocks, pieces + RAW_TOP, pieces + RAW_SUM);
     pieces[TOP] = pieces[RAW_TOP];
-    pieces[SUM] = pieces[RAW_SUM];
-    if (row.seen || row.is_banned) top_and_sum(&row, pieces + TOP, pieces + SUM);
+    if (row.seen || row.is_banned) top_and_sum(&row, blocks, pieces + TOP, NULL);
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
     memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
-        find_candidates(&row, pieces);
+        find_candidates(&row, pieces, room);
     else if (has_nucleus(g))
         histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
+    else if (keeps_all(g))
+        give_winner(winner_of(&row, blocks, -INFINITY), pieces + SCORE);
 }
 
 static void head(const void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
     int64_t hidden = g->hidden, begin, end;
-    float *sum = thread_room(hidden), *turned = g->scratch;
+    float *sum = thread_room(hidden), *turned = g->scratch, *room;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
@@ -83,7 +100,8 @@ static void head(const void *task, Member member) {
     team_meet(member);
     multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
     team_meet(member);
-    for (int64_t i = begin; i < end; i++) give_pieces(t, i);
+    room = thread_room(3 * blocks_of(g) * BLOCK);
+    for (int64_t i = begin; i < end; i++) give_pieces(t, i, room);
 }
 
 /* (x [B, H], added [B, H], norm [H], table [V, H], number int32 [1]) -> (logits [B, V], pieces [B, C]) */

@@ -38,7 +38,7 @@ typedef struct {
     int32_t *prompt_tokens;
     int64_t *prompt_at;
     int32_t *prompt_length, *limit;
-    float *uniforms;
+    uint64_t *keys;
     int32_t *tokens;
     float *logps;
     int32_t *lengths, *stopped;
