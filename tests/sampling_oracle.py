@@ -32,14 +32,21 @@ def position_key(key: int, position: int) -> int:
     return splitmix64((key + position * 0x9E3779B97F4A7C15) % 2**64)
 
 
-def token_bits(key: int, token: int) -> int:
-    """triple32, with the key's halves added before its first and second round."""
+def triple32(key: int, number: int) -> int:
+    """With the key's halves added before its first and second round."""
     low, high = key % 2**32, key >> 32
-    x = (token * 0x9E3779B9 + low) % 2**32
+    x = (number * 0x9E3779B9 + low) % 2**32
     x = (x ^ (x >> 17)) * 0xED5AD4BB % 2**32
     x = ((x ^ (x >> 11)) + high) * 0xAC4C1B51 % 2**32
     x = (x ^ (x >> 15)) * 0x31848BAB % 2**32
     return x ^ (x >> 14)
+
+
+def token_bits(key: int, token: int) -> int:
+    pair = triple32(key, token // 2)
+    swapped = key % 2**32 * 2**32 + key // 2**32
+    upper = pair // 2**16 if token % 2 else pair % 2**16
+    return upper * 2**16 + triple32(swapped, token) // 2**16
 
 
 def gumbel(key: int, position: int, num_tokens: int) -> np.ndarray:

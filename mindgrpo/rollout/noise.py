@@ -42,16 +42,30 @@ def position_keys(sample_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return _mixed(sample_keys + (positions.astype(np.uint64) + np.uint64(1)) * _STRIDE)
 
 
-def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
-    """uint32 [keys, num_tokens]: a hash of each key and token, from `first_token` on."""
-    x = np.arange(first_token, first_token + num_tokens, dtype=np.uint32) * _TOKEN_STRIDE
-    x = x + keys.astype(np.uint32)[:, None]
+def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """uint32 [keys, numbers]: a hash of each key (uint64) and number (uint32)."""
+    x = numbers * _TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
     for number, (shift, factor) in enumerate(_TRIPLE32):
         x ^= x >> np.uint32(shift)
         if number == 1:
             x += (keys >> np.uint64(32)).astype(np.uint32)[:, None]
         x *= np.uint32(factor)
     return x ^ (x >> np.uint32(14))
+
+
+def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
+    """uint32 [keys, num_tokens] for the tokens from `first_token` on.
+
+    The upper 16 bits are half of the hash of (key, token // 2), the lower half where the token is even; the lower ones
+    are the upper half of the hash of (key with its halves exchanged, token).
+    """
+    tokens = np.arange(first_token, first_token + num_tokens, dtype=np.uint32)
+    first_pair, half = first_token // 2, np.uint32(16)
+    pairs = _triple32(keys, np.arange(first_pair, first_pair + num_tokens // 2 + 1, dtype=np.uint32))
+    upper = np.stack([pairs << half, pairs & np.uint32(0xFFFF0000)], 2).reshape(len(keys), -1)
+    swapped = keys << np.uint64(32) | keys >> np.uint64(32)
+    lower = _triple32(swapped, tokens) >> half
+    return upper[:, first_token % 2 : first_token % 2 + num_tokens] | lower
 
 
 def gumbel_of(bits: np.ndarray) -> np.ndarray:

@@ -154,15 +154,13 @@ static float threshold_of(const Row *row, Gathered *all, float *room) {
         least = best_threshold(g, all, room);
     else if (g->top_p < 1.0)
         least = nucleus_threshold(row, all);
-    return g->min_p > 0.0 ? fmaxf(least, all->top + logf(g->min_p)) : least;
+    return fmaxf(least, min_p_threshold(g, all->top));
 }
 
-/* Of this rank's tokens; `room` takes 2 floats a block. */
+/* Of this rank's tokens; `room` takes 3 floats a group. */
 static Winner own_winner(const Row *row, float threshold, float *room) {
-    Blocks blocks = {room, room + blocks_of(row->g), blocks_of(row->g)};
-    float x[BLOCK];
-    for (int64_t b = 0; b < blocks.count; b++) blocks.largest[b] = largest(x, load(row, b * BLOCK, x));
-    return winner_of(row, blocks, threshold);
+    Groups groups = groups_in(row->g, room);
+    return winner_of(row, groups, find_largest(row, groups), threshold);
 }
 
 /* Of all ranks' candidates. */
@@ -190,7 +188,7 @@ static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next)
 static void give_scores(const void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
-    float *room = thread_room(2 * blocks_of(t->g));
+    float *room = thread_room(3 * num_blocks(t->g) * LANES);
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
@@ -208,7 +206,7 @@ int rollout_score(KERNEL_ARGS) {
     memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
     Task t = {g, params, shapes, 0, params[4]};
     /* A graph that scores also serves rules whose pieces tell it. */
-    if (g->num_rows && !g->top_k && !keeps_all(g)) team_run(give_scores, &t);
+    if (g->num_rows && !g->top_k && !decides_alone(g)) team_run(give_scores, &t);
     return 0;
 }
 
@@ -240,14 +238,14 @@ static void give_drawn(const Row *row, const Gathered *all, Winner winner, const
 static void draw(const void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
-    int64_t begin, end, candidates = g->ways * g->candidates, blocks = 2 * blocks_of(g), capacity = t->shapes[1][1];
-    float *room = thread_room(candidates > blocks ? candidates : blocks);
+    int64_t begin, end, candidates = g->ways * g->candidates, groups = 3 * num_blocks(g) * LANES, capacity = t->shapes[1][1];
+    float *room = thread_room(candidates > groups ? candidates : groups);
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
         Gathered all = gathered_of(t, i, NULL, 0);
         Winner winner;
-        if (keeps_all(g))
+        if (decides_alone(g))
             winner = best_of_ranks(g, all.pieces + SCORE, all.next_pieces);
         else if (g->top_k)
             winner = best_candidate(&row, &all, threshold_of(&row, &all, room));

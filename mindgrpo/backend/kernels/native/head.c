@@ -4,28 +4,15 @@
  */
 #include "winner.h"
 
-/* The largest logit of each block and of all, and the sum of exp(logit - largest). */
-static void top_and_sum(const Row *row, Blocks blocks, float *top, float *sum) {
-    float x[BLOCK];
-    double total = 0.0;
-    *top = NONE;
-    for (int64_t b = 0; b < blocks.count; b++) {
-        blocks.largest[b] = largest(x, load(row, b * BLOCK, x));
-        *top = blocks.largest[b] > *top ? blocks.largest[b] : *top;
-    }
-    for (int64_t b = 0; sum && b < blocks.count; b++) total += mass_of(x, load(row, b * BLOCK, x), *top);
-    if (sum) *sum = total;
-}
-
 /* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the number that is not
  * among them and the best of these. `room` takes 3 floats a logit. */
 static void find_candidates(const Row *row, float *pieces, float *room) {
     const Rollout *g = row->g;
-    int64_t vocab = g->vocab, wanted = g->candidates, stretches = blocks_of(g) * BLOCK / LANES, size = 0, listed = 0;
+    int64_t vocab = g->vocab, wanted = g->candidates, stretches = num_blocks(g) * BLOCK / LANES, size = 0, listed = 0;
     int64_t count = wanted < vocab ? wanted : vocab;
     float *all = room, *values = all + stretches * LANES, *tokens = values + stretches * LANES, least = -INFINITY;
     for (int64_t start = 0; start < vocab; start += BLOCK)
-        for (int64_t i = load(row, start, all + start); i < BLOCK; i++) all[start + i] = -INFINITY;
+        for (int64_t i = load(row, start, BLOCK, all + start); i < BLOCK; i++) all[start + i] = -INFINITY;
     if (stretches >= count) {
         /* As many stretches have their largest above the count-th of these: so have the logits. */
         for (int64_t i = 0; i < stretches; i++) values[i] = largest(all + i * LANES, LANES);
@@ -69,20 +56,20 @@ static void give_pieces(const Task *t, int64_t number, float *room) {
     const Rollout *g = t->g;
     float *pieces = t->pieces + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
-    Blocks blocks = {room, room + blocks_of(g), blocks_of(g)};
+    Groups groups = groups_in(g, room);
     raw.seen = NULL;
     raw.is_banned = 0;
-    top_and_sum(&raw, blocks, pieces + RAW_TOP, pieces + RAW_SUM);
-    pieces[TOP] = pieces[RAW_TOP];
-    if (row.seen || row.is_banned) top_and_sum(&row, blocks, pieces + TOP, NULL);
+    pieces[RAW_TOP] = pieces[TOP] = find_largest(&raw, groups);
+    pieces[RAW_SUM] = plain_mass(&raw, pieces[RAW_TOP]);
+    if (row.seen || row.is_banned) pieces[TOP] = find_largest(&row, groups);
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
     memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
         find_candidates(&row, pieces, room);
     else if (has_nucleus(g))
         histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
-    else if (keeps_all(g))
-        give_winner(winner_of(&row, blocks, -INFINITY), pieces + SCORE);
+    else if (decides_alone(g))
+        give_winner(winner_of(&row, groups, pieces[TOP], min_p_threshold(g, pieces[TOP])), pieces + SCORE);
 }
 
 static void head(const void *task, Member member) {
@@ -100,7 +87,7 @@ static void head(const void *task, Member member) {
     team_meet(member);
     multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
     team_meet(member);
-    room = thread_room(3 * blocks_of(g) * BLOCK);
+    room = thread_room(3 * num_blocks(g) * BLOCK);
     for (int64_t i = begin; i < end; i++) give_pieces(t, i, room);
 }
 

@@ -15,11 +15,11 @@
  * - with top-k its k largest logits, then their tokens. MORE logits equal the smallest of these: the score is the
  *   largest one among them;
  * - with top-p and no top-k the mass in each of BINS ranges of logits;
- * - without top-k, top-p and min-p nothing: the score is the largest of all.
+ * - where a rank decides alone nothing: the score is its largest one.
  * What is gathered must be numbers: NONE stands for minus infinity. */
 enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
 #define NONE (-FLT_MAX)
-enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
+enum { BLOCK = 256, BINS = 256, ROUNDS = 4, BITS = 8 };
 
 typedef struct {
     const Rollout *g;
@@ -33,8 +33,15 @@ typedef struct {
 /* Whether a row's pieces are masses by range of logits. */
 static inline int has_nucleus(const Rollout *g) { return !g->top_k && g->top_p < 1.0; }
 
-/* Whether every token is kept; with a temperature of 0 Python turns the other rules off. */
-static inline int keeps_all(const Rollout *g) { return !g->top_k && g->top_p >= 1.0 && g->min_p <= 0.0; }
+/* Whether a rank knows from its own logits which of them are kept; with a temperature of 0 Python turns all rules off. */
+static inline int decides_alone(const Rollout *g) {
+    return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->ways == 1);
+}
+
+/* Of min-p alone; minus infinity where it is off. */
+static inline float min_p_threshold(const Rollout *g, float top) {
+    return g->min_p > 0.0 ? top + logf(g->min_p) : -INFINITY;
+}
 
 static inline Row row_of(const Rollout *g, int64_t number, const float *logits, int64_t width) {
     Row row = {.g = g, .number = number, .logits = logits + number * width, .at = g->row_own[number]};
@@ -44,10 +51,10 @@ static inline Row row_of(const Rollout *g, int64_t number, const float *logits, 
     return row;
 }
 
-/* Up to BLOCK logits from `start` on as they are drawn from; returns how many. */
-static inline int64_t load(const Row *row, int64_t start, float *x) {
+/* Up to `most` logits from `start` on as they are drawn from; returns how many. */
+static inline int64_t load(const Row *row, int64_t start, int64_t most, float *x) {
     const Rollout *g = row->g;
-    int64_t count = g->vocab - start < BLOCK ? g->vocab - start : BLOCK;
+    int64_t count = g->vocab - start < most ? g->vocab - start : most;
     const float *source = row->logits + start;
     float scale = g->scale, penalty = g->penalty;
     if (row->seen) {
@@ -73,11 +80,19 @@ static inline float largest(const float *x, int64_t count) {
     return top;
 }
 
-static inline float mass_of(const float *x, int64_t count, float top) {
-    float sum = 0.0f;
+/* The sum of exp(logit - top), of the plain distribution. */
+static inline double plain_mass(const Row *row, float top) {
+    float scale = row->g->scale;
+    double total = 0.0;
+    for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
+        const float *source = row->logits + start;
+        int64_t count = row->g->vocab - start < BLOCK ? row->g->vocab - start : BLOCK;
+        float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) sum += fast_exp(x[i] - top);
-    return sum;
+        for (int64_t i = 0; i < count; i++) sum += fast_exp(source[i] * scale - top);
+        total += sum;
+    }
+    return total;
 }
 
 /* Mass of the logits whose first `round` digits are those of `prefix`, by the next digit. */
@@ -86,7 +101,7 @@ static inline void histogram(const Row *row, int round, uint32_t prefix, float t
     uint32_t rank[BLOCK];
     double sums[BINS] = {0.0};
     for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        int64_t count = load(row, start, x);
+        int64_t count = load(row, start, BLOCK, x);
         uint32_t any = !round;
         for (int64_t i = 0; i < count; i++) {
             /* The sum makes -0 a 0, which it equals. */

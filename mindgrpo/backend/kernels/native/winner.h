@@ -16,13 +16,49 @@ typedef struct {
 
 #define NO_WINNER ((Winner){-INFINITY, -1})
 
-/* What of a row's logits the search for its winner goes by: the largest logit of each block, and the same as a share. */
-typedef struct {
-    float *largest, *shares;
-    int64_t count;
-} Blocks;
+/* A block has LANES groups: token t is in group t % LANES, with the other token of its pair. Blocks begin at whole pairs
+ * of LANES tokens, wherever a rank's share of the vocabulary begins. */
+static inline int64_t num_skipped(const Rollout *g) { return g->first_token % (2 * LANES); }
 
-static inline int64_t blocks_of(const Rollout *g) { return (g->vocab + BLOCK - 1) / BLOCK; }
+static inline int64_t num_blocks(const Rollout *g) { return (num_skipped(g) + g->vocab + BLOCK - 1) / BLOCK; }
+
+static inline int64_t first_of_block(const Rollout *g, int64_t block) {
+    return g->first_token - num_skipped(g) + block * BLOCK;
+}
+
+/* A block's logits in vocabulary order; minus infinity for tokens that are not this rank's. */
+static inline void load_block(const Row *row, int64_t block, float *x) {
+    int64_t skipped = num_skipped(row->g), begin = block ? 0 : skipped;
+    for (int64_t i = 0; i < begin; i++) x[i] = -INFINITY;
+    int64_t end = begin + load(row, block * BLOCK - skipped + begin, BLOCK - begin, x + begin);
+    for (int64_t i = end; i < BLOCK; i++) x[i] = -INFINITY;
+}
+
+/* What the search for a row's winner goes by, one float a group: its largest logit; the exponential of that less the
+ * row's largest; and a bound of 2^32 (1 - u) of its tokens from below over that. */
+typedef struct {
+    float *largest, *shares, *ratios;
+    int64_t count;
+} Groups;
+
+/* `room` takes 3 floats a group. */
+static inline Groups groups_in(const Rollout *g, float *room) {
+    int64_t count = num_blocks(g) * LANES;
+    return (Groups){room, room + count, room + 2 * count, count};
+}
+
+/* The largest logit of each group; gives the largest of all. */
+static float find_largest(const Row *row, Groups groups) {
+    float x[BLOCK];
+    for (int64_t b = 0; b < num_blocks(row->g); b++) {
+        float *most = groups.largest + b * LANES;
+        load_block(row, b, x);
+        for (int j = 0; j < LANES; j++) most[j] = -INFINITY;
+        for (int i = 0; i < BLOCK; i += LANES)
+            for (int j = 0; j < LANES; j++) most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+    }
+    return fmaxf(NONE, largest(groups.largest, groups.count));
+}
 
 /* As two floats that are gathered: NONE and -1 where there is none. */
 static inline void give_winner(Winner winner, float *out) {
@@ -46,47 +82,65 @@ static __attribute__((noinline)) void consider(Winner *winner, float logit, uint
     contest(winner, logit + gumbel_of(bits), token);
 }
 
-/* Tokens of one block that are kept and whose bits are not above `reach`. */
-static void contest_block(const Row *row, int64_t block, float threshold, float reach, Winner *winner) {
-    int64_t start = block * BLOCK, first = row->g->first_token + start;
-    uint32_t bits[BLOCK], most = reach < 0x1p32f ? (uint32_t)reach : UINT32_MAX, any = 0;
-    for (int64_t i = 0; i < BLOCK; i++) {
-        bits[i] = token_bits(row->key, (uint32_t)(first + i));
-        any |= ~bits[i] <= most;
-    }
-    if (!any) return;
+/* The first token with the row's largest logit. */
+static Winner first_largest(const Row *row, Groups groups, float top) {
     float x[BLOCK];
-    int64_t count = load(row, start, x);
-    for (int64_t i = 0; i < count; i++)
-        if (~bits[i] <= most && x[i] >= threshold) consider(winner, x[i], bits[i], first + i);
+    int64_t group = 0, i = 0;
+    while (groups.largest[group] != top) group++;
+    load_block(row, group / LANES, x);
+    while (x[i] != top) i++;
+    return (Winner){top, first_of_block(row->g, group / LANES) + i};
 }
 
-/* Of this rank's tokens with a logit of at least `threshold`. */
-static Winner winner_of(const Row *row, Blocks blocks, float threshold) {
-    Winner winner = NO_WINNER;
-    int64_t best = 0;
-    for (int64_t b = 1; b < blocks.count; b++)
-        if (blocks.largest[b] > blocks.largest[best]) best = b;
-    float top = blocks.count ? blocks.largest[best] : -INFINITY, x[BLOCK];
-    if (!(top >= threshold && top > -INFINITY)) return winner;
-    /* The largest logit first: its score leaves most blocks no chance. */
-    int64_t count = load(row, best * BLOCK, x);
-    for (int64_t i = 0; i < count && winner.token < 0; i++) {
-        int64_t token = row->g->first_token + best * BLOCK + i;
-        if (x[i] != top) continue;
-        if (row->g->greedy) return (Winner){top, token};
-        consider(&winner, top, token_bits(row->key, (uint32_t)token), token);
+/* Numbers that no 2^32 (1 - u) of the tokens in each group is below, over the groups' shares. */
+static inline void find_ratios(const Row *row, int64_t block, const float *shares, float *ratios) {
+    uint32_t low[LANES] = {0}, high[LANES] = {0}, strides = (uint32_t)first_of_block(row->g, block) / 2 * STRIDE;
+    for (uint32_t i = 0; i < BLOCK / 2; i += LANES)
+        for (uint32_t j = 0; j < LANES; j++) {
+            uint32_t pair = triple32(row->key, strides + (i + j) * STRIDE);
+            low[j] = pair << 16 > low[j] ? pair << 16 : low[j];
+            high[j] = pair > high[j] ? pair : high[j];
+        }
+    for (int j = 0; j < LANES; j++) ratios[j] = (float)~((low[j] > high[j] ? low[j] : high[j]) | 0xFFFF) / shares[j];
+}
+
+/* Tokens of one group that are kept; `reach` is that of the group's largest logit. */
+static void contest_group(const Row *row, int64_t group, float threshold, float reach, Winner *winner) {
+    const Rollout *g = row->g;
+    int64_t first = first_of_block(g, group / LANES) + group % LANES;
+    for (int64_t token = first; token < first + BLOCK; token += LANES) {
+        uint32_t bits = token_bits(row->key, (uint32_t)token);
+        float x;
+        if ((float)~bits > reach || token < g->first_token) continue;
+        if (load(row, token - g->first_token, 1, &x) == 1 && x >= threshold) consider(winner, x, bits, token);
     }
-    for (int64_t b = 0; b < blocks.count; b++) blocks.shares[b] = fast_exp(blocks.largest[b] - top);
-    float reach = reach_of(top, winner.score), score = winner.score;
-    for (int64_t i = 0; i < blocks.count; i++) {
-        int64_t b = i ? i - (i <= best) : best;
-        float of_block = blocks.shares[b] * reach;
-        if (of_block < 0.5f || blocks.largest[b] < threshold) continue;
-        contest_block(row, b, threshold, of_block, &winner);
-        if (winner.score == score) continue;
-        score = winner.score;
-        reach = reach_of(top, score);
+}
+
+/* Of this rank's tokens with a logit of at least `threshold`; groups.largest is there, and `top` the largest of it. */
+static Winner winner_of(const Row *row, Groups groups, float top, float threshold) {
+    float least = INFINITY;
+    if (!(top >= threshold && top > NONE)) return NO_WINNER;
+    Winner winner = first_largest(row, groups, top);
+    if (row->g->greedy) return winner;
+    winner.score += gumbel_of(token_bits(row->key, (uint32_t)winner.token));
+    float reach = reach_of(top, winner.score);
+    for (int64_t i = 0; i < groups.count; i++)
+        groups.shares[i] = groups.largest[i] < threshold ? 0.0f : fast_exp(groups.largest[i] - top);
+    for (int64_t i = 0; i < groups.count; i += LANES) {
+        int may_win = 0;
+        for (int j = 0; j < LANES; j++) may_win |= !(groups.shares[i + j] * reach < 0.5f);
+        for (int j = 0; j < LANES; j++) groups.ratios[i + j] = INFINITY;
+        if (may_win) find_ratios(row, i / LANES, groups.shares + i, groups.ratios + i);
+    }
+    /* The likeliest first: its score leaves few others a chance. */
+    int64_t best = 0;
+    for (int64_t i = 0; i < groups.count; i++) least = groups.ratios[i] < least ? groups.ratios[i] : least;
+    while (best < groups.count - 1 && groups.ratios[best] != least) best++;
+    for (int64_t i = -1; i < groups.count; i++) {
+        int64_t group = i < 0 ? best : i;
+        if (groups.ratios[group] > reach || groups.largest[group] < threshold || i == best) continue;
+        contest_group(row, group, threshold, groups.shares[group] * reach, &winner);
+        reach = reach_of(top, winner.score);
     }
     return winner;
 }
