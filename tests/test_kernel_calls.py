@@ -144,8 +144,8 @@ class Rollout:
     def start(self, rng: Generator) -> None:
         prompts = [np.zeros(size(rng, self.room), np.int32) for _ in range(self.rows)]
         limits = [min(4, self.room)] * self.rows
-        uniforms = rng.random((self.rows, self.room)).astype(np.float32)
-        job = Job.of(prompts, range(self.rows), limits, uniforms)
+        keys = rng.integers(0, 2**64, self.rows, np.uint64)
+        job = Job.of(prompts, range(self.rows), limits, keys)
         self.slots.start(job, Partition(self.rows, self.room, self.rows, self.room))
         for row in range(self.rows):
             self.slots.enqueue(row, row)
@@ -311,7 +311,8 @@ forward = ("attention", [*inputs, mixed, lse])
 back = [inputs[0].copy(), one(0), one(0), one(0)]
 backward = ("attention_grad", [*inputs, mixed, lse, mixed, *back])
 call_kernel("square_sums", np.ones(1, np.float32), np.zeros(1))
-call_kernel("rms_norm_grad", *(one(1).reshape(1, 1), one(1), one(0), one(1).reshape(1, 1), one(0), filled(1, 1), filled(1)))  # starts the threads
+row = one(1).reshape(1, 1)
+call_kernel("rms_norm_grad", row, one(1), one(0), row, one(0), filled(1, 1), filled(1))  # starts the threads
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (1 << 20),) * 2)
 for symbol, arrays in (norm, forward, backward):

@@ -28,7 +28,7 @@
     /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
     NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
-    ARRAY(int32_t, stops, 0) ARRAY(double, above, g->slots * (g->ways + 1))                                      \
+    ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_room) NUMBER(int64_t, entry_room) NUMBER(int64_t, layer_floats)  \
@@ -36,7 +36,7 @@
     /* the job, by sample: `longest` columns in each of its [samples, longest] arrays */                         \
     NUMBER(int64_t, longest) ARRAY(int32_t, limit, 0) ARRAY(int32_t, prompt_tokens, 0)                           \
     ARRAY(int64_t, prompt_at, g->limit_count) ARRAY(int32_t, prompt_length, g->limit_count)                      \
-    ARRAY(float, uniforms, g->limit_count * g->longest) ARRAY(int32_t, tokens, g->limit_count * g->longest)      \
+    ARRAY(uint64_t, keys, g->limit_count) ARRAY(int32_t, tokens, g->limit_count * g->longest)                    \
     ARRAY(float, logps, g->limit_count * g->longest) ARRAY(int32_t, lengths, g->limit_count)                     \
     ARRAY(int32_t, stopped, g->limit_count)                                                                      \
     /* the queue, whose prompts are in entries, and first inputs of entries */                                   \

@@ -24,7 +24,7 @@ from mindgrpo.backend.kernels.rollout import (
 )
 
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
-FIRST, BINS, ROUNDS = 5, 256, 4
+FIRST, BINS, ROUNDS = 6, 256, 4
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class _Form:
 
     columns: int
     has_nucleus: bool
-    needs_shares: bool
+    needs_scores: bool
 
     def serves(self, other: _Form, ways: int) -> bool:
         enough = self.columns >= other.columns
         if ways == 1:
             return enough
         nucleus = self.has_nucleus or not other.has_nucleus
-        return enough and nucleus and (self.needs_shares or not other.needs_shares)
+        return enough and nucleus and (self.needs_scores or not other.needs_scores)
 
 
 class _Kernel(nn.Cell):
@@ -97,7 +97,7 @@ class NativeSlots(Slots):
             "starts": memory.starts,
             "seen": memory.seen.view(np.uint8),
             "rotary": rotary,
-            "above": np.zeros(slots * (share.ways + 1)),
+            "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // share.hidden, np.int32),
             "start_entry": np.zeros(prompt_rows, np.int32),
@@ -153,8 +153,8 @@ class NativeSlots(Slots):
     def _form_of(self, rules: Rules) -> _Form:
         free = not rules.greedy and not self._top_k_of(rules)
         nucleus = free and rules.top_p < 1.0
-        columns = FIRST + (self._candidates_of(rules) or (BINS if nucleus else 0))
-        return _Form(columns, nucleus, free and rules.min_p > 0.0)
+        columns = FIRST + (2 * self._candidates_of(rules) or (BINS if nucleus else 0))
+        return _Form(columns, nucleus, nucleus or (free and rules.min_p > 0.0))
 
     def serves(self, made_with: Rules) -> bool:
         made, wanted = self._form_of(made_with), self._form_of(self._rules)
@@ -168,7 +168,7 @@ class NativeSlots(Slots):
             "slot_room": partition.slot_room,
             "entry_room": partition.entry_room,
             "layer_floats": 2 * positions * heads.kv * heads.dim,
-            "longest": job.uniforms.shape[1],
+            "longest": job.tokens.shape[1],
             "num_free": partition.slots,
         }
         state = (
@@ -191,7 +191,7 @@ class NativeSlots(Slots):
             "prompt_at": begins[job.prompt_of],
             "prompt_length": lengths[job.prompt_of].astype(np.int32),
             "limit": job.limits,
-            "uniforms": job.uniforms,
+            "keys": job.keys,
             "tokens": job.tokens,
             "logps": job.logps,
             "lengths": job.lengths,
@@ -255,11 +255,11 @@ class NativeSlots(Slots):
         if self._share.ways == 1:
             return 0
         form = self._form_of(self._rules)
-        return (ROUNDS - 1) * form.has_nucleus + form.needs_shares
+        return (ROUNDS - 1) * form.has_nucleus + form.needs_scores
 
     def narrow(self, number: int) -> nn.Cell:
-        if self._form_of(self._rules).needs_shares and number == self.num_narrowings - 1:
-            return _Kernel("rollout_shares", _one_a_row, _float, [self._number, 0])
+        if self._form_of(self._rules).needs_scores and number == self.num_narrowings - 1:
+            return _Kernel("rollout_score", _two_a_row, _float, [self._number])
         return _Kernel("rollout_narrow", _bins_a_row, _float, [self._number, number + 1])
 
     def draw(self) -> nn.Cell:
@@ -268,7 +268,7 @@ class NativeSlots(Slots):
         def drawn(logits: Any, *others: Any) -> Any:
             return [logits[0], width]
 
-        return _Kernel("rollout_draw", drawn, _float, [self._number, 0])
+        return _Kernel("rollout_draw", drawn, _float, [self._number])
 
     def commit(self) -> nn.Cell:
         def shapes(drawn: Any, meta: Any) -> Any:
@@ -277,8 +277,8 @@ class NativeSlots(Slots):
         return _Kernel("rollout_commit", shapes, _float_and_int, [self._number])
 
 
-def _one_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 1]
+def _two_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 2]
 
 
 def _bins_a_row(logits: Any, *others: Any) -> Any:
