@@ -239,3 +239,10 @@ def test_commands_in_readme_exist() -> None:
     assert [name for name in sorted(scripts) if not (ROOT / name).is_file()] == []
     verbs = set(re.findall(r"\bpython -m mindgrpo ([a-z]+)", readme()))
     assert [verb for verb in sorted(verbs) if not (PACKAGE / "cli" / f"{verb}.py").is_file()] == []
+
+
+def test_files_that_the_guide_to_extending_names_exist() -> None:
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:mindgrpo|tests|docs)/[\w./]+)`", page)
+    assert len(paths) > 20
+    assert [path for path in paths if not (ROOT / path).exists()] == []
