@@ -157,10 +157,9 @@ static float threshold_of(const Row *row, Gathered *all, float *room) {
     return fmaxf(least, min_p_threshold(g, all->top));
 }
 
-/* Of this rank's tokens; `room` takes 3 floats a group. */
+/* Of this rank's tokens; `room` takes a float a block. */
 static Winner own_winner(const Row *row, float threshold, float *room) {
-    Groups groups = groups_in(row->g, room);
-    return winner_of(row, groups, find_largest(row, groups), threshold);
+    return winner_of(row, room, find_largest(row, room), threshold, NULL);
 }
 
 /* Of all ranks' candidates. */
@@ -188,7 +187,7 @@ static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next)
 static void give_scores(const void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
-    float *room = thread_room(3 * num_blocks(t->g) * LANES);
+    float *room = thread_room(num_blocks(t->g));
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
@@ -238,8 +237,8 @@ static void give_drawn(const Row *row, const Gathered *all, Winner winner, const
 static void draw(const void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
-    int64_t begin, end, candidates = g->ways * g->candidates, groups = 3 * num_blocks(g) * LANES, capacity = t->shapes[1][1];
-    float *room = thread_room(candidates > groups ? candidates : groups);
+    int64_t begin, end, candidates = g->ways * g->candidates, blocks = num_blocks(g), capacity = t->shapes[1][1];
+    float *room = thread_room(candidates > blocks ? candidates : blocks);
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);

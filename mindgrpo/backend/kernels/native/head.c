@@ -56,20 +56,23 @@ static void give_pieces(const Task *t, int64_t number, float *room) {
     const Rollout *g = t->g;
     float *pieces = t->pieces + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
-    Groups groups = groups_in(g, room);
     raw.seen = NULL;
     raw.is_banned = 0;
-    pieces[RAW_TOP] = pieces[TOP] = find_largest(&raw, groups);
-    pieces[RAW_SUM] = plain_mass(&raw, pieces[RAW_TOP]);
-    if (row.seen || row.is_banned) pieces[TOP] = find_largest(&row, groups);
+    double mass;
+    int is_raw = !row.seen && !row.is_banned, decides = decides_alone(g);
+    pieces[RAW_TOP] = pieces[TOP] = find_largest(&raw, room);
+    if (!is_raw) pieces[TOP] = find_largest(&row, room);
+    if (!is_raw || !decides) mass = mass_of(&raw, pieces[RAW_TOP]);
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
     memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
         find_candidates(&row, pieces, room);
     else if (has_nucleus(g))
         histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
-    else if (decides_alone(g))
-        give_winner(winner_of(&row, groups, pieces[TOP], min_p_threshold(g, pieces[TOP])), pieces + SCORE);
+    else if (decides)
+        give_winner(winner_of(&row, room, pieces[TOP], min_p_threshold(g, pieces[TOP]), is_raw ? &mass : NULL),
+                    pieces + SCORE);
+    pieces[RAW_SUM] = mass;
 }
 
 static void head(const void *task, Member member) {

@@ -19,7 +19,7 @@
  * What is gathered must be numbers: NONE stands for minus infinity. */
 enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
 #define NONE (-FLT_MAX)
-enum { BLOCK = 256, BINS = 256, ROUNDS = 4, BITS = 8 };
+enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
 
 typedef struct {
     const Rollout *g;
@@ -78,21 +78,6 @@ static inline float largest(const float *x, int64_t count) {
 #pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < count; i++) top = x[i] > top ? x[i] : top;
     return top;
-}
-
-/* The sum of exp(logit - top), of the plain distribution. */
-static inline double plain_mass(const Row *row, float top) {
-    float scale = row->g->scale;
-    double total = 0.0;
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        const float *source = row->logits + start;
-        int64_t count = row->g->vocab - start < BLOCK ? row->g->vocab - start : BLOCK;
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < count; i++) sum += fast_exp(source[i] * scale - top);
-        total += sum;
-    }
-    return total;
 }
 
 /* Mass of the logits whose first `round` digits are those of `prefix`, by the next digit. */

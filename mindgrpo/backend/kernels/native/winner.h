@@ -16,8 +16,7 @@ typedef struct {
 
 #define NO_WINNER ((Winner){-INFINITY, -1})
 
-/* A block has LANES groups: token t is in group t % LANES, with the other token of its pair. Blocks begin at whole pairs
- * of LANES tokens, wherever a rank's share of the vocabulary begins. */
+/* Blocks begin at multiples of 2 * LANES tokens, so that pairs are whole, wherever a rank's share begins. */
 static inline int64_t num_skipped(const Rollout *g) { return g->first_token % (2 * LANES); }
 
 static inline int64_t num_blocks(const Rollout *g) { return (num_skipped(g) + g->vocab + BLOCK - 1) / BLOCK; }
@@ -34,30 +33,32 @@ static inline void load_block(const Row *row, int64_t block, float *x) {
     for (int64_t i = end; i < BLOCK; i++) x[i] = -INFINITY;
 }
 
-/* What the search for a row's winner goes by, one float a group: its largest logit; the exponential of that less the
- * row's largest; and a bound of 2^32 (1 - u) of its tokens from below over that. */
-typedef struct {
-    float *largest, *shares, *ratios;
-    int64_t count;
-} Groups;
-
-/* `room` takes 3 floats a group. */
-static inline Groups groups_in(const Rollout *g, float *room) {
-    int64_t count = num_blocks(g) * LANES;
-    return (Groups){room, room + count, room + 2 * count, count};
+/* The largest logit of each block; gives the largest of all. */
+static float find_largest(const Row *row, float *of_block) {
+    float x[BLOCK], top = NONE;
+    for (int64_t b = 0; b < num_blocks(row->g); b++) {
+        load_block(row, b, x);
+        of_block[b] = largest(x, BLOCK);
+        top = of_block[b] > top ? of_block[b] : top;
+    }
+    return top;
 }
 
-/* The largest logit of each group; gives the largest of all. */
-static float find_largest(const Row *row, Groups groups) {
-    float x[BLOCK];
-    for (int64_t b = 0; b < num_blocks(row->g); b++) {
-        float *most = groups.largest + b * LANES;
-        load_block(row, b, x);
-        for (int j = 0; j < LANES; j++) most[j] = -INFINITY;
-        for (int i = 0; i < BLOCK; i += LANES)
-            for (int j = 0; j < LANES; j++) most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
-    }
-    return fmaxf(NONE, largest(groups.largest, groups.count));
+/* exp(logit - top) of a block's logits, which go to x; gives their sum. */
+static inline float find_masses(const Row *row, int64_t block, float top, float *x, float *masses) {
+    float sum = 0.0f;
+    load_block(row, block, x);
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < BLOCK; i++) sum += masses[i] = fast_exp(x[i] - top);
+    return sum;
+}
+
+/* Of all blocks. */
+static double mass_of(const Row *row, float top) {
+    float x[BLOCK], masses[BLOCK];
+    double total = 0.0;
+    for (int64_t b = 0; b < num_blocks(row->g); b++) total += find_masses(row, b, top, x, masses);
+    return total;
 }
 
 /* As two floats that are gathered: NONE and -1 where there is none. */
@@ -83,64 +84,64 @@ static __attribute__((noinline)) void consider(Winner *winner, float logit, uint
 }
 
 /* The first token with the row's largest logit. */
-static Winner first_largest(const Row *row, Groups groups, float top) {
+static Winner first_largest(const Row *row, const float *of_block, float top) {
     float x[BLOCK];
-    int64_t group = 0, i = 0;
-    while (groups.largest[group] != top) group++;
-    load_block(row, group / LANES, x);
+    int64_t block = 0, i = 0;
+    while (of_block[block] != top) block++;
+    load_block(row, block, x);
     while (x[i] != top) i++;
-    return (Winner){top, first_of_block(row->g, group / LANES) + i};
+    return (Winner){top, first_of_block(row->g, block) + i};
 }
 
-/* Numbers that no 2^32 (1 - u) of the tokens in each group is below, over the groups' shares. */
-static inline void find_ratios(const Row *row, int64_t block, const float *shares, float *ratios) {
-    uint32_t low[LANES] = {0}, high[LANES] = {0}, strides = (uint32_t)first_of_block(row->g, block) / 2 * STRIDE;
-    for (uint32_t i = 0; i < BLOCK / 2; i += LANES)
+/* The least logit that is kept and that scores as much with the largest noise, 22.88. */
+static inline float least_of(float threshold, float score) {
+    return fmaxf(threshold, score - 22.9f - 4e-7f * fabsf(score));
+}
+
+/* Tokens of one block that are kept, by their logits and find_masses; `reach` is that of the row's largest logit. */
+static void contest_block(const Row *row, int64_t block, const float *x, const float *masses, float threshold,
+                          float reach, Winner *winner) {
+    int64_t first = first_of_block(row->g, block), any = 0;
+    /* The upper half of 2^32 (1 - u), and whether a token of each lane may win. */
+    int32_t upper[BLOCK], may_win[LANES] = {0};
+    uint32_t strides = (uint32_t)(first / 2) * STRIDE;
+    for (uint32_t i = 0; i < BLOCK; i += 2 * LANES)
         for (uint32_t j = 0; j < LANES; j++) {
-            uint32_t pair = triple32(row->key, strides + (i + j) * STRIDE);
-            low[j] = pair << 16 > low[j] ? pair << 16 : low[j];
-            high[j] = pair > high[j] ? pair : high[j];
+            uint32_t pair = ~triple32(row->key, strides + (i / 2 + j) * STRIDE);
+            upper[i + j] = pair & 0xFFFF;
+            upper[i + LANES + j] = pair >> 16;
         }
-    for (int j = 0; j < LANES; j++) ratios[j] = (float)~((low[j] > high[j] ? low[j] : high[j]) | 0xFFFF) / shares[j];
+    reach *= 0x1p-16f;
+    for (int64_t i = 0; i < BLOCK; i += LANES)
+        for (int64_t j = 0; j < LANES; j++) may_win[j] |= !((float)upper[i + j] > masses[i + j] * reach);
+    for (int64_t j = 0; j < LANES; j++) any |= may_win[j];
+    for (int64_t j = 0; j < LANES && any; j++)
+        for (int64_t i = j; i < BLOCK && may_win[j]; i += LANES)
+            if (!((float)upper[i] > masses[i] * reach) && x[i] >= threshold)
+                consider(winner, x[i], token_bits(row->key, (uint32_t)(first + i)), first + i);
 }
 
-/* Tokens of one group that are kept; `reach` is that of the group's largest logit. */
-static void contest_group(const Row *row, int64_t group, float threshold, float reach, Winner *winner) {
-    const Rollout *g = row->g;
-    int64_t first = first_of_block(g, group / LANES) + group % LANES;
-    for (int64_t token = first; token < first + BLOCK; token += LANES) {
-        uint32_t bits = token_bits(row->key, (uint32_t)token);
-        float x;
-        if ((float)~bits > reach || token < g->first_token) continue;
-        if (load(row, token - g->first_token, 1, &x) == 1 && x >= threshold) consider(winner, x, bits, token);
+/* Of this rank's tokens with a logit of at least `threshold`; `of_block` and `top` are find_largest's. Where `mass` is
+ * not NULL it gets the sum of exp(logit - top), in the same pass. */
+static Winner winner_of(const Row *row, const float *of_block, float top, float threshold, double *mass) {
+    float x[BLOCK], masses[BLOCK];
+    Winner winner = top > NONE && top >= threshold ? first_largest(row, of_block, top) : NO_WINNER;
+    if (winner.token < 0 || row->g->greedy) {
+        if (mass) *mass = mass_of(row, top);
+        return winner;
     }
-}
-
-/* Of this rank's tokens with a logit of at least `threshold`; groups.largest is there, and `top` the largest of it. */
-static Winner winner_of(const Row *row, Groups groups, float top, float threshold) {
-    float least = INFINITY;
-    if (!(top >= threshold && top > NONE)) return NO_WINNER;
-    Winner winner = first_largest(row, groups, top);
-    if (row->g->greedy) return winner;
     winner.score += gumbel_of(token_bits(row->key, (uint32_t)winner.token));
-    float reach = reach_of(top, winner.score);
-    for (int64_t i = 0; i < groups.count; i++)
-        groups.shares[i] = groups.largest[i] < threshold ? 0.0f : fast_exp(groups.largest[i] - top);
-    for (int64_t i = 0; i < groups.count; i += LANES) {
-        int may_win = 0;
-        for (int j = 0; j < LANES; j++) may_win |= !(groups.shares[i + j] * reach < 0.5f);
-        for (int j = 0; j < LANES; j++) groups.ratios[i + j] = INFINITY;
-        if (may_win) find_ratios(row, i / LANES, groups.shares + i, groups.ratios + i);
-    }
-    /* The likeliest first: its score leaves few others a chance. */
-    int64_t best = 0;
-    for (int64_t i = 0; i < groups.count; i++) least = groups.ratios[i] < least ? groups.ratios[i] : least;
-    while (best < groups.count - 1 && groups.ratios[best] != least) best++;
-    for (int64_t i = -1; i < groups.count; i++) {
-        int64_t group = i < 0 ? best : i;
-        if (groups.ratios[group] > reach || groups.largest[group] < threshold || i == best) continue;
-        contest_group(row, group, threshold, groups.shares[group] * reach, &winner);
+    float reach = reach_of(top, winner.score), least = least_of(threshold, winner.score), sum;
+    if (mass) *mass = 0.0;
+    for (int64_t b = 0; b < num_blocks(row->g); b++) {
+        int may_win = !(of_block[b] < least);
+        if (!mass && !may_win) continue;
+        sum = find_masses(row, b, top, x, masses);
+        if (mass) *mass += sum;
+        if (!may_win) continue;
+        contest_block(row, b, x, masses, threshold, reach, &winner);
         reach = reach_of(top, winner.score);
+        least = least_of(threshold, winner.score);
     }
     return winner;
 }
