@@ -43,9 +43,9 @@ def triple32(key: int, number: int) -> int:
 
 
 def token_bits(key: int, token: int) -> int:
-    pair = triple32(key, token // 2)
+    pair = triple32(key, token // 32 * 16 + token % 16)
     swapped = key % 2**32 * 2**32 + key // 2**32
-    upper = pair // 2**16 if token % 2 else pair % 2**16
+    upper = pair // 2**16 if token % 32 >= 16 else pair % 2**16
     return upper * 2**16 + triple32(swapped, token) // 2**16
 
 

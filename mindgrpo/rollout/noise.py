@@ -56,16 +56,18 @@ def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
     """uint32 [keys, num_tokens] for the tokens from `first_token` on.
 
-    The upper 16 bits are half of the hash of (key, token // 2), the lower half where the token is even; the lower ones
-    are the upper half of the hash of (key with its halves exchanged, token).
+    Tokens t and t + 16 of each 32 are a pair. The upper 16 bits are half of the hash of (key, number of the pair), the
+    lower half for t; the lower 16 bits are the upper half of the hash of (key with its halves exchanged, token). So a
+    search for large noise hashes half as many numbers.
     """
-    tokens = np.arange(first_token, first_token + num_tokens, dtype=np.uint32)
-    first_pair, half = first_token // 2, np.uint32(16)
-    pairs = _triple32(keys, np.arange(first_pair, first_pair + num_tokens // 2 + 1, dtype=np.uint32))
-    upper = np.stack([pairs << half, pairs & np.uint32(0xFFFF0000)], 2).reshape(len(keys), -1)
+    end, half = first_token + num_tokens, np.uint32(16)
+    begin = first_token // 32 * 32
+    numbers = np.arange(begin // 2, -(-end // 32) * 16, dtype=np.uint32)
+    pairs = _triple32(keys, numbers).reshape(len(keys), -1, 1, 16)
+    upper = np.concatenate([pairs << half, pairs & np.uint32(0xFFFF0000)], 2).reshape(len(keys), -1)
     swapped = keys << np.uint64(32) | keys >> np.uint64(32)
-    lower = _triple32(swapped, tokens) >> half
-    return upper[:, first_token % 2 : first_token % 2 + num_tokens] | lower
+    lower = _triple32(swapped, np.arange(first_token, end, dtype=np.uint32)) >> half
+    return upper[:, first_token - begin : end - begin] | lower
 
 
 def gumbel_of(bits: np.ndarray) -> np.ndarray:

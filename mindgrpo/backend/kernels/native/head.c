@@ -8,7 +8,8 @@
  * among them and the best of these. `room` takes 3 floats a logit. */
 static void find_candidates(const Row *row, float *pieces, float *room) {
     const Rollout *g = row->g;
-    int64_t vocab = g->vocab, wanted = g->candidates, stretches = num_blocks(g) * BLOCK / LANES, size = 0, listed = 0;
+    int64_t vocab = g->vocab, wanted = g->candidates, stretches = (vocab + BLOCK - 1) / BLOCK * (BLOCK / LANES);
+    int64_t size = 0, listed = 0;
     int64_t count = wanted < vocab ? wanted : vocab;
     float *all = room, *values = all + stretches * LANES, *tokens = values + stretches * LANES, least = -INFINITY;
     for (int64_t start = 0; start < vocab; start += BLOCK)
