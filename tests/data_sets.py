@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from mindgrpo.data.records import RowForm, parse_key_map
-from mindgrpo.data.sources import Records, StoredRecords, open_records
+from mindgrpo.data.examples import RowForm, parse_key_map
+from mindgrpo.data.row_files import ListedRows
+from mindgrpo.data.sources import Examples, open_examples
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "model"
@@ -75,15 +76,15 @@ def save_to_disk(
     return folder
 
 
-def records_of(rows: Sequence[dict[str, Any]]) -> Records:
-    return StoredRecords([RowForm().record(row, "a row") for row in rows], "rows")
+def examples_of(rows: Sequence[dict[str, Any]]) -> Examples:
+    return Examples(ListedRows(rows, "rows"), RowForm())
 
 
 def read_rows(path: Path, dataset_type: str | None = None, *pairs: str) -> list[dict[str, Any]]:
-    """What a file's records are made of, flat: the way rewards see them."""
-    records = open_records(path, RowForm(dataset_type, parse_key_map(pairs)))
-    return [flat(record) for record in records]
+    """What a file's examples are made of, flat: the way rewards see them."""
+    examples = open_examples(path, RowForm(dataset_type, parse_key_map(pairs)))
+    return [flat(example) for example in examples]
 
 
-def flat(record: Any) -> dict[str, Any]:
-    return {"question": record.question, "answer": record.answer, **record.columns}
+def flat(example: Any) -> dict[str, Any]:
+    return {"question": example.question, "answer": example.answer, **example.columns}

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
-from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.algorithm.types import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import KEEP_ALL, Shard, Stage
-from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.training.optimizer import AdamWSettings
@@ -27,7 +29,7 @@ from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FAMILIES = ("qwen2", "llama", "qwen3")
+FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text")
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class Golden:
         return {s.name: self.values[f"gradient/{s.name}"] for s in self.layout.specs}
 
     @property
-    def samples(self) -> Samples:
+    def rollout(self) -> Rollout:
         """Each row as a sample whose prompt is its first token, so that every other token is predicted."""
         ids = self.values["input_ids"]
         none = [np.zeros(0, np.float32)] * len(ids)
-        return Samples(
+        return Rollout.single_turn(
             [r[:1] for r in ids],
             [r[1:] for r in ids],
             [LENGTH] * len(ids),
@@ -75,14 +77,10 @@ def loaded_weights(golden: Golden, backend: Backend) -> Weights:
 class Logits(nn.Cell):
     def __init__(self, shard: Shard, num_positions: int) -> None:
         super().__init__()
-        self.stage = Stage(shard, num_positions)
-        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
-        self.weight, self.table = shard["model.norm.weight"], shard.head_table
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.stage, self.head = Stage(shard, num_positions), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        x = self.stage(tokens, positions, spans)
-        return self.matmul(self.norm(x, self.weight), self.table)
+        return self.head(self.stage(tokens, positions, spans))
 
 
 def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:
@@ -90,31 +88,31 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(len(rows), length)
-    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, Objective(), 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, LossConfig(), 1.0, adamw)
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
-    samples = golden.samples
-    (batch,) = micro_batches(samples, rows, shape, 1, 0)
+    rollout = golden.rollout
+    (batch,) = micro_batches(rollout, rows, shape, 1, 0)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
-    ones = batch.spread(np.ones(len(samples), np.float32))
+    ones = batch.spread(np.ones(len(rollout), np.float32))
     unread = (ones, np.zeros(len(ones), np.int32), ones)
     results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones, *unread)], False)
     assert results is not None
     by_sample = batch.gather(results[0].logps)
-    return policy, [by_sample[i] for i in range(len(samples))]
+    return policy, [by_sample[i] for i in range(len(rollout))]
 
 
-def each_in_its_row(samples: Samples) -> list[Row]:
+def each_in_its_row(rollout: Rollout) -> list[Row]:
     return [
         (Placed(i, 0, len(p), len(p), len(c)),)
-        for i, (p, c) in enumerate(zip(samples.prompts, samples.completions, strict=True))
+        for i, (p, c) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     ]
 
 
-def all_in_one_row(samples: Samples) -> list[Row]:
-    starts = np.cumsum([0, *samples.total_lengths])
+def all_in_one_row(rollout: Rollout) -> list[Row]:
+    starts = np.cumsum([0, *rollout.total_lengths])
     return [tuple(Placed(r[0].sample, at, r[0].prompt, at + r[0].prompt, r[0].completion)
-                  for at, r in zip(starts.tolist(), each_in_its_row(samples), strict=False))]  # fmt: skip
+                  for at, r in zip(starts.tolist(), each_in_its_row(rollout), strict=False))]  # fmt: skip
 
 
 def logits_of(golden: Golden, backend: Backend) -> np.ndarray:

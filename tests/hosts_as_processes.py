@@ -23,7 +23,7 @@ from mindgrpo.backend.cpu.far_hosts import FarHosts
 from mindgrpo.backend.cpu.host import Host
 from mindgrpo.backend.cpu.placement import Placement
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 WAIT_SECONDS = 40.0
 TOKEN = b"a secret of this test"
@@ -63,9 +63,9 @@ def free_port() -> int:
 def join(job: str, placement: Placement, status: Path | None = None) -> Rank:
     """`status`: the folder of this rank's host where its ranks tell of themselves."""
     here = placement.here
-    presence = Presence(placement.rank, placement.world_size, status)
-    host = Host(job, placement.rank, placement.world_size, native(), presence=presence, ranks=here)
-    return Rank(placement, host, FarHosts(placement, host, presence))
+    health = RankHealth(placement.rank, placement.world_size, status)
+    host = Host(job, placement.rank, placement.world_size, native(), health=health, ranks=here)
+    return Rank(placement, host, FarHosts(placement, host, health))
 
 
 def _rank(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, importance_ratio, token_weights
 
 LENGTHS = np.array([5, 1, 9, 0, 4, 6, 3])
@@ -14,11 +14,11 @@ COUNTED = np.array([True, True, True, True, False, True, True])
 # At sequence level, a sample each: inside, above, below, -, above but not counted, above, below.
 MEANS = np.array([0.02, 0.2, -0.15, 0.0, 0.3, 0.15, -0.1])
 SIGNS = np.array([1.0, -0.7, -1.2, 0.5, 0.9, 0.6, 0.8])
-WIDE = Objective(epsilon_low=0.2, epsilon_high=0.3, max_completion_length=16)
+WIDE = LossConfig(epsilon_low=0.2, epsilon_high=0.3, max_completion_length=16)
 # A mean over a sample moves less than a token: narrow ends, so that some samples are clipped.
 NARROW = replace(WIDE, importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.08)
 
-VARIANTS: dict[str, Objective] = {
+VARIANTS: dict[str, LossConfig] = {
     "grpo": WIDE,
     "grpo, k3": replace(WIDE, beta=0.05),
     "k1": replace(WIDE, beta=0.05, kl_estimator="k1"),
@@ -42,19 +42,19 @@ VARIANTS: dict[str, Objective] = {
 }
 
 
-def tokens_of(objective: Objective, on_policy: bool = False, seed: int = 0) -> Tokens:
+def tokens_of(loss_config: LossConfig, on_policy: bool = False, seed: int = 0) -> Tokens:
     """Float32 values as float64: ratios on both sides of every end, none near a corner."""
     rng = np.random.default_rng(seed)
     count = int(LENGTHS.sum())
     owners = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     old = rng.uniform(-4.0, -0.5, count)
     steps = np.resize([-0.6, -0.1, 0.05, 0.15, 0.5], count) + rng.uniform(-0.02, 0.02, count)
-    if objective.by_sequence:
+    if loss_config.by_sequence:
         sums = np.bincount(owners, steps, minlength=len(LENGTHS))
         steps = steps + (MEANS - sums / np.maximum(LENGTHS, 1))[owners]
-    weights = token_weights(LENGTHS, objective, COUNTED)[owners]
+    weights = token_weights(LENGTHS, loss_config, COUNTED)[owners]
     advantages = rng.normal(size=count)
-    if objective.by_sequence:
+    if loss_config.by_sequence:
         advantages = SIGNS[owners]
     arrays = (
         old + steps,
@@ -63,22 +63,22 @@ def tokens_of(objective: Objective, on_policy: bool = False, seed: int = 0) -> T
         rng.uniform(0.1, 3.0, count),
         advantages,
         weights,
-        rng.uniform(0.0, 2.0, count) if objective.corrected else np.ones(count),
+        rng.uniform(0.0, 2.0, count) if loss_config.corrected else np.ones(count),
     )
     made = Tokens(*(x.astype(np.float32).astype(np.float64) for x in arrays), lengths=LENGTHS)
     if not on_policy:
-        _assert_no_corner(made, objective)
+        _assert_no_corner(made, loss_config)
     return made
 
 
-def _assert_no_corner(tokens: Tokens, objective: Objective) -> None:
-    level = objective.importance_sampling_level
+def _assert_no_corner(tokens: Tokens, loss_config: LossConfig) -> None:
+    level = loss_config.importance_sampling_level
     ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
     ends = (
-        1 - objective.epsilon_low,
-        1 + objective.epsilon_high,
-        objective.delta,
-        objective.dual_clip,
+        1 - loss_config.epsilon_low,
+        1 + loss_config.epsilon_high,
+        loss_config.delta,
+        loss_config.dual_clip,
     )
     for end in ends:
         assert end is None or np.abs(ratio - end).min() > 1e-3

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu.host import BOARD_FOLDERS, Host
+from mindgrpo.backend.cpu.host import Host
 from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.targets import BOARD_FOLDERS
 
 WAIT_SECONDS = 30.0
 

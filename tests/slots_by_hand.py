@@ -7,7 +7,6 @@ call it, without one to compile. Refuses layers.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from mindspore import nn
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import (
     Job,
@@ -23,16 +23,15 @@ from mindgrpo.backend.kernels.rollout import (
     Partition,
     Share,
 )
-from mindgrpo.rollout.embedded.kv_cache import padded
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 
 
-def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
-    """The outputs of a cell that is one operation of the C library."""
-    library, _, symbol = cell.run.func.rpartition(":")
+def arrays_of(cell: Any, *inputs: np.ndarray) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
+    """Symbol, inputs and fresh outputs of a cell that is one operation of the C library."""
+    symbol = cell.run.func.rpartition(":")[2]
     arrays = [np.ascontiguousarray(x) for x in (*inputs, cell.meta.asnumpy())]
     shapes: Any = cell.run.out_shape(*(list(x.shape) for x in arrays))
     types: Any = cell.run.out_dtype(*(None for _ in arrays))
@@ -40,19 +39,13 @@ def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
         shapes, types = (shapes,), (types,)
     # What a graph's memory holds before is anything at all.
     outputs = [np.full(s, 77, TYPES[t]) for s, t in zip(shapes, types, strict=True)]
-    arrays += outputs
-    sizes = [(ctypes.c_int64 * x.ndim)(*x.shape) for x in arrays]
-    count = len(arrays)
-    status = getattr(ctypes.CDLL(library), symbol)(
-        count,
-        (ctypes.c_void_p * count)(*(x.ctypes.data for x in arrays)),
-        (ctypes.c_int * count)(*(x.ndim for x in arrays)),
-        (ctypes.POINTER(ctypes.c_int64) * count)(*sizes),
-        None,
-        None,
-        None,
-    )
-    assert status == 0, f"{symbol} ended with {status}"
+    return symbol, arrays, outputs
+
+
+def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
+    """The outputs of a cell that is one operation of the C library."""
+    symbol, arrays, outputs = arrays_of(cell, *inputs)
+    call_kernel(symbol, *arrays, *outputs)
     return outputs
 
 
@@ -88,9 +81,9 @@ class Ranks:
         )
         seen = np.zeros(self.rows * self.width // 4 + 1, np.float32)
         inputs, starts = np.zeros((2, self.rows * self.hidden), np.float32)
-        scratch = np.zeros(padded(self.rows) * self.hidden, np.float32)
+        scratch = np.zeros(self.rows * (2 * self.hidden + 3), np.float32)
         memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
-        rotary = np.zeros(1, np.float32)
+        rotary = np.zeros(2, np.float32)
         return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
 
     def draw(
@@ -137,7 +130,9 @@ class Ranks:
         tables = np.zeros((self.ways * self.width, self.hidden), np.float32)
         tables[: self.vocab, : len(logits)] = logits.T
         names = np.repeat(np.arange(len(tables), dtype=np.float32)[:, None], self.hidden, 1)
-        units = np.eye(len(logits), self.hidden, dtype=np.float32)[np.arange(self.rows) % len(logits)]
+        units = np.eye(len(logits), self.hidden, dtype=np.float32)[
+            np.arange(self.rows) % len(logits)
+        ]
         norm = np.full(self.hidden, self.hidden**-0.5, np.float32)
         outputs = [
             call(head, units, np.zeros_like(units), norm, table)

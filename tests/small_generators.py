@@ -13,11 +13,13 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
@@ -69,12 +71,15 @@ def generator_with(
     slots: int = 16,
     copies: int = GROUP,
     max_prompt: int = MAX_PROMPT,
-) -> Generator:
+) -> EmbeddedEngine:
     room = room_of(slots, copies, max_prompt)
-    made = Generator(CONFIG, LAYOUT, backend, settings, room, kernels)
-    for target, source in zip(made.weights.runs, weights.runs, strict=True):
-        target[...] = source
-    made.version = VERSION
+    made = EmbeddedEngine(CONFIG, LAYOUT, backend, settings, room, kernels)
+
+    def copy() -> None:
+        for target, source in zip(made.weights.runs, weights.runs, strict=True):
+            target[...] = source
+
+    made.publish(copy, VERSION)
     return made
 
 
@@ -89,8 +94,8 @@ def requests_of(group: int = GROUP) -> list[Request]:
     ]
 
 
-def run(generator: Generator, requests: Sequence[Request], step: int = 0) -> list[Completion]:
-    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION)
+def run(generator: EmbeddedEngine, requests: Sequence[Request], step: int = 0) -> list[Completion]:
+    return run_by(generator, generator.settings, requests, step)
 
 
 def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
@@ -111,7 +116,10 @@ def assert_same(
 
 
 def run_by(
-    generator: Generator, settings: SamplingSettings, requests: Sequence[Request], step: int = 0
+    generator: EmbeddedEngine,
+    settings: SamplingSettings,
+    requests: Sequence[Request],
+    step: int = 0,
 ) -> list[Completion]:
     """The same with other settings than the generator was made with."""
-    return generator.generate(requests, Draw(seed=0, purpose=0, step=step), VERSION, settings)
+    return generator.generate(requests, settings, SeedKey(seed=0, purpose=0, step=step), VERSION)

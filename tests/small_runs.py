@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.config import load_config
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory, SafetensorsWriter
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

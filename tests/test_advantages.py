@@ -1,4 +1,4 @@
-"""Advantages, factors for the generator's mismatch, and which samples count, against formulas written out here.
+"""Advantages, weights that correct the rollout, and masks, against formulas written out here.
 
 Does not prove that the loss uses them rightly, nor that a step computes the log-probs that they need.
 """
@@ -16,10 +16,10 @@ from mindgrpo.algorithm.advantages import (
     reinforce_plus_plus,
     zero_std_groups,
 )
-from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.loss_config import Credit
-from mindgrpo.algorithm.rollout_correction import correct_mismatch
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.rollout_correction import correct_rollout
+from mindgrpo.algorithm.train_batch import compute_advantages
+from mindgrpo.algorithm.types import Rollout
 
 
 def mean_of(values: list[float]) -> float:
@@ -135,10 +135,11 @@ def test_reinforce_plus_plus_of_equal_rewards_is_finite_and_zero() -> None:
 def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
     trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3])]
     generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15])]
-    found = correct_mismatch(trainer, generator, mode, 1.9)
+    masks = [np.ones(n.size, bool) for n in trainer]
+    found = correct_rollout(trainer, generator, masks, mode, 1.9)
     above = 1.9 if mode == "token_truncate" else 0.0
-    np.testing.assert_allclose(found.factors[0], [above, 5 / 6, above], rtol=1e-6)
-    np.testing.assert_allclose(found.factors[1], [above], rtol=1e-6)
+    np.testing.assert_allclose(found.weights[0], [above, 5 / 6, above], rtol=1e-6)
+    np.testing.assert_allclose(found.weights[1], [above], rtol=1e-6)
     assert found.capped == 0.75 and found.largest == pytest.approx(9.0)
     assert found.mean == pytest.approx((2 + 5 / 6 + 9 + 2) / 4)
 
@@ -147,49 +148,47 @@ def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
 def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None:
     trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3, 0.1])]
     generator = [np.log([0.1, 0.6, 0.1]), np.log([0.15, 0.4])]
-    found = correct_mismatch(trainer, generator, mode, 1.9)
+    masks = [np.ones(n.size, bool) for n in trainer]
+    found = correct_rollout(trainer, generator, masks, mode, 1.9)
     above = 1.9 if mode == "sequence_truncate" else 0.0
-    np.testing.assert_allclose(found.factors[0], [above] * 3, rtol=1e-6)
-    np.testing.assert_allclose(found.factors[1], [0.5, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(found.weights[0], [above] * 3, rtol=1e-6)
+    np.testing.assert_allclose(found.weights[1], [0.5, 0.5], rtol=1e-6)
     assert found.capped == 0.6 and found.largest == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_a_ratio_beyond_all_numbers_is_capped_and_empty_samples_are_passed(mode: str) -> None:
-    found = correct_mismatch(
-        [np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], mode, 2
+    masks = [np.ones(1, bool), np.ones(0, bool)]
+    found = correct_rollout(
+        [np.array([0.0]), np.zeros(0)], [np.array([-1e4]), np.zeros(0)], masks, mode, 2
     )
-    assert found.factors[0].tolist() == [2.0 if mode == "token_truncate" else 0.0]
-    assert (found.factors[1].size, found.capped) == (0, 1.0)
-    assert correct_mismatch([], [], mode, 2).mean == 1.0
+    assert found.weights[0].tolist() == [2.0 if mode == "token_truncate" else 0.0]
+    assert (found.weights[1].size, found.capped) == (0, 1.0)
+    assert correct_rollout([], [], [], mode, 2).mean == 1.0
 
 
-def samples() -> Samples:
-    rng = np.random.default_rng(9)
-    logps = [[rng.normal(-2, 0.5, n).astype(np.float32) for n in LENGTHS] for _ in range(3)]
-    made = Samples(
-        prompts=[np.zeros(2, np.int32)] * len(LENGTHS),
-        completions=[np.zeros(n, np.int32) for n in LENGTHS],
-        finish_reasons=["stop" if counts else "length" for counts in COUNTED],
-        generator_logps=logps[0],
-        groups=[i // 3 for i in range(len(LENGTHS))],
-    )
-    made.old_logps, made.reference_logps = logps[1], logps[2]
-    return made
-
-
+_rng = np.random.default_rng(9)
+GENERATOR, OLD, REFERENCE = (
+    [_rng.normal(-2, 0.5, n).astype(np.float32) for n in LENGTHS] for _ in range(3)
+)
+ROLLOUT = Rollout.single_turn(
+    [np.zeros(2, np.int32)] * len(LENGTHS),
+    [np.zeros(n, np.int32) for n in LENGTHS],
+    ["stop" if counts else "length" for counts in COUNTED],
+    GENERATOR,
+    [i // 3 for i in range(len(LENGTHS))],
+)
 REWARDS = np.array([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, estimator: str) -> None:
-    given = samples()
-    assert given.old_logps and given.reference_logps
-    assign_credit(given, REWARDS, Credit(3, name, reward_beta=0.1, kl_estimator=estimator))
+    config = AdvantageConfig(3, name, reward_beta=0.1, kl_estimator=estimator)
+    batch, correction = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
     totals = []
     for i, reward in enumerate(REWARDS):
-        d = given.old_logps[i].astype(float) - given.reference_logps[i]
+        d = OLD[i].astype(float) - REFERENCE[i]
         kl = {"k1": d, "k2": d * d / 2, "k3": np.exp(-d) + d - 1}[estimator]
         totals.append(reward - 0.1 * kl.sum())
     if name == "grpo":
@@ -197,8 +196,10 @@ def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, esti
     else:
         groups = np.array(totals).reshape(2, 3)
         expected = (groups - (groups.sum(axis=1, keepdims=True) - groups) / 2).reshape(-1)
-    np.testing.assert_allclose(given.advantages, expected, rtol=1e-5)
-    assert given.token_advantages is None and given.factors is None and given.counted is None
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+    assert batch.token_advantages is None and batch.rollout_is_weights is None
+    assert batch.sample_mask is None and correction is None
+    assert (batch.rollout, batch.old_logps, batch.reference_logps) == (ROLLOUT, OLD, REFERENCE)
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
@@ -206,41 +207,49 @@ def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, esti
 def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
     name: str, beta: float
 ) -> None:
-    given = samples()
-    assert given.old_logps and given.reference_logps
-    credit = Credit(3, name, "batch", beta, "k1", mask_truncated=True)
-    assign_credit(given, REWARDS, credit)
-    pairs = zip(given.old_logps, given.reference_logps, strict=True)
+    config = AdvantageConfig(3, name, "batch", beta, "k1", mask_truncated=True)
+    batch, _ = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
+    pairs = zip(OLD, REFERENCE, strict=True)
     penalty = [beta * (own.astype(float) - reference) for own, reference in pairs]
     expected = reinforce_plus_plus(REWARDS, penalty, COUNTED, 3 if "baseline" in name else None)
     means = [row.mean() if row.size else 0.0 for row in expected]
-    np.testing.assert_allclose(given.advantages, means, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(batch.advantages, means, rtol=1e-5, atol=1e-6)
     if beta == 0:
-        assert given.token_advantages is None
+        assert batch.token_advantages is None
         return
-    assert given.token_advantages is not None
-    for row, wanted in zip(given.token_advantages, expected, strict=True):
+    assert batch.token_advantages is not None
+    for row, wanted in zip(batch.token_advantages, expected, strict=True):
         np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_not_count() -> None:
-    given = samples()
-    credit = Credit(3, correction="token_truncate", correction_cap=1.5, mask_truncated=True)
-    measured = assign_credit(given, REWARDS, credit)
-    assert measured is not None and given.factors is not None and given.old_logps is not None
-    for i, factors in enumerate(given.factors):
-        ratio = np.exp(given.old_logps[i].astype(float) - given.generator_logps[i])
-        np.testing.assert_allclose(factors, np.minimum(ratio, 1.5), rtol=1e-5)
-    assert given.counted is not None and given.counted.tolist() == COUNTED.tolist()
-    assert measured.largest > 1.5 and 0 < measured.capped < 1
+    config = AdvantageConfig(
+        3, correction="token_truncate", correction_cap=1.5, mask_truncated=True
+    )
+    batch, correction = compute_advantages(ROLLOUT, REWARDS, config, OLD)
+    assert correction is not None and batch.rollout_is_weights is correction.weights
+    for i, weights in enumerate(correction.weights):
+        ratio = np.exp(OLD[i].astype(float) - GENERATOR[i])
+        np.testing.assert_allclose(weights, np.minimum(ratio, 1.5), rtol=1e-5)
+    assert batch.sample_mask is not None and batch.sample_mask.tolist() == COUNTED.tolist()
+    assert correction.largest > 1.5 and 0 < correction.capped < 1
 
 
 @pytest.mark.parametrize(
-    "credit", [Credit(3, reward_beta=0.1), Credit(3, correction="sequence_mask")]
+    "config",
+    [AdvantageConfig(3, reward_beta=0.1), AdvantageConfig(3, correction="sequence_mask")],
 )
-def test_credit_without_the_log_probs_it_needs_is_refused(credit: Credit) -> None:
-    given = samples()
-    given.old_logps = None
-    assert credit.needs_old
+def test_advantages_without_the_log_probs_they_need_are_refused(config: AdvantageConfig) -> None:
+    assert config.needs_old
     with pytest.raises(ValueError, match="log-probs"):
-        assign_credit(given, REWARDS, credit)
+        compute_advantages(ROLLOUT, REWARDS, config, None, REFERENCE)
+
+
+def test_the_floor_under_a_deviation_is_a_setting() -> None:
+    rewards = np.array([0.0, 1e-4])
+    for floor in (1e-6, 1e-4):
+        by_group = 5e-5 / (np.std(rewards, ddof=1) + floor)
+        found = group_advantages(rewards, 2, "group", floor)
+        np.testing.assert_allclose(found, [-by_group, by_group], rtol=1e-6)
+        rows = reinforce_plus_plus(rewards, [np.zeros(1)] * 2, np.ones(2, bool), None, floor)
+        np.testing.assert_allclose(rows[1], 5e-5 / (np.std(rewards) + floor), rtol=1e-6)

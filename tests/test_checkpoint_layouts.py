@@ -18,11 +18,10 @@ from checkpoint_model import MODEL, ROLES, filled, layout, save, value
 from ranks_as_threads import run
 from safetensors import safe_open
 
-from mindgrpo.checkpoint import tiles
+from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.manifest import read_manifest
-from mindgrpo.checkpoint.plan import Piece, cut, plan_pieces
-from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.checkpoint.plan import Chunk, cut, plan_chunks
+from mindgrpo.checkpoint.shards import by_rows, copy, values_digest
 from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
@@ -72,26 +71,26 @@ def test_its_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
 
 
 def test_every_element_is_written_once_and_by_a_rank_that_holds_it() -> None:
-    for grid, piece_bytes in product(GRIDS, (1, 400, 1 << 20)):
+    for grid, chunk_bytes in product(GRIDS, (1, 400, 1 << 20)):
         place = layout(grid)
-        plan = plan_pieces({"policy": place, "first": place}, place.grid.size, piece_bytes)
+        plan = plan_chunks({"policy": place, "first": place}, place.grid.size, chunk_bytes)
         seen = {
             (role, spec.name): np.zeros(spec.shape, int)
             for role in ("policy", "first")
             for spec in place.specs
         }
-        for rank, pieces in enumerate(plan):
+        for rank, chunks in enumerate(plan):
             held = place.held_by(rank)
-            for piece in pieces:
-                assert piece.box.intersect(held[piece.name]) == piece.box
-                seen[piece.role, piece.name][piece.box.slices] += 1
+            for chunk in chunks:
+                assert chunk.box.intersect(held[chunk.name]) == chunk.box
+                seen[chunk.role, chunk.name][chunk.box.slices] += 1
         assert all((count == 1).all() for count in seen.values())
 
 
 def test_replicas_share_the_writing_out_evenly() -> None:
     place = layout((4, 1, 2))
     loads = [
-        sum(p.num_bytes for p in pieces) for pieces in plan_pieces({"p": place}, 8, piece_bytes=512)
+        sum(c.num_bytes for c in chunks) for chunks in plan_chunks({"p": place}, 8, chunk_bytes=512)
     ]
     # Of two stages that differ in size, each stage's four replicas write alike.
     for stage in (loads[:4], loads[4:]):
@@ -99,16 +98,16 @@ def test_replicas_share_the_writing_out_evenly() -> None:
 
 
 def test_a_rank_outside_the_layout_writes_nothing() -> None:
-    assert plan_pieces({"p": layout((1, 2, 1))}, 4)[2:] == [[], []]
+    assert plan_chunks({"p": layout((1, 2, 1))}, 4)[2:] == [[], []]
 
 
-def test_pieces_are_cut_where_a_file_would_have_to_be_read_whole() -> None:
+def test_chunks_are_cut_where_a_file_would_have_to_be_read_whole() -> None:
     box = Box((2, 1), (9, 5))
     parts = list(cut(box, 2 * 16))
     assert [part.start[0] for part in parts] == [2, 4, 6, 8]
     assert parts[-1].stop == (9, 5)
     assert list(cut(Box((), ()), 1)) == [Box((), ())]
-    assert Piece("a", "b", box).key == "a/b[2:9,1:5]"
+    assert Chunk("a", "b", box).key == "a/b[2:9,1:5]"
 
 
 def test_nothing_is_left_beside_the_checkpoint(tmp_path: Path) -> None:
@@ -146,6 +145,6 @@ def test_matrices_are_turned_tile_by_tile_into_any_order() -> None:
         for source in (whole, np.asfortranarray(whole), whole[::1, :: max(1, shape[1] // 2)]):
             for order in "CF":
                 target = np.zeros(source.shape, np.float32, order=order)
-                tiles.copy(target, source)
+                copy(target, source)
                 assert bits(target) == bits(source)
-    assert bits(tiles.by_rows(value("a", "b", (5,)))) == bits(value("a", "b", (5,)))
+    assert bits(by_rows(value("a", "b", (5,)))) == bits(value("a", "b", (5,)))

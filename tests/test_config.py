@@ -273,7 +273,7 @@ def test_an_active_value_of_a_pending_key_is_refused(
 
 def test_what_a_pending_key_asks_to_be_set_to_is_accepted(load: Loader) -> None:
     for key, pending in PENDING.items():
-        assert pending.accepts(pending.set_to), key
+        assert pending.accepts(pending.inactive), key
 
 
 def test_a_retired_section_is_told_once_whatever_is_in_it(load: Loader) -> None:

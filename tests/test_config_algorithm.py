@@ -13,10 +13,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.algorithm.loss_config import Credit, Objective
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.algorithm import AlgorithmKeys
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
+from mindgrpo.grpo.settings import advantage_config, loss_config
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 
@@ -111,28 +111,28 @@ def test_without_a_scale_the_estimator_has_its_papers(estimator: str, scale: str
 
 def test_the_kl_term_is_in_the_loss_or_in_the_reward_and_never_in_both() -> None:
     in_loss, in_reward = config(beta=0.5), config(beta=0.5, kl_in_reward=True)
-    assert (Objective.of(in_loss).beta, Credit.of(in_loss).reward_beta) == (0.5, 0.0)
-    assert (Objective.of(in_reward).beta, Credit.of(in_reward).reward_beta) == (0.0, 0.5)
+    assert (loss_config(in_loss).beta, advantage_config(in_loss).reward_beta) == (0.5, 0.0)
+    assert (loss_config(in_reward).beta, advantage_config(in_reward).reward_beta) == (0.0, 0.5)
 
 
-def test_the_correction_reaches_loss_and_credit_with_its_cap() -> None:
+def test_the_correction_reaches_loss_and_advantages_with_its_cap() -> None:
     off, on = config(), config(importance_sampling_correction="sequence_mask")
-    assert not Objective.of(off).corrected and not Credit.of(off).needs_old
-    assert Objective.of(on).corrected and Credit.of(on).needs_old
-    assert Credit.of(on).correction_cap == 2.0
+    assert not loss_config(off).corrected and not advantage_config(off).needs_old
+    assert loss_config(on).corrected and advantage_config(on).needs_old
+    assert advantage_config(on).correction_cap == 2.0
     capped = config(importance_sampling_correction="token_truncate", importance_sampling_cap=5.0)
-    assert Credit.of(capped).correction_cap == 5.0
+    assert advantage_config(capped).correction_cap == 5.0
 
 
 def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:
     tree = {"generate_config": {"sampling_config": {"max_tokens": 77}}}
-    assert Objective.of(Config.model_validate(tree)).max_completion_length == 77
+    assert loss_config(Config.model_validate(tree)).max_completion_length == 77
 
 
 def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
-    assert config().rl_config.refill_rounds == 0
-    assert config(dynamic_sampling=True).rl_config.refill_rounds == 3
-    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.refill_rounds == 9
+    assert config().rl_config.resampling_rounds == 0
+    assert config(dynamic_sampling=True).rl_config.resampling_rounds == 3
+    assert config(dynamic_sampling=True, dynamic_sampling_rounds=9).rl_config.resampling_rounds == 9
 
 
 def told(**keys: Any) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from config_files import Loader, section
 
+from mindgrpo.config.aliases import aliases
 from mindgrpo.config.names import KNOWN, SECTIONS
-from mindgrpo.config.neighbours import NEIGHBOUR_SECTIONS, NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.source import read_yaml
+from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -66,12 +66,26 @@ def test_what_a_run_goes_on_without_is_told_in_one_line(
     assert instead in notice and "(grpo_config.yaml line 2)" in notice
 
 
-def test_neighbours_names_lead_to_keys_that_are_not_retired() -> None:
-    ours = {key.rpartition(".")[2] for key in KNOWN}
-    assert set(NEIGHBOURS.values()) <= {*LIVE, *PENDING, "output_dir"}
-    assert not {*NEIGHBOURS, *WITHOUT_COUNTERPART} & ours
-    assert not set(NEIGHBOURS) & set(WITHOUT_COUNTERPART)
-    assert not set(NEIGHBOUR_SECTIONS) & SECTIONS
+def test_aliases_lead_to_keys_that_are_not_retired() -> None:
+    theirs = aliases()
+    names = [name for key in theirs.by_key for name in theirs.names_of(key)]
+    leaves = {name.rpartition(".")[2] for name in names}
+    assert set(theirs.by_key) <= {*LIVE, *PENDING}
+    assert len(names) == len(set(names)) > 250
+    assert not {*leaves, *theirs.absent} & {key.rpartition(".")[2] for key in KNOWN}
+    assert not leaves & set(theirs.absent)
+    assert not set(theirs.sections) & SECTIONS
+    trainers = {trainer for by_trainer in theirs.by_key.values() for trainer in by_trainer}
+    assert trainers == {"mindrlhf", "trl", "verl", "others"}
+
+
+def test_an_alias_is_found_as_its_trainer_writes_it_and_by_its_last_word() -> None:
+    theirs = aliases()
+    for key in theirs.by_key:
+        for name in theirs.names_of(key):
+            assert theirs.ours(name) == key
+            if "." in name:
+                assert theirs.ours(name.rpartition(".")[2]) == key
 
 
 @pytest.mark.parametrize(
@@ -109,7 +123,7 @@ def test_unknown_key_names_the_nearest_one_and_its_line(
         ("per_device_train_batch_size", "rl_config.batch_size"),
     ],
 )
-def test_a_neighbours_name_is_pointed_to_ours(load: Loader, name: str, ours: str) -> None:
+def test_another_trainers_name_is_pointed_to_ours(load: Loader, name: str, ours: str) -> None:
     with pytest.raises(UserError, match=f"it is called {ours} here"):
         load(section(f"rl_config.{name}", "1"))
 
@@ -129,9 +143,7 @@ def test_a_neighbours_name_is_pointed_to_ours(load: Loader, name: str, ours: str
         ),
     ],
 )
-def test_what_only_neighbours_have_is_told_with_what_stands_for_it(
-    load: Loader, text: str, sentence: str
-) -> None:
+def test_what_only_other_trainers_have_is_explained(load: Loader, text: str, sentence: str) -> None:
     with pytest.raises(UserError) as refused:
         load(text)
     assert sentence in str(refused.value)

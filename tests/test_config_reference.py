@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.cli.verbs import main
+from mindgrpo.config.aliases import aliases
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import KNOWN, SECTIONS
-from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
 from mindgrpo.config.reference import explain, reference
 from mindgrpo.config.retired import RETIRED
 from mindgrpo.errors import UserError
 
+ALIASES = (*(n for key in aliases().by_key for n in aliases().names_of(key)), *aliases().absent)
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
 
@@ -29,7 +30,7 @@ def test_the_page_has_every_key_and_every_name() -> None:
     page = reference()
     for key in KNOWN:
         assert f"`{key}`" in page or f"| `{key.rpartition('.')[2]}` |" in page, key
-    for name in (*NEIGHBOURS, *WITHOUT_COUNTERPART, *FLAGS):
+    for name in (*ALIASES, *FLAGS):
         assert f"`{name}`" in page, name
 
 
@@ -49,6 +50,7 @@ def test_the_page_is_well_formed_markdown() -> None:
         ("--dataset_file", ["rl_config.dataset_file: ", "flag     --dataset_file, --rl_config."]),
         ("clip_ratio", ["clip_ratio is called rl_config.epsilon_low here.", "default  0.2"]),
         ("actor_config.clip_ratio", ["is called rl_config.epsilon_low here."]),
+        ("actor_rollout_ref.rollout.n", ["n is called rl_config.num_generations here."]),
         ("bf16", ["bf16 is no key here: everything is computed and kept in float32"]),
         ("rl_config.align_type", ["is retired, it has no effect: "]),
         ("ref_config.recompute_config.recompute", ["ref_config.recompute_config is retired"]),
@@ -69,7 +71,7 @@ def test_a_name_is_explained(name: str, words: list[str]) -> None:
 
 
 def test_every_name_that_is_known_can_be_explained() -> None:
-    for name in (*KNOWN, *SECTIONS, *NEIGHBOURS, *WITHOUT_COUNTERPART, *FLAGS):
+    for name in (*KNOWN, *SECTIONS, *ALIASES, *FLAGS):
         assert explain(name)
 
 

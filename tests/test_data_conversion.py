@@ -34,7 +34,7 @@ from mindgrpo.data import mindrecord
 from mindgrpo.data.convert import ConversionReport, convert
 from mindgrpo.data.progress import progress_bar
 from mindgrpo.data.prompts import PromptForm
-from mindgrpo.data.sources import open_records
+from mindgrpo.data.sources import open_examples
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.errors import UserError
 
@@ -51,7 +51,7 @@ def made(
 ) -> ConversionReport:
     form = PromptForm(load_tokenizer(MODEL), length, overflow)
     given = {"progress": progress_bar, **given}
-    return convert(open_records(source), target, form, source=str(source), **given)
+    return convert(open_examples(source), target, form, source=str(source), **given)
 
 
 def test_a_mindrecord_gives_back_what_the_data_set_holds(tmp_path: Path) -> None:
@@ -65,19 +65,19 @@ def test_a_mindrecord_gives_back_what_the_data_set_holds(tmp_path: Path) -> None
     target = tmp_path / "made" / "rows.mindrecord"
     report = made(source, target)
     assert (report.rows, report.kept, report.dropped, report.cut) == (4, 4, 0, 0)
-    records = list(open_records(target))
-    assert [(r.messages, r.answer, r.columns) for r in records] == [
-        (r.messages, r.answer, r.columns) for r in open_records(source)
+    examples = list(open_examples(target))
+    assert [(r.messages, r.answer, r.columns) for r in examples] == [
+        (r.messages, r.answer, r.columns) for r in open_examples(source)
     ]
-    assert flat(records[0]) == {
+    assert flat(examples[0]) == {
         "question": "Ünï?",
         "answer": "2",
         "level": 3,
         "tags": ["a", None],
         "full_answer": "1+1=2\n#### 2",
     }
-    assert [record.answer for record in records] == ["2", "5", "", "7"]
-    assert [dict(message) for message in records[3].messages] == TALK
+    assert [example.answer for example in examples] == ["2", "5", "", "7"]
+    assert [dict(message) for message in examples[3].messages] == TALK
     assert sorted(os.listdir(target.parent)) == ["rows.mindrecord", "rows.mindrecord.db"]
 
 
@@ -118,7 +118,7 @@ def test_conversion_is_all_or_nothing_and_never_overwrites_unasked(tmp_path: Pat
     with pytest.raises(UserError, match="exists; remove it or pass --overwrite"):
         made(good, target)
     with pytest.raises(UserError, match="must end in .mindrecord"):
-        made(good, tmp_path / "rows.record")
+        made(good, tmp_path / "rows.example")
     with pytest.raises(UserError, match="bad.jsonl:4"):
         made(bad, target, overwrite=True)
     assert len(read_rows(target)) == 3
@@ -274,15 +274,15 @@ def test_mindrecords_of_token_ids_are_decoded(tmp_path: Path) -> None:
         row = {"prompt_ids": padded(question, 40), "pretrain_ids": padded(answer, 60)}
         writer.write_raw_data([row | {"loss_mask": np.ones(60, np.int64)}])
     writer.commit()
-    read = open_records(path, decode=tokenizer.decode)
-    assert [flat(record) for record in read] == [
+    read = open_examples(path, decode=tokenizer.decode)
+    assert [flat(example) for example in read] == [
         {"question": "What is 2+3?", "answer": "5"},
         {"question": "What is 4+4?", "answer": "8"},
     ]
     with pytest.raises(
         UserError, match="has the columns loss_mask, pretrain_ids, prompt_ids; answer, columns"
     ):
-        open_records(path)
+        open_examples(path)
 
 
 def test_saved_directories_are_converted(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import MODEL, questions, records_of, write_lines, write_parquet
+from data_sets import MODEL, examples_of, questions, write_lines, write_parquet
 
 from mindgrpo.config import load_config
-from mindgrpo.data.cursor import Cursor
-from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of, epoch_order
-from mindgrpo.data.records import Record
-from mindgrpo.data.sources import ALONE, Ranks, Records, open_records
+from mindgrpo.data.examples import Example, RowForm
+from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of
+from mindgrpo.data.row_files import ListedRows
+from mindgrpo.data.sampler import DataSampler, epoch_order
+from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.run.preflight import prepare
@@ -36,7 +37,7 @@ def tokenizer() -> Tokenizer:
 def prompt_set(
     rows: list[dict[str, Any]], tokenizer: Tokenizer, length: int = 64, *form: str
 ) -> PromptSet:
-    return PromptSet(records_of(rows), PromptForm(tokenizer, length, *form))
+    return PromptSet(examples_of(rows), PromptForm(tokenizer, length, *form))
 
 
 def test_prompts_carry_everything_once(tokenizer: Tokenizer) -> None:
@@ -94,9 +95,8 @@ def test_cutting_keeps_the_other_end_of_the_question(tokenizer: Tokenizer) -> No
     left, right = kept("left"), kept("right")
     assert rows[0]["question"].endswith(left) and rows[0]["question"].startswith(right)
     for text in (left, right):
-        assert (
-            text and len(form.encoded(records_of([{"question": text, "answer": ""}])[0]).ids) == 30
-        )
+        fitted = form.encoded(examples_of([{"question": text, "answer": ""}])[0])
+        assert text and isinstance(fitted, Fitted) and len(fitted.ids) == 30
 
 
 def conversation(*turns: str) -> list[dict[str, str]]:
@@ -107,16 +107,16 @@ def conversation(*turns: str) -> list[dict[str, str]]:
 
 def test_cutting_a_conversation_drops_its_oldest_turns_first(tokenizer: Tokenizer) -> None:
     messages = conversation("a" * 9, "b" * 9, "c" * 9, "d" * 9, "1234")
-    record = records_of([{"messages": messages, "answer": ""}])[0]
+    example = examples_of([{"messages": messages, "answer": ""}])[0]
 
     def fitted(length: int, overflow: str) -> Fitted:
-        result = PromptForm(tokenizer, length, overflow).fit(record, "here")
+        result = PromptForm(tokenizer, length, overflow).fit(example)
         assert result is not None and len(result.ids) <= length
         return result
 
     whole = len(fitted(999, "error").ids)
     two = fitted(whole - 1, "left")
-    assert [message["content"] for message in two.record.messages] == [
+    assert [message["content"] for message in two.example.messages] == [
         "S",
         "c" * 9,
         "d" * 9,
@@ -124,9 +124,9 @@ def test_cutting_a_conversation_drops_its_oldest_turns_first(tokenizer: Tokenize
     ]
     assert two.is_cut and not fitted(whole, "left").is_cut
     one = fitted(len(two.ids) - 1, "left")
-    assert [message["content"] for message in one.record.messages] == ["S", "1234"]
-    assert fitted(len(one.ids) - 2, "left").record.question == "34"
-    assert fitted(whole - 2, "right").record.question == "12"
+    assert [message["content"] for message in one.example.messages] == ["S", "1234"]
+    assert fitted(len(one.ids) - 2, "left").example.question == "34"
+    assert fitted(whole - 2, "right").example.question == "12"
     with pytest.raises(UserError, match="without its question"):
         fitted(whole - 5, "right")
 
@@ -161,50 +161,44 @@ def as_ranks(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
     return results
 
 
-class Watched(Records):
-    """Records that remember which places were read."""
+class Watched(Examples):
+    """Examples that remember which of them were read."""
 
-    def __init__(self, records: Records) -> None:
-        self._records, self.places = records, []
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__(ListedRows(rows, "rows"), RowForm())
+        self.indices: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def where(self, place: int) -> str:
-        return self._records.where(place)
-
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        for place in range(start, stop):
-            self.places.append(place)
-            yield self._records[place]
+    def read(self, start: int, stop: int) -> Iterator[Example]:
+        self.indices += range(start, stop)
+        return super().read(start, stop)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_every_rank_reads_its_share_and_has_the_whole_set(size: int, tokenizer: Tokenizer) -> None:
     rows = [*questions(11), LONG[1], {"question": "last?", "answer": "", "level": 1}]
     form = PromptForm(tokenizer, 40, "drop")
-    alone = PromptSet(records_of(rows), form)
-    watched = [Watched(records_of(rows)) for _ in range(size)]
+    alone = PromptSet(examples_of(rows), form)
+    watched = [Watched(rows) for _ in range(size)]
     made = as_ranks(size, lambda ranks: PromptSet(watched[ranks.rank], form, ranks))
-    assert sorted(place for one in watched for place in one.places) == list(range(13))
-    assert max(len(one.places) for one in watched) <= -(-13 // size)
+    assert sorted(index for one in watched for index in one.indices) == list(range(13))
+    assert max(len(one.indices) for one in watched) <= -(-13 // size)
     for prompts, one in zip(made, watched, strict=True):
-        one.places.clear()
+        one.indices.clear()
         assert [p.index for p in prompts] == [p.index for p in alone] == [*range(11), 12]
         assert [p.ids.tolist() for p in prompts] == [p.ids.tolist() for p in alone]
         assert (prompts.num_dropped, prompts.column_names) == (1, ["level"])
-        assert one.places == []
-        assert prompts[11].columns == {"level": 1} and one.places == [12]
+        assert one.indices == []
+        assert prompts[11].columns == {"level": 1} and one.indices == [12]
 
 
 def test_what_one_rank_finds_wrong_every_rank_says(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", *questions(5), {"question": "x"}, {"answer": "y"})
     form = PromptForm(tokenizer, 64)
-    said = as_ranks(4, lambda ranks: PromptSet(open_records(path, ranks=ranks), form, ranks))
+    said = as_ranks(4, lambda ranks: PromptSet(open_examples(path, ranks=ranks), form, ranks))
     assert len(set(said)) == 1 and said[0].startswith(f'{path}:6 has no "answer"')
     broken = tmp_path / "rows.json"
     broken.write_text("[")
-    said = as_ranks(4, lambda ranks: open_records(broken, ranks=ranks))
+    said = as_ranks(4, lambda ranks: open_examples(broken, ranks=ranks))
     assert len(set(said)) == 1 and "is not JSON" in said[0]
 
 
@@ -216,7 +210,7 @@ def test_a_file_that_is_read_whole_is_read_by_one_rank(
     reads = []
     whole = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: reads.append(self) or whole(self))
-    made = as_ranks(3, lambda ranks: [r.answer for r in open_records(path, ranks=ranks)])
+    made = as_ranks(3, lambda ranks: [r.answer for r in open_examples(path, ranks=ranks)])
     assert made == [["1", "2", "3", "4"]] * 3 and reads == [path]
 
 
@@ -233,26 +227,25 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
 
 def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    steps = [prompts.take(3 * step, 3, seed=5) for step in range(7)]
-    drawn = [prompt.index for taken, _ in steps for prompt in taken]
+    sampler = DataSampler(prompts, seed=5)
+    steps = [[prompt.index for prompt in sampler.take(3)] for _ in range(7)]
+    drawn = [index for step in steps for index in step]
     for epoch in range(3):
-        assert drawn[7 * epoch : 7 * epoch + 7] == prompts.order(5, epoch).tolist()
-    assert [epoch for _, epoch in steps] == [0, 0, 0, 1, 1, 2, 2]
-    taken, epoch = prompts.take(0, 16, seed=5)
-    assert len(taken) == 16 and epoch == 0
+        assert drawn[7 * epoch : 7 * epoch + 7] == epoch_order(7, 5, epoch).tolist()
+    assert len(DataSampler(prompts, seed=5).take(16)) == 16
     # A run that continues at step 4 draws what the first one would have drawn.
-    again = prompt_set(questions(7), tokenizer)
-    assert [p.index for p in again.take(12, 3, seed=5)[0]] == [p.index for p in steps[4][0]]
+    again = DataSampler(prompt_set(questions(7), tokenizer), seed=5, position=12)
+    assert [prompt.index for prompt in again.take(3)] == steps[4]
 
 
-def test_a_cursor_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
+def test_a_sampler_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    whole = [prompt.index for prompt in Cursor(prompts, seed=5).take(20)]
-    cursor = Cursor(prompts, seed=5)
-    parts = [prompt.index for count in (3, 1, 6) for prompt in cursor.take(count)]
-    assert (cursor.position, cursor.epoch) == (10, 1)
-    resumed = Cursor(prompts, seed=5, position=cursor.position)
-    assert parts + [prompt.index for prompt in resumed.take(10)] == whole
+    whole = [prompt.index for prompt in DataSampler(prompts, seed=5).take(20)]
+    sampler = DataSampler(prompts, seed=5)
+    drawn = [prompt.index for count in (3, 1, 6) for prompt in sampler.take(count)]
+    assert (sampler.position, sampler.epoch) == (10, 1)
+    resumed = DataSampler(prompts, seed=5, position=sampler.position)
+    assert drawn + [prompt.index for prompt in resumed.take(10)] == whole
 
 
 def config(tmp_path: Path, text: str, *overrides: str) -> Any:

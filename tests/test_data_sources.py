@@ -1,4 +1,4 @@
-"""Data sets of every kind as records: which files, which rows, which keys, and what is refused.
+"""Data sets of every kind as examples: which files, which rows, which keys, and what is refused.
 
 Does NOT prove: that files of other writers are read, apart from those of pyarrow and Hugging Face datasets.
 """
@@ -24,11 +24,10 @@ from data_sets import (
     write_parquet,
 )
 
-from mindgrpo.data import tables
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING
-from mindgrpo.data.records import RowForm
-from mindgrpo.data.sources import Records, open_records
-from mindgrpo.data.tables import TableRows
+from mindgrpo.data import row_files
+from mindgrpo.data.examples import RowForm
+from mindgrpo.data.row_files import RowGroup, TableCache, open_table
+from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, Examples, open_examples
 from mindgrpo.errors import UserError
 
 ROWS = [
@@ -75,17 +74,17 @@ KINDS = ("jsonl", "json", "data", "lines", "parquet", "arrow", "saved", "shards"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_data_set_gives_the_same_records(kind: str, tmp_path: Path) -> None:
-    records = open_records(written(tmp_path, kind))
-    assert len(records) == 8
-    assert [flat(record) for record in records] == WANTED
-    assert [flat(records[place]) for place in (7, 0, 4)] == [WANTED[place] for place in (7, 0, 4)]
-    assert [flat(record) for record in records.read(2, 6)] == WANTED[2:6]
+    examples = open_examples(written(tmp_path, kind))
+    assert len(examples) == 8
+    assert [flat(example) for example in examples] == WANTED
+    assert [flat(examples[place]) for place in (7, 0, 4)] == [WANTED[place] for place in (7, 0, 4)]
+    assert [flat(example) for example in examples.read(2, 6)] == WANTED[2:6]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_names_the_place_of_a_row(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, kind)
-    where = open_records(path).where(6)
+    where = open_examples(path)[6].where
     if kind in ("jsonl", "lines"):
         assert where == f"{path}:7"
     elif kind == "saved":
@@ -104,8 +103,8 @@ def test_directories_are_those_that_datasets_saves(tmp_path: Path) -> None:
     split = datasets.DatasetDict({"train": saved.select([4, 2]), "test": saved.select(range(3))})
     split.save_to_disk(str(tmp_path / "two"))
     assert [row["level"] for row in read_rows(tmp_path / "two")] == [4, 2]
-    test = open_records(tmp_path / "two", choice=FOR_EVALUATION)
-    assert [record.columns["level"] for record in test] == [0, 1, 2]
+    test = open_examples(tmp_path / "two", choice=FOR_EVALUATION)
+    assert [example.columns["level"] for example in test] == [0, 1, 2]
     saved.to_parquet(str(tmp_path / "rows.parquet"))
     assert read_rows(tmp_path / "rows.parquet") == WANTED
 
@@ -120,7 +119,7 @@ def splits(folder: Path, *names: str) -> Path:
 
 def count(path: Path, evaluation: bool = False, split: str | None = None) -> int:
     choice = replace(FOR_EVALUATION if evaluation else FOR_TRAINING, name=split)
-    return len(open_records(path, choice=choice))
+    return len(open_examples(path, choice=choice))
 
 
 def test_the_split_is_chosen_or_asked_for(tmp_path: Path) -> None:
@@ -160,20 +159,20 @@ def test_shards_of_several_splits_are_kept_apart(tmp_path: Path) -> None:
 
 def test_directories_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no data: neither what save_to_disk"):
-        open_records(tmp_path)
+        open_examples(tmp_path)
     saved = save_to_disk(
         tmp_path / "saved", questions(4), _indices_data_files=[{"filename": "i.arrow"}]
     )
     with pytest.raises(
         UserError, match="list of indices; write it out with dataset.flatten_indices"
     ):
-        open_records(saved)
+        open_examples(saved)
     (saved / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
     with pytest.raises(UserError, match="lacks gone.arrow, which its state.json names"):
-        open_records(saved)
+        open_examples(saved)
     (saved / "state.json").write_text("[]")
     with pytest.raises(UserError, match="state.json' holds a list"):
-        open_records(saved)
+        open_examples(saved)
 
 
 def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_text("some text here", "utf-8")
         with pytest.raises(UserError, match=said):
-            open_records(tmp_path / name)
+            open_examples(tmp_path / name)
     (tmp_path / "x.json").write_text('{"a": [1], "b": 2}')
     with pytest.raises(UserError, match="x.json:1 has no"):
         read_rows(tmp_path / "x.json")
@@ -197,37 +196,44 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="row 2 is a int; each row must be an object"):
         read_rows(tmp_path / "x.json")
     with pytest.raises(UserError, match="does not exist; set rl_config.dataset_file"):
-        open_records(tmp_path / "none.jsonl")
+        open_examples(tmp_path / "none.jsonl")
 
 
-class Opened(TableRows):
-    """Counts the row groups that are decoded, and keeps the columns that were asked for."""
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Row groups in the order in which they are decoded, with the columns of each."""
+    groups = []
+    load = RowGroup.load
 
-    def _load_piece(self, index: int) -> Any:
-        table = super()._load_piece(index)
-        self.seen = [*getattr(self, "seen", []), (index, tuple(table.column_names))]
+    def watched(group: RowGroup) -> Any:
+        table = load(group)
+        groups.append((group.index, table.column_names))
         return table
+
+    monkeypatch.setattr(RowGroup, "load", watched)
+    return groups
 
 
 def test_only_the_wanted_columns_and_row_groups_of_a_table_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[tuple[int, list[str]]]
 ) -> None:
     path = write_parquet(tmp_path / "rows.parquet", ROWS, group=2)
     form = RowForm(None, {"answer": "deep.x"}, ["level", "missing"])
-    rows = Opened([path], form.keys_read())
-    read = [form.record(row, "here") for row in rows.read(2, 5)]
-    assert [flat(record) for record in read] == [
+    rows = open_table(path, form.keys_read(), TableCache())
+    read = [form.example(row, where) for where, row in rows.read(2, 5)]
+    assert [flat(example) for example in read] == [
         {"question": f"Q{n}?", "answer": str(n), "level": n} for n in (2, 3, 4)
     ]
     list(rows.read(3, 4))  # kept
-    names = ("question", "answer", "level", "deep")
-    assert rows.seen == [(1, names), (2, names)]
-    monkeypatch.setattr(tables, "KEPT_BYTES", 1)
-    rows = Opened([path])
-    assert [row["level"] for n in (3, 2, 5, 3) for row in rows.read(n, n + 1)] == [3, 2, 5, 3]
-    assert [index for index, _ in rows.seen] == [1, 2, 1]
+    names = ["question", "answer", "level", "deep"]
+    assert decoded == [(1, names), (2, names)]
+    decoded.clear()
+    monkeypatch.setattr(row_files, "CACHE_BYTES", 1)
+    rows = open_table(path, None, TableCache())
+    levels = [row["level"] for n in (3, 2, 5, 3) for _, row in rows.read(n, n + 1)]
+    assert levels == [3, 2, 5, 3] and [index for index, _ in decoded] == [1, 2, 1]
     lines = write_lines(tmp_path / "rows.jsonl", ROWS[0])
-    assert [flat(r) for r in open_records(lines, form)] == [
+    assert [flat(r) for r in open_examples(lines, form)] == [
         {"question": "Q0?", "answer": "0", "level": 0}
     ]
 
@@ -252,16 +258,16 @@ def test_values_of_tables_become_plain_ones_or_are_refused(tmp_path: Path) -> No
     picture = write_parquet(tmp_path / "picture.parquet", [row | {"image": {"bytes": b"\0"}}])
     with pytest.raises(UserError, match=r"picture.parquet row 1: column 'image' holds bytes"):
         read_rows(picture)
-    chosen = open_records(picture, RowForm(columns=["day"]))
+    chosen = open_examples(picture, RowForm(columns=["day"]))
     assert flat(chosen[0]) == {"question": "q", "answer": "4", "day": "2024-05-06"}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
 def test_a_file_that_changes_meanwhile_is_refused(kind: str, tmp_path: Path) -> None:
     path = written(tmp_path, kind)
-    records: Records = open_records(path)
-    assert records[0].answer == "0"
+    examples: Examples = open_examples(path)
+    assert examples[0].answer == "0"
     file = path / "data-00000-of-00002.arrow" if path.is_dir() else path
     os.utime(file, (1, 1))
     with pytest.raises(UserError, match="changed since the run read it; start the run again"):
-        records[1]
+        examples[1]

@@ -1,11 +1,12 @@
 """Tokenizer directories as text and ids, and the chat templates that prompts go through.
 
-Does NOT prove: that every model's chat template renders as transformers renders it.
+Does not prove that templates render as transformers renders them: test_chat_templates.py does.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from data_sets import MODEL, change, copy_tokenizer
 from tokenizers import pre_tokenizers
 
-from mindgrpo.data.templates import choose_template, shipped_names
+from mindgrpo.data.chat_template import choose_template, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 
@@ -200,12 +201,6 @@ def test_unusable_directories_are_one_sentence(directory: Path, tmp_path: Path) 
         load_tokenizer(directory)
 
 
-def test_templates_run_in_a_sandbox(directory: Path) -> None:
-    change(directory / "tokenizer_config.json", chat_template="{{ ''.__class__.__mro__ }}")
-    with pytest.raises(UserError, match="cannot render"):
-        load_tokenizer(directory).render(ASKED)
-
-
 def test_a_template_beside_the_configuration_is_used(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
     assert load_tokenizer(directory).render(ASKED) == "x<|im_end|>"
@@ -250,14 +245,10 @@ def test_r1_templates_ask_for_their_format_once(tokenizer: Tokenizer) -> None:
     assert plain.endswith("</answer>.\nUser: x\nAssistant:") and "<|" not in plain
 
 
-def test_every_shipped_template_compiles_and_keeps_the_order_of_turns() -> None:
-    from mindgrpo.data.template_sandbox import Sandbox
-
+def test_every_shipped_template_keeps_the_order_of_turns(tokenizer: Tokenizer) -> None:
     for name in shipped_names():
         template = choose_template(name, {})
-        text = (
-            Sandbox().from_string(template.text).render(messages=TALK, add_generation_prompt=True)
-        )
+        text = replace(tokenizer, template=template).render(TALK)
         assert text.count("x") >= 1 and text.rindex("z") > text.rindex("y")
         assert template.stop is None or template.stop in template.markers
 

@@ -146,7 +146,7 @@ def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figur
 
 @spread_case
 def test_the_likeliest_completions_are_those_of_one_process(launch: Launch, case: c.Case) -> None:
-    if case.transport != "shared_memory":
+    if not case.in_loop:
         pytest.skip("plain operations compile another graph for it")
     _, ranks = launch(case.world)
     _, alone = launch((1, "shared_memory"))
@@ -160,7 +160,7 @@ def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
     _, ranks = launch(case.world)
     expected = GOLDEN[case.recipe].get("replaced", [])
     assert all(rank["cases"][case.name]["replaced"] == expected for rank in ranks)
-    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].refill_rounds > 0)
+    assert (sum(expected) > 0) == (c.RECIPES[case.recipe].resampling_rounds > 0)
 
 
 @every_case

@@ -34,16 +34,17 @@ def test_every_finding_is_one_line_and_every_bad_one_has_a_remedy() -> None:
 
 
 def test_versions_that_were_not_tested_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_versions(monkeypatch, mindspore="2.10.0", numpy="2.1.0")
+    give_versions(monkeypatch, mindspore="2.10.0", numpy="2.1.0", transformers="4.40.2")
     assert finding("mindspore 2.10.0").level == "warn"
     assert finding("numpy 2.1.0").level == "error"
-    assert finding("transformers").level == "ok"
+    assert finding("transformers 4.40.2").level == "error"
 
 
 def test_what_a_run_needs_and_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     give_versions(monkeypatch)
     assert finding("mindspore is not installed").level == "error"
     assert finding("numpy is not installed").level == "error"
+    assert finding("transformers is not installed").level == "error"
 
 
 def test_a_launcher_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,16 +34,12 @@ from mindgrpo.config import Config, load_config
 from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.evaluation import (
-    GREEDY,
-    SAMPLED,
-    Evaluator,
-    Mode,
-    Outcome,
-    modes_of,
-)
+from mindgrpo.grpo.build import evaluation_modes
+from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome
+from mindgrpo.grpo.rollout import Replicas
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.scores import Report, Scores
-from mindgrpo.rollout.embedded.engine import Draw, Request
+from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import write_evaluation
@@ -81,7 +77,8 @@ def evaluator() -> Evaluator:
     backend = CpuBackend({}, "shared_memory")
     kind = "plain" if library_path() is None else "native"
     generator = generator_with(random_weights(backend), backend, kernels_named(kind))
-    return Evaluator(generator, LAYOUT, backend, Parity(), Words(), SEED)  # type: ignore[arg-type]
+    scorer = RolloutScorer(Parity(), Words(), backend)  # type: ignore[arg-type]
+    return Evaluator(Replicas(generator, LAYOUT.grid, backend), scorer, SEED)
 
 
 def asked() -> list[Asked]:
@@ -102,8 +99,9 @@ def test_the_samples_of_a_prompt_have_the_evaluations_noise_in_order(
         Request(prompt.ids, tuple(range(i * num_samples, (i + 1) * num_samples)))
         for i, prompt in enumerate(asked())
     ]
-    expected = evaluator.generator.generate(requests, Draw(SEED, EVALUATION, STEP), VERSION)
-    assert [tokens.tolist() for tokens in found.samples.completions] == [
+    key = SeedKey(SEED, EVALUATION, STEP)
+    expected = evaluator.replicas.engine.generate(requests, SETTINGS, key, VERSION)
+    assert [tokens.tolist() for tokens in found.rollout.completion_ids] == [
         completion.tokens.tolist() for completion in expected
     ]
     assert [prompt.text for prompt in found.prompts] == [
@@ -147,7 +145,7 @@ def test_both_ways_of_answering_are_told_apart_by_name(
 def test_what_is_asked_for_is_how_it_is_drawn() -> None:
     def modes(*words: str) -> list[Mode]:
         config = load_config(EXAMPLE, [f"--rl_config.{word}" for word in words]).config
-        return modes_of(config, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5))
+        return evaluation_modes(config, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5))
 
     (usual,) = modes()
     assert usual == Mode(

@@ -7,6 +7,7 @@ agrees with another implementation of the model, nor anything about several rank
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -31,28 +32,19 @@ from small_generators import (
     run,
 )
 
-from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.types import (
-    LENGTH,
-    STOPPED,
-    Completion,
-    Samples,
-)
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion, Rollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.grpo.rollout import sample_logps
-from mindgrpo.models.decoder import Shard
-from mindgrpo.rollout.embedded.engine import (
-    Draw,
-    Generator,
-    Request,
-    StaleWeights,
-)
+from mindgrpo.grpo.rollout import compute_log_probs
+from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey, StaleWeights
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.weights.local_weights import Weights
 
-MakeGenerator = Callable[..., Generator]
+MakeGenerator = Callable[..., EmbeddedEngine]
 TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]
 
 
@@ -74,11 +66,11 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @pytest.fixture(scope="module")
 def generator_of(backend: CpuBackend, weights: Weights, kernels: Kernels) -> MakeGenerator:
     """One generator, compiled once, for each combination of arguments."""
-    made: dict[tuple[SamplingSettings, int, int], Generator] = {}
+    made: dict[tuple[SamplingSettings, int, int], EmbeddedEngine] = {}
 
     def of(
         settings: SamplingSettings = SETTINGS, slots: int = 16, copies: int = GROUP
-    ) -> Generator:
+    ) -> EmbeddedEngine:
         key = (settings, slots, copies)
         if key not in made:
             made[key] = generator_with(weights, backend, kernels, settings, slots, copies)
@@ -90,17 +82,18 @@ def generator_of(backend: CpuBackend, weights: Weights, kernels: Kernels) -> Mak
 @pytest.fixture(scope="module")
 def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
     shard = Shard(CONFIG, weights, backend, "policy")
-    pipeline = Pipeline(shard, backend, "policy", MicroShape(4, ROW), ROW, SETTINGS.temperature)
+    shape = MicroShape(4, ROW)
+    pipeline = ForwardPipeline(shard, backend, "policy", shape, ROW, SETTINGS.temperature)
 
     def of(requests: Sequence[Request], completions: Sequence[Completion]) -> list[np.ndarray]:
-        samples = Samples(
-            prompts=[request.prompt for request in requests for _ in request.samples],
-            completions=[completion.tokens for completion in completions],
-            finish_reasons=[completion.finish_reason for completion in completions],
-            generator_logps=[completion.logps for completion in completions],
-            groups=[i for i, request in enumerate(requests) for _ in request.samples],
+        rollout = Rollout.single_turn(
+            [request.prompt for request in requests for _ in request.samples],
+            [completion.tokens for completion in completions],
+            [completion.finish_reason for completion in completions],
+            [completion.logps for completion in completions],
+            [i for i, request in enumerate(requests) for _ in request.samples],
         )
-        return sample_logps(pipeline, LAYOUT, backend, samples)
+        return compute_log_probs(pipeline, LAYOUT.grid, backend, PackedRollout(rollout))
 
     return of
 
@@ -254,13 +247,38 @@ def test_weights_of_another_version_are_refused_with_both_versions(
     generator_of: MakeGenerator, wanted: int
 ) -> None:
     with pytest.raises(StaleWeights, match=f"weights {VERSION}, the policy {wanted}"):
-        generator_of().generate(requests_of(), Draw(0, 0, 0), wanted)
+        generator_of().generate(requests_of(), SETTINGS, SeedKey(0, 0, 0), wanted)
 
 
 def test_a_generator_without_weights_refuses_to_run(backend: CpuBackend) -> None:
-    empty = Generator(CONFIG, LAYOUT, backend, SETTINGS, room_of(4, 4))
+    empty = EmbeddedEngine(CONFIG, LAYOUT, backend, SETTINGS, room_of(4, 4))
     with pytest.raises(StaleWeights, match="weights None"):
-        empty.generate(requests_of(), Draw(0, 0, 0), 0)
+        empty.generate(requests_of(), SETTINGS, SeedKey(0, 0, 0), 0)
+
+
+def test_completions_have_the_version_of_the_weights_that_wrote_them(
+    generator_of: MakeGenerator,
+) -> None:
+    assert {c.version for c in run(generator_of(), requests_of())} == {VERSION}
+
+
+def test_a_publish_that_fails_or_a_sleep_leaves_weights_of_no_version(
+    backend: CpuBackend, weights: Weights, kernels: Kernels
+) -> None:
+    engine: RolloutEngine = generator_with(weights, backend, kernels, slots=4)
+    assert engine.publish(lambda: "moved", 8) == "moved" and engine.version == 8
+
+    def breaks() -> None:
+        raise OSError("the other side is gone")
+
+    for left in (lambda: engine.publish(breaks, 9), engine.sleep):
+        engine.publish(lambda: None, 8)
+        with suppress(OSError):
+            left()
+        assert engine.version is None
+        engine.wake()
+        with pytest.raises(StaleWeights, match="weights None"):
+            engine.generate(requests_of(), SETTINGS, SeedKey(0, 0, 0), 8)
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_cut(generator_of: MakeGenerator) -> None:

@@ -27,8 +27,9 @@ from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.types import LENGTH, STOPPED
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.rollout.embedded.engine import Draw, Generator, Request
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.pretrained import load_weights
 
@@ -71,13 +72,13 @@ def test_logits_are_those_of_transformers(golden: Golden, backend: Backend) -> N
 def test_logprobs_and_every_gradient_are_those_of_transformers(
     golden: Golden, backend: Backend
 ) -> None:
-    check_training(golden, backend, each_in_its_row(golden.samples))
+    check_training(golden, backend, each_in_its_row(golden.rollout))
 
 
 def test_two_samples_packed_into_one_row_are_the_two_alone(
     golden: Golden, backend: Backend
 ) -> None:
-    rows = all_in_one_row(golden.samples)
+    rows = all_in_one_row(golden.rollout)
     assert len(rows) == 1 and len(rows[0]) == 2
     check_training(golden, backend, rows)
 
@@ -106,11 +107,10 @@ def check_tokens(golden: Golden, backend: Backend, name: str) -> None:
     # Two prompts fit at a time: the third is generated in slots that others have used.
     longest = max(len(prompt) for prompt in prompts)
     room = Room(4, 2, None, longest, NEW_TOKENS)
-    generator = Generator(golden.config, golden.layout, backend, settings, room)
-    load_weights(generator.weights, golden.directory)
-    generator.version = 0
+    generator = EmbeddedEngine(golden.config, golden.layout, backend, settings, room)
+    generator.publish(lambda: load_weights(generator.weights, golden.directory), 0)
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]
-    completions = generator.generate(requests, Draw(0, 0, 0), 0)
+    completions = generator.generate(requests, settings, SeedKey(0, 0, 0), 0)
     assert [completion.sample for completion in completions] == list(range(6))
     for completion in completions:
         expected = golden.values[f"{name}/{completion.sample // 2}"]

@@ -21,7 +21,7 @@ ROOMS = (
     "errors",
     "strict_files",
     "parallel",
-    "presence",
+    "health",
     "algorithm",
     "backend",
     "data",
@@ -46,7 +46,7 @@ MAX_ROOT_MODULES = 6
 WITHOUT_MINDSPORE = (
     "errors",
     "strict_files",
-    "presence",
+    "health",
     "config",
     "parallel",
     "rewards",

@@ -17,7 +17,7 @@ from mindgrpo.backend.kernels.contract import Heads, Kernels, Vocabulary
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.rotary import rotary_table
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
@@ -87,7 +87,7 @@ def test_norms_gate_and_rows_by_index_agree() -> None:
     assert_same(both(lambda k: k.rms_norm(1e-6), [x, weight]), 1e-5)
     assert_same(both(lambda k: k.add_rms_norm(1e-6), [x, added, weight], outputs=2), 1e-5)
     # MindSpore's sigmoid on CPU is off by up to 1e-5.
-    assert_same(both(lambda k: k.gated(), [floats(37, 96)]), 3e-5)
+    assert_same(both(lambda k: k.glu("silu"), [floats(37, 96)]), 3e-5)
     tokens = np.random.default_rng(0).integers(-5, 60, 31).astype(np.int32)
     results = both(lambda k: k.embedding(7), [tokens, floats(40, 16)])
     assert_same(results, 1e-6)
@@ -126,7 +126,7 @@ def test_attention_agrees_on_shared_prompts_runs_and_padding(heads: Heads, seed:
         def __init__(self, kernels: Kernels) -> None:
             super().__init__()
             self.places, self.attention = (
-                kernels.places(heads, rotary),
+                kernels.rope_and_mask(rotary),
                 kernels.attention(heads, rotary),
             )
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from test_update import CONFIG, LAYOUT, SETTINGS, samples
+from test_update import CONFIG, LAYOUT, SETTINGS, batch, one_update
 
-from mindgrpo.algorithm import losses as loss
-from mindgrpo.algorithm import packing
+from mindgrpo.algorithm import losses
+from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import export_adapters
-from mindgrpo.grpo.rollout import sample_logps
-from mindgrpo.models.families import parameter_specs
+from mindgrpo.grpo.rollout import compute_log_probs
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
     TARGETS,
@@ -27,11 +27,11 @@ from mindgrpo.models.lora_specs import (
     adapter_names,
     adapter_specs,
 )
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
-from mindgrpo.training.update import update
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 
 
@@ -48,6 +48,11 @@ def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = 
     return policy
 
 
+def log_probs_of(policy: Policy) -> list[np.ndarray]:
+    packed = PackedRollout(batch().rollout)
+    return compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+
+
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
     return CpuBackend({}, "shared_memory")
@@ -59,15 +64,15 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
 ) -> None:
     adapted = policy_with(backend, targets)
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS)
-    Delivery(adapted.weights, adapted.adapters, merged.weights, backend).run()
+    WeightSyncer(adapted.weights, adapted.adapters, merged.weights, backend).run()
     changed = {n for n, p in merged.weights.parts.items() if (p != adapted.weights.parts[n]).any()}
     assert changed == {
         name
         for name in merged.weights.parts
         if name.split(".")[-2] in targets and name.endswith("weight")
     }
-    ours = sample_logps(adapted.pipeline, LAYOUT, backend, samples())
-    whole = sample_logps(merged.pipeline, LAYOUT, backend, samples())
+    ours = log_probs_of(adapted)
+    whole = log_probs_of(merged)
     for one, other in zip(ours, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
@@ -76,15 +81,15 @@ def test_fresh_adapters_change_nothing_and_an_update_changes_only_them(backend: 
     policy = policy_with(backend, TARGETS, random_b=False)
     base = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     fill_random(base.weights, seed=2, scale=0.1)
-    ours = sample_logps(policy.pipeline, LAYOUT, backend, samples())
-    plain = sample_logps(base.pipeline, LAYOUT, backend, samples())
+    ours = log_probs_of(policy)
+    plain = log_probs_of(base)
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
     before = {name: part.copy() for name, part in policy.weights.parts.items()}
     assert policy.adapters is not None
     start = {name: part.copy() for name, part in policy.adapters.weights.parts.items()}
     for _ in range(2):  # the first moves only B, for B is zero
-        update(policy, samples(), range(len(samples())), 1e-2)
+        one_update(policy, batch())
     for name, part in policy.weights.parts.items():
         np.testing.assert_array_equal(part, before[name])
     for name, part in policy.adapters.weights.parts.items():
@@ -95,19 +100,18 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
     """dA = scale B^T dW and dB = scale dW A^T, with dW the gradient of the merged model's own matrices."""
     adapted = policy_with(backend, TARGETS)
     whole = Policy(CONFIG, LAYOUT, backend, SETTINGS)
-    Delivery(adapted.weights, adapted.adapters, whole.weights, backend).run()
-    given = samples()
-    rows = packing.pack(given, range(len(given)), SETTINGS.shape)
-    batches = packing.micro_batches(given, rows, SETTINGS.shape, 1, 0)
-    weights = loss.token_weights(given.completion_lengths, SETTINGS.objective)
+    WeightSyncer(adapted.weights, adapted.adapters, whole.weights, backend).run()
+    given = batch()
+    batches = PackedRollout(given.rollout).micro_batches(SETTINGS.shape, 1, 0)
+    weights = losses.token_weights(given.rollout.action_lengths, SETTINGS.loss_config)
     for policy in (adapted, whole):
         policy.clear_gradients()
         extras = []
-        for batch in batches:
-            zeros = np.zeros(batch.picks.size, np.float32)
+        for micro in batches:
+            zeros = np.zeros(micro.picks.size, np.float32)
             used = (given.reference_logps or [], given.advantages, weights)
             unread = (zeros, zeros.astype(np.int32), zeros)
-            extras.append((zeros, *(batch.spread(values) for values in used), *unread))
+            extras.append((zeros, *(micro.spread(values) for values in used), *unread))
         policy.accumulate(batches, extras, False)
     assert adapted.adapters is not None
     scale = adapted.adapters.settings.scale
@@ -129,10 +133,10 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
 ) -> None:
     policy = policy_with(backend, ("q_proj", "o_proj"))
     assert policy.adapters is not None
-    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter")
+    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter", Residency())
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
-    Delivery(policy.weights, policy.adapters, merged, backend).run()
+    WeightSyncer(policy.weights, policy.adapters, merged, backend).run()
     pairs = [n for n in merged.parts if n.endswith(("q_proj.weight", "o_proj.weight"))]
     assert len(tensors) == 2 * len(pairs) == 8
     for name in pairs:

@@ -15,14 +15,14 @@ import pytest
 from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.training.loss_cell import PolicyLoss
 
 Result = tuple[float, np.ndarray, np.ndarray]
 Call = Callable[[list[np.ndarray]], Result]
-Compiled = Callable[[Objective, bool], Call]
+Compiled = Callable[[LossConfig, bool], Call]
 
 # Places of the graph's inputs.
 LOGP, ENTROPY, OLD, REFERENCE, ADVANTAGES, WEIGHTS, FACTORS = range(7)
@@ -36,7 +36,7 @@ def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
     shares = np.repeat(1.0 / np.maximum(lengths, 1), lengths)
     numbers = [tokens.logps, tokens.entropy, tokens.old, tokens.reference]
-    numbers += [tokens.advantages, tokens.weights, tokens.factors]
+    numbers += [tokens.advantages, tokens.weights, tokens.rollout_is_weights]
     blank = np.zeros(padding)
     padded = [np.concatenate([x, blank]).astype(np.float32) for x in (*numbers, shares)]
     own = np.arange(starts.size, starts.size + padding)
@@ -46,21 +46,21 @@ def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
     CpuBackend({}, "shared_memory")
-    made: dict[tuple[Objective, bool], Call] = {}
+    made: dict[tuple[LossConfig, bool], Call] = {}
 
-    def of(objective: Objective, has_old: bool) -> Call:
-        cell = ms.value_and_grad(PolicyLoss(objective, has_old), (0, 1))
+    def of(loss_config: LossConfig, has_old: bool) -> Call:
+        cell = ms.value_and_grad(PolicyLoss(loss_config, has_old), (0, 1))
 
         def call(arrays: list[np.ndarray]) -> Result:
             value, (by_logp, by_entropy) = cell(*(Tensor(x) for x in arrays))
             return float(value), by_logp.asnumpy(), by_entropy.asnumpy()
 
-        return made.setdefault((objective, has_old), call)
+        return made.setdefault((loss_config, has_old), call)
 
     return of
 
 
-def slope(tokens: Tokens, objective: Objective, name: str) -> np.ndarray:
+def slope(tokens: Tokens, loss_config: LossConfig, name: str) -> np.ndarray:
     """Central differences of the numpy loss by `name`'s entries; stop-gradients stay where the policy is."""
     base = getattr(tokens, name)
     found, step = np.zeros(base.size), 1e-6
@@ -69,7 +69,7 @@ def slope(tokens: Tokens, objective: Objective, name: str) -> np.ndarray:
         for sign in (1, -1):
             moved = base.copy()
             moved[i] += sign * step
-            ends.append(policy_loss(replace(tokens, **{name: moved}), objective, tokens.logps))
+            ends.append(policy_loss(replace(tokens, **{name: moved}), loss_config, tokens.logps))
         found[i] = (ends[0] - ends[1]) / (2 * step)
     return found
 
@@ -79,15 +79,15 @@ def slope(tokens: Tokens, objective: Objective, name: str) -> np.ndarray:
 def test_the_graph_has_the_value_and_gradients_of_the_formula(
     compiled: Compiled, name: str, has_old: bool
 ) -> None:
-    objective = VARIANTS[name]
-    tokens = tokens_of(objective, on_policy=not has_old)
-    value, by_logp, by_entropy = compiled(objective, has_old)(inputs(tokens))
+    loss_config = VARIANTS[name]
+    tokens = tokens_of(loss_config, on_policy=not has_old)
+    value, by_logp, by_entropy = compiled(loss_config, has_old)(inputs(tokens))
     count = tokens.logps.size
-    assert value == pytest.approx(policy_loss(tokens, objective), rel=2e-6, abs=1e-6)
-    expected = slope(tokens, objective, "logps")
+    assert value == pytest.approx(policy_loss(tokens, loss_config), rel=2e-6, abs=1e-6)
+    expected = slope(tokens, loss_config, "logps")
     np.testing.assert_allclose(by_logp[:count], expected, rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(
-        by_entropy[:count], slope(tokens, objective, "entropy"), rtol=1e-4, atol=1e-7
+        by_entropy[:count], slope(tokens, loss_config, "entropy"), rtol=1e-4, atol=1e-7
     )
     assert not by_logp[count:].any() and not by_entropy[count:].any()
     assert np.abs(expected).max() > 1e-3
@@ -106,9 +106,9 @@ def test_each_end_of_the_clip_stops_the_gradient_on_its_own_side_only(compiled: 
 
 
 def test_cispo_leaves_every_token_its_gradient(compiled: Compiled) -> None:
-    objective = VARIANTS["cispo"]
-    tokens = tokens_of(objective)
-    _, gradient, _ = compiled(objective, True)(inputs(tokens, padding=0))
+    loss_config = VARIANTS["cispo"]
+    tokens = tokens_of(loss_config)
+    _, gradient, _ = compiled(loss_config, True)(inputs(tokens, padding=0))
     assert (gradient[tokens.weights > 0] != 0).all()
 
 
@@ -125,25 +125,25 @@ def test_a_sequence_is_clipped_as_a_whole(compiled: Compiled) -> None:
 def test_without_old_log_probs_the_gradient_is_the_plain_policy_gradient(
     compiled: Compiled,
 ) -> None:
-    for objective in (WIDE, VARIANTS["cispo"], NARROW):
-        tokens = tokens_of(objective, on_policy=True)
-        _, gradient, _ = compiled(objective, False)(inputs(tokens, padding=0))
+    for loss_config in (WIDE, VARIANTS["cispo"], NARROW):
+        tokens = tokens_of(loss_config, on_policy=True)
+        _, gradient, _ = compiled(loss_config, False)(inputs(tokens, padding=0))
         np.testing.assert_allclose(gradient, -tokens.advantages * tokens.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize("garbage", [np.inf, -np.inf, np.nan, 1e30])
 @pytest.mark.parametrize("has_old", [True, False])
-@pytest.mark.parametrize("objective", [BASE, ALL_TERMS, NARROW], ids=["base", "all", "gspo"])
+@pytest.mark.parametrize("loss_config", [BASE, ALL_TERMS, NARROW], ids=["base", "all", "gspo"])
 def test_samples_of_weight_zero_add_nothing_whatever_they_hold(
-    compiled: Compiled, has_old: bool, garbage: float, objective: Objective
+    compiled: Compiled, has_old: bool, garbage: float, loss_config: LossConfig
 ) -> None:
-    clean = inputs(tokens_of(objective, on_policy=not has_old))
+    clean = inputs(tokens_of(loss_config, on_policy=not has_old))
     dirty = [x.copy() for x in clean]
     unused = clean[WEIGHTS] == 0
     assert unused[:-3].any()
     for place in (LOGP, ENTROPY, OLD, REFERENCE, ADVANTAGES):
         dirty[place][unused] = garbage
-    call = compiled(objective, has_old)
+    call = compiled(loss_config, has_old)
     results, dirty_results = call(clean), call(dirty)
     assert np.isfinite(results[0]) and dirty_results[0] == results[0]
     for found, expected in zip(dirty_results[1:], results[1:], strict=True):
@@ -153,5 +153,14 @@ def test_samples_of_weight_zero_add_nothing_whatever_they_hold(
 
 def test_the_tokens_hold_every_input_of_the_graph() -> None:
     assert {field.name for field in fields(Tokens)} == {
-        *("logps", "old", "reference", "entropy", "advantages", "weights", "factors", "lengths")
+        *(
+            "logps",
+            "old",
+            "reference",
+            "entropy",
+            "advantages",
+            "weights",
+            "rollout_is_weights",
+            "lengths",
+        )
     }

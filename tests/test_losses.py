@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from loss_variants import COUNTED, LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import (
     Tokens,
-    clipped_tokens,
+    clipped,
     kl_estimate,
     policy_loss,
     token_weights,
@@ -26,7 +26,7 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def gain_of(ratio: float, advantage: float, logp: float, o: Objective) -> float:
+def gain_of(ratio: float, advantage: float, logp: float, o: LossConfig) -> float:
     """One token's part of what the paper maximises."""
     low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
     if o.loss_type == "cispo":
@@ -48,7 +48,7 @@ def kl_of(logp: float, reference: float, estimator: str) -> float:
     }[estimator]
 
 
-def weight_of(length: int, o: Objective) -> float:
+def weight_of(length: int, o: LossConfig) -> float:
     kept = [n for n, counts in zip(LENGTHS.tolist(), COUNTED, strict=True) if counts]
     if o.loss_type == "grpo":
         return 1 / len(kept) / length
@@ -57,7 +57,7 @@ def weight_of(length: int, o: Objective) -> float:
     return 1 / sum(kept)
 
 
-def transcribed(t: Tokens, o: Objective) -> float:
+def transcribed(t: Tokens, o: LossConfig) -> float:
     """- sum over samples and tokens, in Python's own numbers."""
     total, start = 0.0, 0
     for i, length in enumerate(LENGTHS.tolist()):
@@ -70,7 +70,7 @@ def transcribed(t: Tokens, o: Objective) -> float:
             ratio = math.exp(t.logps[k]) / math.exp(t.old[k])
             if o.importance_sampling_level == "sequence":
                 ratio = product ** (1 / length)
-            term = -t.factors[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
+            term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
             term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
             term -= o.entropy_coef * t.entropy[k]
             total += weight_of(length, o) * term
@@ -80,11 +80,11 @@ def transcribed(t: Tokens, o: Objective) -> float:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_every_loss_is_its_papers_formula(name: str, on_policy: bool) -> None:
-    objective = VARIANTS[name]
-    tokens = tokens_of(objective, on_policy)
-    expected = transcribed(tokens, objective)
+    loss_config = VARIANTS[name]
+    tokens = tokens_of(loss_config, on_policy)
+    expected = transcribed(tokens, loss_config)
     # Weights are float32, and the terms may all but cancel.
-    assert policy_loss(tokens, objective) == pytest.approx(expected, rel=1e-6, abs=2e-8)
+    assert policy_loss(tokens, loss_config) == pytest.approx(expected, rel=1e-6, abs=2e-8)
 
 
 def test_the_tokens_of_the_tests_tell_every_variant_from_the_others() -> None:
@@ -96,12 +96,12 @@ def test_the_tokens_of_the_tests_tell_every_variant_from_the_others() -> None:
 def test_weights_are_those_of_the_formula_and_none_where_a_sample_does_not_count(
     loss_type: str,
 ) -> None:
-    objective = replace(WIDE, loss_type=loss_type)
-    found = token_weights(LENGTHS, objective, COUNTED)
+    loss_config = replace(WIDE, loss_type=loss_type)
+    found = token_weights(LENGTHS, loss_config, COUNTED)
     assert found.dtype == np.float32
     for weight, length, counts in zip(found, LENGTHS.tolist(), COUNTED, strict=True):
         if length:
-            expected = weight_of(length, objective) if counts else 0.0
+            expected = weight_of(length, loss_config) if counts else 0.0
             assert weight == pytest.approx(expected, rel=1e-6)
 
 
@@ -120,9 +120,9 @@ def test_grpo_gives_every_sample_the_same_share_and_dapo_every_token() -> None:
 
 
 def test_dr_grpo_does_not_look_at_lengths() -> None:
-    objective = replace(WIDE, loss_type="dr_grpo")
+    loss_config = replace(WIDE, loss_type="dr_grpo")
     np.testing.assert_array_equal(
-        token_weights([1, 16], objective), token_weights([7, 2], objective)
+        token_weights([1, 16], loss_config), token_weights([7, 2], loss_config)
     )
 
 
@@ -133,15 +133,15 @@ def test_an_empty_completion_counts_as_a_sample_and_has_a_finite_weight() -> Non
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
 def test_where_no_sample_counts_all_weights_are_zero_and_finite(loss_type: str) -> None:
-    objective = replace(WIDE, loss_type=loss_type)
-    found = token_weights([4, 3], objective, np.array([False, False]))
+    loss_config = replace(WIDE, loss_type=loss_type)
+    found = token_weights([4, 3], loss_config, np.array([False, False]))
     np.testing.assert_array_equal(found, [0.0, 0.0])
 
 
 def test_samples_that_do_not_count_change_nothing_whatever_they_hold() -> None:
-    for objective in (WIDE, replace(WIDE, loss_type="dapo"), replace(NARROW, beta=0.1)):
-        alone = token_weights(LENGTHS[COUNTED], objective)
-        np.testing.assert_array_equal(token_weights(LENGTHS, objective, COUNTED)[COUNTED], alone)
+    for loss_config in (WIDE, replace(WIDE, loss_type="dapo"), replace(NARROW, beta=0.1)):
+        alone = token_weights(LENGTHS[COUNTED], loss_config)
+        np.testing.assert_array_equal(token_weights(LENGTHS, loss_config, COUNTED)[COUNTED], alone)
 
 
 def test_k3_is_never_negative_and_every_estimate_is_zero_where_both_agree() -> None:
@@ -182,14 +182,14 @@ def test_k2s_gradient_is_the_divergences_under_the_policy() -> None:
 
 
 def marks(
-    ratios: list[float], advantages: list[float], objective: Objective
+    ratios: list[float], advantages: list[float], loss_config: LossConfig
 ) -> tuple[list[bool], list[bool]]:
     count = len(ratios)
     zeros, ones = np.zeros(count), np.ones(count)
     tokens = Tokens(
         np.log(ratios), zeros, zeros, zeros, np.array(advantages), ones, ones, np.array([1] * count)
     )
-    low, high = clipped_tokens(tokens, objective)
+    low, high = clipped(tokens, loss_config)
     return low.tolist(), high.tolist()
 
 
@@ -199,6 +199,16 @@ def test_a_token_counts_as_clipped_only_where_the_clip_decides() -> None:
     low, high = marks(ratios, advantages, WIDE)
     assert low == [False, False, False, True, False, False, False, False]
     assert high == [False, False, True, False, False, False, False, False]
+
+
+def test_with_ratios_of_samples_a_sample_is_clipped_as_one_however_long_it_is() -> None:
+    lengths = np.array([1, 6, 0, 3])
+    ratios = np.repeat([0.5, 1.0, 1.0, 1.5], lengths)
+    advantages = np.repeat([-1.0, 1.0, 1.0, 1.0], lengths)
+    zeros, ones = np.zeros(10), np.ones(10)
+    tokens = Tokens(np.log(ratios), zeros, zeros, zeros, advantages, ones, ones, lengths)
+    low, high = clipped(tokens, replace(WIDE, importance_sampling_level="sequence"))
+    assert (low.tolist(), high.tolist()) == ([True, False, False], [False, False, True])
 
 
 def test_cispo_clips_weights_whatever_the_advantage_and_dual_bounds_count_as_upper_ends() -> None:

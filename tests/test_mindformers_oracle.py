@@ -104,7 +104,7 @@ def test_mindformers_computes_the_same_logits_loss_and_gradients() -> None:
         Tensor(ids)
     )
     by_name = {p.name: g.asnumpy() for p, g in zip(parameters, gradients, strict=True)}
-    policy, logps = train(golden, backend, each_in_its_row(golden.samples))
+    policy, logps = train(golden, backend, each_in_its_row(golden.rollout))
     count = sum(len(part) for part in logps)
     assert abs(float(mean_loss) + np.concatenate(logps).mean()) < LOGPS
     for name, ours in policy.gradients.parts.items():

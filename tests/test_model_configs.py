@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import decoder_config
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.run.mindformers_yaml import check_agreement, read_model_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
@@ -63,7 +64,7 @@ def test_every_model_has_its_two_files_and_no_other() -> None:
 def test_both_files_have_the_published_number_of_parameters(name: str) -> None:
     files = sorted((FOLDER / name).glob("*.yaml"))
     configs = [read_model_yaml(path) for path in files]
-    assert [config.num_parameters for config in configs] == [PARAMETERS[name]] * 2
+    assert [num_parameters(config) for config in configs] == [PARAMETERS[name]] * 2
     for path in files:
         check_agreement(configs[0], str(path), "here")
 

@@ -239,16 +239,16 @@ def test_this_process_uses_some_memory() -> None:
 def test_a_folder_without_an_earlier_runs_files_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared/other.txt").touch()
-    place = run_directory.own_place(tmp_path / "shared", "mine", "completions.jsonl", "the key")
+    place = run_directory.own_folder(tmp_path / "shared", "mine", "completions.jsonl", "the key")
     assert place == tmp_path / "shared"
-    fresh = run_directory.own_place(tmp_path / "a/b", "mine", "*", "the key")
+    fresh = run_directory.own_folder(tmp_path / "a/b", "mine", "*", "the key")
     assert fresh == tmp_path / "a/b" and fresh.is_dir()
 
 
 def test_a_folder_with_an_earlier_runs_files_gets_a_new_folder_each_time(tmp_path: Path) -> None:
     (tmp_path / "completions.jsonl").touch()
     places = [
-        run_directory.own_place(tmp_path, "mine", "completions.jsonl", "the key") for _ in range(2)
+        run_directory.own_folder(tmp_path, "mine", "completions.jsonl", "the key") for _ in range(2)
     ]
     assert places == [tmp_path / "mine", tmp_path / "mine-2"]
 
@@ -256,4 +256,4 @@ def test_a_folder_with_an_earlier_runs_files_gets_a_new_folder_each_time(tmp_pat
 def test_a_file_in_a_folders_place_is_told_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="the.key '.*file' cannot be made or read as a folder"):
-        run_directory.own_place(tmp_path / "file", "mine", "*", "the.key")
+        run_directory.own_folder(tmp_path / "file", "mine", "*", "the.key")

@@ -1,7 +1,7 @@
-"""The sampling noise depends on seed, purpose, step, sample, position and token, has the Gumbel distribution, and is the
+"""Noise depends on seed, purpose, step, sample, position and token, has the Gumbel distribution, and is the
 same bit for bit in C.
 
-Does not prove that the hashes are good generators, only that neighbours in each number are neither equal nor correlated.
+Does not prove that hashes are good generators, only that neighbours in each number are neither equal nor correlated.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def test_keys_and_bits_are_those_of_the_definition() -> None:
     assert keys.tolist() == [oracle.sample_key(2**63 + 5, 1, 500, i) for i in (0, 7, 2**40)]
     first = int(rng.integers(0, 2**31))
     for key, bits in zip(keys.tolist(), token_bits(keys, first, 50), strict=True):
-        assert bits.tolist() == [oracle.token_bits(key, token) for token in range(first, first + 50)]
+        assert bits.tolist() == [
+            oracle.token_bits(key, token) for token in range(first, first + 50)
+        ]
 
 
 def test_a_sample_has_its_key_whatever_is_drawn_beside_it() -> None:
@@ -122,7 +124,15 @@ def test_keys_and_noise_are_the_same_in_c_bit_for_bit(tmp_path: Path) -> None:
         "}\n"
     )
     built = tmp_path / "noise.so"
-    command = [program, *library.FLAGS, f"-I{library.SOURCES}", str(source), "-o", str(built), "-lm"]
+    command = [
+        program,
+        *library.FLAGS,
+        f"-I{library.SOURCES}",
+        str(source),
+        "-o",
+        str(built),
+        "-lm",
+    ]
     subprocess.run(command, check=True)
     call = ctypes.CDLL(str(built)).noise
     call.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int64]

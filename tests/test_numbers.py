@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm import non_finite
+from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.grpo.rank_consistency import (
     RanksDisagree,
@@ -18,7 +18,8 @@ from mindgrpo.grpo.rank_consistency import (
     digest,
     step_digests,
 )
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.checksum import part_sums, total_sums
@@ -40,28 +41,38 @@ CONFIG = decoder_config(
 LAYOUTS = [(1, 1, 1), (1, 4, 2), (2, 4, 1), (2, 2, 2), (4, 1, 1), (1, 2, 4)]
 
 
-def samples() -> Samples:
+def batch() -> TrainBatch:
     lengths = [3, 1, 4]
-    made = Samples(
-        prompts=[np.arange(2, dtype=np.int32)] * 3,
-        completions=[np.arange(n, dtype=np.int32) for n in lengths],
-        finish_reasons=["stop"] * 3,
-        generator_logps=[np.full(n, -1.0, np.float32) for n in lengths],
-        groups=[0, 0, 0],
-        advantages=np.zeros(3, np.float32),
+
+    def values(number: float) -> list[np.ndarray]:
+        return [np.full(n, number, np.float32) for n in lengths]
+
+    rollout = Rollout.single_turn(
+        [np.arange(2, dtype=np.int32)] * 3,
+        [np.arange(n, dtype=np.int32) for n in lengths],
+        ["stop"] * 3,
+        values(-1.0),
+        [0, 0, 0],
     )
-    made.reference_logps = [values.copy() for values in made.generator_logps]
-    made.old_logps = [values.copy() for values in made.generator_logps]
-    made.factors = [np.ones(n, np.float32) for n in lengths]
-    made.token_advantages = [np.ones(n, np.float32) for n in lengths]
-    return made
+    return TrainBatch(
+        rollout,
+        advantages=np.zeros(3, np.float32),
+        token_advantages=values(1.0),
+        old_logps=values(-1.0),
+        reference_logps=values(-1.0),
+        rollout_is_weights=values(1.0),
+    )
+
+
+def first_in(given: TrainBatch, rewards: np.ndarray) -> non_finite.NonFinite | None:
+    return non_finite.in_rollout(given.rollout, rewards, given.reference_logps, given.old_logps)
 
 
 def test_finite_samples_have_nothing_to_tell() -> None:
-    assert finite.in_rollout(samples(), np.zeros(3)) is None
-    assert finite.in_credit(samples()) is None
-    assert finite.in_logps({0: np.zeros(3), 2: np.zeros(4)}) is None
-    assert finite.in_arrays([("x", np.zeros((2, 3))), ("y", 1.0)]) is None
+    assert first_in(batch(), np.zeros(3)) is None
+    assert non_finite.in_batch(batch()) is None
+    assert non_finite.in_logps({0: np.zeros(3), 2: np.zeros(4)}) is None
+    assert non_finite.in_arrays([("x", np.zeros((2, 3))), ("y", 1.0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -71,24 +82,28 @@ def test_finite_samples_have_nothing_to_tell() -> None:
         ("reference_logps", "the reference's log-probs of sample 2, token 1: nan"),
         ("old_logps", "the policy's log-probs before its update of sample 2, token 1: nan"),
         ("token_advantages", "advantages of sample 2, token 1: nan"),
-        ("factors", "factors of the correction for the generator of sample 2, token 1: nan"),
+        (
+            "rollout_is_weights",
+            "weights of the correction for the generator of sample 2, token 1: nan",
+        ),
     ],
 )
 def test_a_number_of_a_token_is_named(name: str, words: str) -> None:
-    given = samples()
-    getattr(given, name)[2][1] = np.nan
-    found = finite.in_rollout(given, np.zeros(3)) or finite.in_credit(given)
+    given = batch()
+    owner = given.rollout if name == "generator_logps" else given
+    getattr(owner, name)[2][1] = np.nan
+    found = first_in(given, np.zeros(3)) or non_finite.in_batch(given)
     assert str(found) == words
 
 
 def test_a_number_of_a_sample_is_named() -> None:
-    given = samples()
-    assert str(finite.in_rollout(given, np.array([0, -np.inf, 0]))) == "rewards of sample 1: -inf"
+    given = batch()
+    assert str(first_in(given, np.array([0, -np.inf, 0]))) == "rewards of sample 1: -inf"
     given.advantages[0] = np.nan
-    assert str(finite.in_credit(given)) == "advantages of sample 0: nan"
-    found = finite.in_logps({4: np.zeros(3), 7: np.array([0, np.inf])})
+    assert str(non_finite.in_batch(given)) == "advantages of sample 0: nan"
+    found = non_finite.in_logps({4: np.zeros(3), 7: np.array([0, np.inf])})
     assert str(found) == "the policy's log-probs of sample 7, token 1: inf"
-    assert str(finite.in_arrays([("x", 1.0), ("the loss", np.nan)])) == "the loss: nan"
+    assert str(non_finite.in_arrays([("x", 1.0), ("the loss", np.nan)])) == "the loss: nan"
 
 
 def test_a_digest_sees_bits_shapes_types_and_order() -> None:
@@ -101,10 +116,10 @@ def test_a_digest_sees_bits_shapes_types_and_order() -> None:
 
 
 def test_the_rank_that_differs_is_named_with_what_it_differs_in() -> None:
-    by_rank = [step_digests(samples(), np.zeros(3)) for _ in range(4)]
+    by_rank = [step_digests(batch(), np.zeros(3)) for _ in range(4)]
     check_alike(by_rank, "in step 3", "")
-    other = samples()
-    other.completions[1] = np.array([9], np.int32)
+    other = batch()
+    other.rollout.completion_ids[1][0] = 9
     by_rank[2] = step_digests(other, np.zeros(3))
     with pytest.raises(RanksDisagree, match="^rank 2 of 4 differ in completions in step 3; look"):
         check_alike(by_rank, "in step 3", "look")

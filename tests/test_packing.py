@@ -6,6 +6,7 @@ Does not prove that attention keeps the samples of a row apart, nor how full the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ import pytest
 from mindgrpo.algorithm.packing import (
     MicroBatch,
     MicroShape,
+    PackedRollout,
     Row,
     micro_batches,
     pack,
     padding_share,
 )
-from mindgrpo.algorithm.types import Completion, Samples, collect
+from mindgrpo.algorithm.types import Completion, Rollout, collect
 from mindgrpo.errors import UserError
 
 ROW = 20
@@ -26,7 +28,7 @@ ROW = 20
 
 def samples_of(
     lengths: Sequence[tuple[int, int]], seed: int = 0, groups: Sequence[int] | None = None
-) -> Samples:
+) -> Rollout:
     """One sample a (prompt, completion) length, of tokens from 1 up, so that 0 is padding only."""
     rng = np.random.default_rng(seed)
     groups = list(groups) if groups is not None else list(range(len(lengths)))
@@ -37,10 +39,10 @@ def samples_of(
     completions = [rng.integers(1, 90, c).astype(np.int32) for _, c in lengths]
     logps = [rng.normal(size=c).astype(np.float32) for _, c in lengths]
     prompts = [shared[g] for g in groups]
-    return Samples(prompts, completions, ["stop"] * len(lengths), logps, groups)
+    return Rollout.single_turn(prompts, completions, ["stop"] * len(lengths), logps, groups)
 
 
-def random_samples(count: int, seed: int, group: int = 1) -> Samples:
+def random_samples(count: int, seed: int, group: int = 1) -> Rollout:
     rng = np.random.default_rng(seed)
     groups = [i // group for i in range(count)]
     prompts = {g: int(rng.integers(1, 9)) for g in set(groups)}
@@ -49,14 +51,14 @@ def random_samples(count: int, seed: int, group: int = 1) -> Samples:
 
 
 def batches_of(
-    samples: Samples, ways: int = 1, batch_rows: int = 3, limit: int | None = None
+    samples: Rollout, ways: int = 1, batch_rows: int = 3, limit: int | None = None
 ) -> list[list[MicroBatch]]:
     shape = MicroShape(batch_rows, ROW, limit)
     rows = pack(samples, range(len(samples)), shape)
     return [micro_batches(samples, rows, shape, ways, i) for i in range(ways)]
 
 
-def rows_of(samples: Samples, members: Sequence[int], limit: int | None = None) -> list[Row]:
+def rows_of(samples: Rollout, members: Sequence[int], limit: int | None = None) -> list[Row]:
     return pack(samples, members, MicroShape(1, ROW, limit))
 
 
@@ -70,8 +72,8 @@ def test_every_sample_is_placed_once_and_whole_without_overlap(seed: int, group:
         taken: list[int] = []
         prompts = {}
         for placed in row:
-            assert placed.prompt == len(samples.prompts[placed.sample])
-            assert placed.completion == len(samples.completions[placed.sample])
+            assert placed.prompt == len(samples.prompt_ids[placed.sample])
+            assert placed.completion == len(samples.completion_ids[placed.sample])
             prompts[placed.prompt_start] = placed.prompt
             taken += range(placed.start, placed.start + max(0, placed.completion - 1))
         for start, length in prompts.items():
@@ -119,16 +121,16 @@ def test_tokens_positions_spans_and_labels_are_those_of_each_sample(seed: int, g
         assert batch.tokens.dtype == batch.labels.dtype == batch.spans.dtype == np.int32
         used = 0
         for i, labels in batch.gather(batch.labels).items():
-            np.testing.assert_array_equal(labels, samples.completions[i])
+            np.testing.assert_array_equal(labels, samples.completion_ids[i])
             used += len(labels)
         places = batch.gather(batch.picks)
         for i, columns in places.items():
-            whole = np.concatenate([samples.prompts[i], samples.completions[i]])
+            whole = np.concatenate([samples.prompt_ids[i], samples.completion_ids[i]])
             for number, place in enumerate(columns.astype(int)):
                 row, column = divmod(place, ROW)
                 prefix, length, start = batch.spans[row, column]
                 seen = [*range(prefix, prefix + length), *range(start, column + 1)]
-                count = len(samples.prompts[i]) + number
+                count = len(samples.prompt_ids[i]) + number
                 np.testing.assert_array_equal(batch.tokens[row, seen], whole[:count])
                 np.testing.assert_array_equal(batch.positions[row, seen], np.arange(count))
         assert (batch.picks[used:] == -1).all() and not batch.labels[used:].any()
@@ -255,29 +257,51 @@ def test_ragged_groups_leave_less_than_a_tenth_of_full_micro_batches_empty(seed:
     assert padding_share(rows[:-1], 1024 * (len(rows) - 1)) < 0.05
 
 
+def test_a_rollout_is_packed_once_for_all_who_compute_on_it_alike() -> None:
+    rollout, shape, other = (
+        random_samples(12, seed=1, group=3),
+        MicroShape(2, ROW),
+        MicroShape(3, ROW),
+    )
+    packed = PackedRollout(rollout)
+    assert packed.rows(shape) == pack(rollout, range(12), shape)
+    assert packed.rows(shape) is packed.rows(shape, range(12)) is not packed.rows(shape, range(5))
+    batches = packed.micro_batches(shape, 2, 1)
+    assert batches is packed.micro_batches(shape, 2, 1, list(range(12)))
+    assert batches is not packed.micro_batches(other, 2, 1)
+    assert batches is not packed.micro_batches(shape, 2, 0)
+    expected = micro_batches(rollout, pack(rollout, range(12), shape), shape, 2, 1)
+    for found, wanted in zip(batches, expected, strict=True):
+        assert found.rows == wanted.rows
+        np.testing.assert_array_equal(found.tokens, wanted.tokens)
+        np.testing.assert_array_equal(found.picks, wanted.picks)
+
+
 def completion(sample: int) -> Completion:
-    return Completion(sample, np.array([sample], np.int32), np.zeros(1, np.float32), "stop")
+    return Completion(sample, np.array([sample], np.int32), np.zeros(1, np.float32), "stop", 7)
 
 
 def test_replaced_groups_bring_their_prompts_and_leave_the_others_alone() -> None:
-    samples, fresh = random_samples(12, seed=1, group=3), random_samples(6, seed=2, group=3)
-    kept = [samples.completions[i] for i in (0, 1, 2, 6, 7, 8)]
-    assert samples.replace_groups([1, 3], fresh) == [3, 4, 5, 9, 10, 11]
-    assert samples.groups == [i // 3 for i in range(12)]
-    assert [samples.completions[i] for i in (0, 1, 2, 6, 7, 8)] == kept
-    for place, new in zip((3, 4, 5, 9, 10, 11), range(6), strict=True):
-        assert samples.completions[place] is fresh.completions[new]
-        assert samples.prompts[place] is fresh.prompts[new]
-        assert samples.generator_logps[place] is fresh.generator_logps[new]
+    before, drawn = random_samples(12, seed=1, group=3), random_samples(6, seed=2, group=3)
+    fresh = replace(drawn, group_ids=(1, 1, 1, 3, 3, 3))
+    after = before.with_groups_of(fresh)
+    assert before.samples_of([1, 3]) == [3, 4, 5, 9, 10, 11]
+    assert list(after.group_ids) == [i // 3 for i in range(12)]
+    for field in fields(Rollout):
+        found, kept, new = (getattr(rollout, field.name) for rollout in (after, before, fresh))
+        assert all(found[i] is kept[i] for i in (0, 1, 2, 6, 7, 8))
+        assert all(found[i] is new[j] for j, i in enumerate((3, 4, 5, 9, 10, 11)))
     with pytest.raises(ValueError, match="do not replace"):
-        samples.replace_groups([1], fresh)
+        before.with_groups_of(replace(drawn, group_ids=(1,) * 6))
 
 
 def test_completions_are_put_in_order_with_their_prompts() -> None:
     prompts = [np.array([100]), np.array([200])]
     samples = collect(prompts, 2, [completion(i) for i in (3, 0, 2, 1)])
-    assert [int(tokens[0]) for tokens in samples.completions] == [0, 1, 2, 3]
-    assert [int(prompt[0]) for prompt in samples.prompts] == [100, 100, 200, 200]
+    assert [int(tokens[0]) for tokens in samples.completion_ids] == [0, 1, 2, 3]
+    assert [int(prompt[0]) for prompt in samples.prompt_ids] == [100, 100, 200, 200]
+    assert [v.tolist() for v in samples.weights_version] == [[7]] * 4
+    assert [mask.tolist() for mask in samples.action_mask] == [[True]] * 4
 
 
 @pytest.mark.parametrize("arrived", [(0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 3, 3)])

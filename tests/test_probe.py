@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 
@@ -42,15 +43,15 @@ class Saver:
         self.calls.append(("step", None))
 
 
-def two_samples() -> Samples:
-    return Samples(
-        prompts=[np.array([5, 6], np.int32), np.array([7], np.int32)],
-        completions=[np.array([1, 2, 3], np.int32), np.array([4], np.int32)],
-        finish_reasons=["stop", "length"],
-        generator_logps=[np.array([-1, -2, -3], np.float32), np.array([-4], np.float32)],
-        groups=[0, 0],
-        advantages=np.array([0.5, -0.5], np.float32),
+def two_samples() -> TrainBatch:
+    rollout = Rollout.single_turn(
+        [np.array([5, 6], np.int32), np.array([7], np.int32)],
+        [np.array([1, 2, 3], np.int32), np.array([4], np.int32)],
+        ["stop", "length"],
+        [np.array([-1, -2, -3], np.float32), np.array([-4], np.float32)],
+        [0, 0],
     )
+    return TrainBatch(rollout, np.array([0.5, -0.5], np.float32))
 
 
 LOGPS = {1: np.array([-4.5], np.float32), 0: np.array([-1.5, -2.5, -3.5], np.float32)}
@@ -67,9 +68,9 @@ def test_per_token_data_are_joined_in_the_order_of_the_samples() -> None:
 
 
 def test_what_a_step_has_beside_is_added() -> None:
-    samples = two_samples()
-    samples.reference_logps = samples.old_logps = samples.generator_logps
-    data = key_data(samples, {}, LOGPS)
+    batch = two_samples()
+    logps = batch.rollout.generator_logps
+    data = key_data(replace(batch, reference_logps=logps, old_logps=logps), {}, LOGPS)
     assert data["reference_logps"].tolist() == data["old_logps"].tolist() == [-1, -2, -3, -4]
 
 

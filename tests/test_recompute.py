@@ -16,8 +16,10 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.models.decoder import Recompute, Shard, Stage
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder import Recompute, Stage
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
@@ -92,7 +94,7 @@ def test_what_was_asked_for_and_nothing_else_is_computed_again(
     kept: dict[str, int], tmp_path: Path, settings: dict[str, object], again: tuple[int, int]
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    found = products(Recompute(config.parts, config.every), tmp_path)
+    found = products(Recompute(config.modules, config.every), tmp_path)
     assert (found[QKV] - kept[QKV], found[GATE_UP] - kept[GATE_UP]) == again
 
 
@@ -110,4 +112,4 @@ def test_settings_as_parts_and_layers(
     settings: dict[str, object], parts: set[str], every: int
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    assert (config.parts, config.every) == (parts, every)
+    assert (config.modules, config.every) == (parts, every)

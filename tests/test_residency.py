@@ -14,7 +14,8 @@ import pytest
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.memory.residency import PHASES, Place, Residency
+from mindgrpo.memory.account import PHASES
+from mindgrpo.memory.residency import Location, Residency
 
 MIB = 1 << 20
 
@@ -44,14 +45,14 @@ def test_what_leaves_the_device_comes_back_bit_for_bit(backend: CpuBackend) -> N
     kept: dict[str, tuple[np.ndarray, bytes]] = {}
     for seed, name in enumerate(("policy", "optimizer", "reference")):
         pool, view = filled(backend, 3 * MIB + 4 * seed, seed)
-        residency.own(name, [pool], rebuilt=False, filled=True)
+        residency.register(name, [pool], rebuilt=False, filled=True)
         kept[name] = view, view.tobytes()
     for phase in ("reference", "update", "rollout", "old_logps", "reference", "sync_reference"):
-        residency.enter(phase)
+        residency.activate(phase)
         for name, (view, bits) in kept.items():
             here = name in PHASES[phase]
-            place = Place.ON_DEVICE if here else Place.ON_HOST
-            assert residency.roles[name].place is place
+            expected = Location.DEVICE if here else Location.HOST
+            assert residency.roles[name].location is expected
             assert (view.tobytes() == bits) is here
 
 
@@ -71,12 +72,12 @@ def test_a_rebuilt_role_is_absent_after_its_phases_and_its_memory_is_given_back(
     residency = Residency()
     pool, view = filled(backend, size)
     small, _ = filled(backend, MIB)
-    residency.own("kv_cache", [pool], rebuilt=True, filled=True)
-    residency.own("policy", [small], rebuilt=False, filled=True)
+    residency.register("kv_cache", [pool], rebuilt=True, filled=True)
+    residency.register("policy", [small], rebuilt=False, filled=True)
     before = rss()
-    residency.enter("update")
+    residency.activate("update")
     fallen = before - rss()
-    assert residency.roles["kv_cache"].place is Place.ABSENT
+    assert residency.roles["kv_cache"].location is Location.RELEASED
     assert fallen == pytest.approx(size, abs=4 * MIB)
     assert not view.any(), "the bytes are still kept somewhere"
 
@@ -101,7 +102,7 @@ def test_loading_what_was_never_offloaded_is_refused(backend: CpuBackend) -> Non
 def budgeted(backend: CpuBackend, budget: int) -> Residency:
     residency = Residency(budget)
     for name, size in (("policy", 2), ("gradients", 2), ("optimizer", 4), ("generator", 1)):
-        residency.own(name, [backend.pool(size * MIB)], rebuilt=False, filled=True)
+        residency.register(name, [backend.pool(size * MIB)], rebuilt=False, filled=True)
     return residency
 
 
@@ -126,11 +127,11 @@ def test_a_budget_that_is_too_small_is_told_in_one_sentence_with_the_remedy(
 
 def test_a_phase_over_budget_moves_nothing(backend: CpuBackend) -> None:
     residency = budgeted(backend, 7 * MIB)
-    places = {name: role.place for name, role in residency.roles.items()}
+    before = {name: role.location for name, role in residency.roles.items()}
     with pytest.raises(UserError):
-        residency.enter("update")
-    assert {name: role.place for name, role in residency.roles.items()} == places
-    residency.enter("reshard")
+        residency.activate("update")
+    assert {name: role.location for name, role in residency.roles.items()} == before
+    residency.activate("reshard")
 
 
 def test_a_budget_that_is_just_enough_is_accepted(backend: CpuBackend) -> None:
@@ -140,7 +141,7 @@ def test_a_budget_that_is_just_enough_is_accepted(backend: CpuBackend) -> None:
 def test_the_ledger_has_the_peak_of_each_phase_and_what_was_moved(backend: CpuBackend) -> None:
     residency = budgeted(backend, 8 * MIB)
     for phase in ("update", "reshard", "update"):
-        residency.enter(phase)
+        residency.activate(phase)
     ledger = residency.ledger
     assert ledger.peak_by_phase == {"update": 8 * MIB, "reshard": 3 * MIB}
     # Out: the generator; then gradients and moments out and the generator in; then all of it back.
@@ -150,7 +151,7 @@ def test_the_ledger_has_the_peak_of_each_phase_and_what_was_moved(backend: CpuBa
 
 def test_roles_that_a_run_lacks_are_passed_over(backend: CpuBackend) -> None:
     residency = budgeted(backend, 8 * MIB)
-    residency.enter("reference")
-    assert all(role.place is Place.ON_HOST for role in residency.roles.values())
-    phases = {phase: size for phase, size, _ in residency.table()}
+    residency.activate("reference")
+    assert all(role.location is Location.HOST for role in residency.roles.values())
+    phases = {row.phase: row.total for row in residency.table()}
     assert phases["reference"] == 0 and phases["reshard"] == 3 * MIB

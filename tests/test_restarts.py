@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,13 @@ from test_launch_script import BOTH_WAYS, ROOT, environment, is_over, launch, pr
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """
 from pathlib import Path
-from mindgrpo.presence.rank import Presence
-presence = Presence.of_process(int(rank), 2, os.environ)
+from mindgrpo.health.rank_health import RankHealth
+health = RankHealth.of_process(int(rank), 2, os.environ)
 here = Path(__file__).parent
-presence.tell_directory(here / "run")
+health.tell_output_directory(here / "run")
 starts = len(list(here.glob("started_" + rank + "_*")))
 (here / f"started_{rank}_{starts}").write_text(" ".join(sys.argv[1:]))
-presence.at_step(STEP)
+health.at_step(STEP)
 if rank == "1" and starts < FAILURES:
     HOW
 while rank == "0" and starts < FAILURES:
@@ -78,10 +78,21 @@ def test_the_users_mistake_is_not_tried_twice(tmp_path: Path) -> None:
 SLEEPER = "print(os.getpid(), flush=True); time.sleep(50)"
 
 
+def listen_to_ctrl_c() -> None:
+    """What a terminal's job does, and what pytest runs may have been told not to."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Started:
     """A job of two sleeping ranks; `mine` are the processes that carry its log folder in their environment."""
 
-    def __init__(self, tmp_path: Path, source: str, **more: str) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        source: str,
+        prepare: Callable[[], object] = listen_to_ctrl_c,
+        **more: str,
+    ) -> None:
         self._mark = f"MINDGRPO_STATUS_DIR={tmp_path / 'logs'}".encode()
         command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "2", "--"]
         self.launcher = subprocess.Popen(
@@ -90,7 +101,8 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            start_new_session=True,
+            preexec_fn=prepare,
         )
         assert self.launcher.stdout is not None
         self.rank_0 = int(self.launcher.stdout.readline())

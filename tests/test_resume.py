@@ -28,7 +28,7 @@ from small_runs import (
 )
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
-from mindgrpo.checkpoint.manifest import read_manifest
+from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
 

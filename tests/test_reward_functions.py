@@ -57,7 +57,6 @@ def test_totals_are_weighted_and_leave_out_what_does_not_apply(scorer: Any) -> N
     np.testing.assert_array_equal(scores.total, [6.5, 0.5])
     np.testing.assert_array_equal(scores.per_function["sometimes"], [3.0, math.nan])
     assert scores.errors == {"sometimes": 0, "length": 0}
-    assert scores.num_unscored == 0
 
 
 def test_only_accepted_columns_are_passed(scorer: Any) -> None:
@@ -171,7 +170,6 @@ def test_a_failing_sample_costs_only_itself(scorer: Any) -> None:
     assert scores.errors == {"fragile": 2, "not_a_number": 2}
     assert "ZeroDivisionError" in scores.messages["fragile"]
     np.testing.assert_array_equal(scores.total, np.float32([1.5, 0.0, 1.0, 0.25]))
-    assert scores.num_unscored == 1
 
 
 def test_arrays_and_scalars_of_other_libraries_are_numbers(scorer: Any) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.rollout import ScoringFailed, check_rewards, score
+from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed, check_rewards
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -47,10 +47,11 @@ def inputs_with(rewards: list[Any], monkeypatch: pytest.MonkeyPatch, *words: str
     return prepare(load_config(EXAMPLE, words).config, None, rewards)
 
 
-def samples_of(lengths: list[int]) -> Samples:
+def rollout_of(lengths: list[int]) -> Rollout:
     tokens = [np.arange(5, 5 + n, dtype=np.int32) for n in lengths]
     logps = [np.zeros(n, np.float32) for n in lengths]
-    return Samples([tokens[0]] * len(lengths), tokens, ["stop"] * len(lengths), logps, [0, 0, 0, 1])
+    prompts, reasons = [tokens[0]] * len(lengths), ["stop"] * len(lengths)
+    return Rollout.single_turn(prompts, tokens, reasons, logps, [0, 0, 0, 1])
 
 
 def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
@@ -62,7 +63,8 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     try:
         inputs.check_rewards()
         owners = [inputs.prompts[0]] * 4
-        scored = score(inputs.scorer, inputs.tokenizer, Rank(0), owners, samples_of([2, 3, 4, 5]))  # type: ignore
+        scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, Rank(0))  # type: ignore[arg-type]
+        scored = scorer.score(rollout_of([2, 3, 4, 5]), owners)
     finally:
         inputs.scorer.close()
     assert scored.scores.total.tolist() == [1.0, 1.0, 1.0, 1.0]
@@ -72,7 +74,8 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     kinds = ("errors", "exceptions", "timeouts", "exits", "memory", "nan", "bad_results", "none")
     assert [row[f"reward/fragile/{kind}"] for kind in kinds] == [1, 1, 0, 0, 0, 0, 0, 0]
     assert (row["reward/fragile/mean"], row["reward/format_reward/errors"]) == (1.0, 0)
-    other = score(None, inputs.tokenizer, Rank(1, scored.scores), owners, samples_of([2, 3, 4, 5]))  # type: ignore
+    elsewhere = RolloutScorer(None, inputs.tokenizer, Rank(1, scored.scores))  # type: ignore[arg-type]
+    other = elsewhere.score(rollout_of([2, 3, 4, 5]), owners)
     assert other.scores.total.tolist() == scored.scores.total.tolist()
 
 
@@ -123,7 +126,7 @@ def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:
             return json.dumps(ids)
 
     with pytest.raises(ScoringFailed, match="no more processes"):
-        score(Broken(), Words(), Rank(0), [], samples_of([1, 1, 1, 1]))  # type: ignore[arg-type]
+        RolloutScorer(Broken(), Words(), Rank(0)).score(rollout_of([1, 1, 1, 1]), [])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,29 @@ def test_classes_keep_their_state_and_async_functions_are_awaited(
     assert [score(given, ["a"]).total.item() for _ in range(3)] == [7.0, 8.0, 9.0]
 
 
+def test_a_class_keeps_its_state_when_a_call_raises(scorer: Callable[..., Scorer]) -> None:
+    given = scorer(f"{ODD}:PickyCounter")
+    assert score(given, ["a"]).total.item() == 1.0
+    scores = score(given, ["a", "x", "b"])
+    assert scores.per_function["PickyCounter"].tolist()[::2] == [
+        1.0,
+        1.0,
+    ]  # each in a fresh process
+    assert scores.errors == {"PickyCounter": 1}
+    assert scores.figures()["reward/PickyCounter/restarts"] == 0
+    assert score(given, ["a"]).total.item() == 3.0
+
+
+def test_a_function_that_writes_to_the_rank_costs_its_step_only(
+    scorer: Callable[..., Scorer],
+) -> None:
+    given = scorer(f"{ODD}:writes_half_a_message", f"{HOSTILE}:good", deadline=1.0)
+    scores = score(given, ["3", "a"])
+    assert scores.errors == {"writes_half_a_message": 2, "good": 0}
+    scores = score(given, ["a", "b"])
+    assert scores.total.tolist() == [2.0, 2.0]
+
+
 def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> None:
     scores = score(scorer(f"{ODD}:how_many", workers=3), ["a"] * 7)
     assert scores.total.tolist() == [3.0, 3.0, 3.0, 2.0, 2.0, 2.0, 2.0]
@@ -149,11 +172,11 @@ def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> 
 def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[..., Scorer]) -> None:
     given = scorer(f"{HOSTILE}:good", f"{ODD}:Counter")
     assert score(given, ["a"]).total.item() == 2.0
-    (keeper,) = children_of(os.getpid())
-    end(children_of(keeper), signal.SIGKILL)
+    (supervisor,) = children_of(os.getpid())
+    end(children_of(supervisor), signal.SIGKILL)
     assert score(given, ["a"]).total.item() == 2.0
-    workers = children_of(keeper)
-    end([keeper], signal.SIGKILL)
+    workers = children_of(supervisor)
+    end([supervisor], signal.SIGKILL)
     end(workers)  # each is told by the kernel
     assert score(given, ["a"]).total.item() == 2.0
 
@@ -186,9 +209,9 @@ def test_the_dry_run_refuses_what_fails_on_every_step(
 
 def test_math_verify_is_ended_at_its_deadline(scorer: Callable[..., Scorer]) -> None:
     endless = r"\boxed{9^{9^{9^{9^{9}}}}}"
-    scores = score(
-        scorer("math_verify_reward", deadline=2.0), ["42", endless, r"\boxed{42}"], ["42"] * 3
-    )
+    given = scorer("math_verify_reward", deadline=2.0)
+    given.dry_run(["42", "42"], ["42", "42"], {})  # or loading would be timed
+    scores = score(given, ["42", endless, r"\boxed{42}"], ["42"] * 3)
     values = scores.per_function["math_verify_reward"]
     assert (values[0], values[2]) == (1.0, 1.0)
     assert values[1] == 0.0 or scores.figures()["reward/math_verify_reward/timeouts"] == 1
@@ -270,7 +293,7 @@ def test_nothing_is_left_behind_when_the_rank_is_killed(
     time.sleep(0.5)
     assert (
         len(marked(mark)) >= 4
-    )  # the rank, the keeper, two workers, and what one of them has started
+    )  # the rank, the supervisor, two workers, and what one of them has started
     rank.send_signal(number)
     rank.wait()
     rank.stdout.close()

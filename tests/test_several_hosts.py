@@ -165,17 +165,17 @@ def test_a_host_that_ends_with_a_farewell_is_not_lost() -> None:
 
 
 def _phases(rank: Rank) -> Any:
-    presence = rank.far._presence
-    presence.at_step(3)
+    health = rank.far._health
+    health.at_step(3)
     mine = f"phase {rank.host.rank}"
-    with presence.phase(mine):
+    with health.phase(mine):
         until = time.monotonic() + 5.0
         while time.monotonic() < until:
-            found = {r: snapshot.place for r, snapshot in presence.known().items()}
+            found = {r: snapshot.position for r, snapshot in health.heartbeats().items()}
             if len(found) == 4 and all(f"phase {r} of step 3" in found[r] for r in found):
                 break
             time.sleep(0.02)
-        ages = [time.monotonic() - snapshot.since for snapshot in presence.known().values()]
+        ages = [time.monotonic() - snapshot.since for snapshot in health.heartbeats().values()]
         rank.world().barrier()
     return found, max(ages), min(ages)
 
@@ -219,7 +219,7 @@ def test_hosts_are_equal_parts_of_the_ranks_in_order() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"DEVICE_ID": "1"}, "start it with scripts/launch.sh --hosts"),
+        ({"DEVICE_ID": "1"}, "start it with mindgrpo launch --hosts"),
         ({"MINDGRPO_RANKS_PER_HOST": "3"}, "hosts have equally many"),
         ({"MINDGRPO_RANKS_PER_HOST": "4"}, "MINDGRPO_JOB_TOKEN has 0 characters"),
         (

@@ -24,7 +24,7 @@ from mindgrpo.backend.cpu.host import Host
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
 
 SMALL_BUFFER = 1000
 LARGE_BUFFER = 150_000  # above what one member adds alone
@@ -245,16 +245,17 @@ def test_who_waits_for_a_dead_rank_is_told_which_one_within_seconds(
 
 
 def _be_late(host: Host, size: int, folder: Path) -> tuple[list[float], list[float]]:
-    presence = Presence(host.rank, size, folder)
-    host = Host(host.job, host.rank, size, host.library, presence=presence)
+    health = RankHealth.of_process(host.rank, size, {"MINDGRPO_STATUS_DIR": str(folder)})
+    host = Host(host.job, host.rank, size, host.library, health=health)
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
     if host.rank == 1:
         time.sleep(1.2)
-    before = [presence.known()[rank].waits_since for rank in range(size)]
+    before = [health.heartbeats()[rank].waits_since for rank in range(size)]
     group.barrier()
     group.barrier()
-    return before, [presence.known()[rank].waits_since for rank in range(size)]
+    time.sleep(2 * BEAT_SECONDS)
+    return before, [health.heartbeats()[rank].waits_since for rank in range(size)]
 
 
 def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(

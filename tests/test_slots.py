@@ -29,8 +29,9 @@ from small_generators import (
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
-from mindgrpo.rollout.embedded.engine import Generator, Request
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
@@ -57,7 +58,7 @@ def weights(backend: CpuBackend) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def native(backend: CpuBackend, weights: Weights) -> Generator:
+def native(backend: CpuBackend, weights: Weights) -> EmbeddedEngine:
     return generator_with(weights, backend, kernels_named("native"))
 
 
@@ -85,7 +86,7 @@ def test_tokens_are_those_of_plain_operations(
 
 
 def test_a_sample_is_bit_for_bit_the_same_in_any_company(
-    backend: CpuBackend, weights: Weights, native: Generator
+    backend: CpuBackend, weights: Weights, native: EmbeddedEngine
 ) -> None:
     requests = ragged(requests_of())
     together = run(native, requests)
@@ -100,13 +101,13 @@ def test_a_sample_is_bit_for_bit_the_same_in_any_company(
     assert_same(one_by_one, together, atol=0)
 
 
-def test_a_shared_prompt_gives_what_a_prompt_for_each_sample_gives(native: Generator) -> None:
+def test_a_shared_prompt_gives_what_a_prompt_for_each_sample_gives(native: EmbeddedEngine) -> None:
     shared = requests_of()
     single = [Request(r.prompt, (sample,)) for r in shared for sample in r.samples]
     together = run(native, shared)
-    assert native.usage.prompt_tokens == sum(len(r.prompt) for r in shared)
+    assert native.stats.prompt_tokens == sum(len(r.prompt) for r in shared)
     assert_same(run(native, single), together, atol=0)
-    assert native.usage.prompt_tokens == GROUP * sum(len(r.prompt) for r in shared)
+    assert native.stats.prompt_tokens == GROUP * sum(len(r.prompt) for r in shared)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -114,7 +115,7 @@ def test_the_number_of_tokens_a_call_does_not_show(
     monkeypatch: pytest.MonkeyPatch,
     backend: CpuBackend,
     weights: Weights,
-    native: Generator,
+    native: EmbeddedEngine,
     steps: int,
 ) -> None:
     monkeypatch.setattr(slots, "DECODE_STEPS", steps)
@@ -145,17 +146,20 @@ def test_two_graphs_are_compiled_whatever_is_asked(backend: CpuBackend, weights:
     assert len(backend.compile_log.entries) == before + 2
 
 
-def test_no_row_is_computed_that_makes_no_token(native: Generator) -> None:
+def test_no_row_is_computed_that_makes_no_token(native: EmbeddedEngine) -> None:
     completions = run(native, ragged(requests_of()))
-    usage = native.usage
+    usage = native.stats
     assert usage.tokens == usage.rows == sum(len(c.tokens) for c in completions)
     assert usage.wasted == 0.0 and 0.5 < usage.occupancy < 1.0
 
 
-def test_a_cache_that_was_given_up_between_two_rollouts_leaves_no_trace(native: Generator) -> None:
+def test_a_cache_that_was_given_up_between_two_rollouts_leaves_no_trace(
+    native: EmbeddedEngine,
+) -> None:
     requests = requests_of()
     expected = run(native, requests)
-    native.cache.release()
+    for pool in native.pools["kv_cache"]:
+        pool.release()
     assert_same(run(native, requests), expected, atol=0)
 
 
@@ -172,7 +176,7 @@ def test_weights_that_are_no_numbers_give_log_probs_that_are_none(
 
 @pytest.mark.parametrize("limits", [(1, 2), (0, 3, 3, 3), (1, 1, 1, MAX_TOKENS + 1)])
 def test_limits_that_no_sample_can_have_are_refused(
-    native: Generator, limits: tuple[int, ...]
+    native: EmbeddedEngine, limits: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match="limits"):
         run(native, [replace(requests_of()[0], max_tokens=limits)])
@@ -200,5 +204,6 @@ def test_memory_that_is_planned_is_memory_that_is_taken(
     settings = SamplingSettings(max_tokens=MAX_TOKENS, repetition_penalty=1.1)
     made = generator_with(weights, backend, kernels_named("native"), settings)
     planned = Footprint.of(room_of(16, GROUP), 2, 32, 48, (4, 2, 8), VOCAB)
-    assert made.cache.num_bytes == planned.num_bytes
+    assert made.pools["kv_cache"][0].num_bytes == planned.num_bytes
+    assert made.memory_bytes() == planned.num_bytes + made.weights.num_bytes
     assert planned.num_bytes > 2 * 2 * 16 * room_of(16, GROUP, MAX_PROMPT).positions * 4

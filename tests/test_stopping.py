@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from ranks_as_threads import run
 
-from mindgrpo.checkpoint.keep import to_delete
+from mindgrpo.checkpoint.folders import to_delete
 from mindgrpo.monitor import continuing
 from mindgrpo.run.stop_signals import Stop, Stopping
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from data_sets import MODEL, change, copy_tokenizer
 
-from mindgrpo.data.records import Message
+from mindgrpo.data.examples import Message
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.tokenizer_files import write_tokenizer
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.finite import NotFinite
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm import packing
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
-from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.non_finite import NonFiniteUpdate
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout, pack
+from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
-from mindgrpo.models.families import decoder_config, parameter_specs
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
@@ -46,7 +49,7 @@ SETTINGS = UpdateSettings(
     num_positions=24,
     temperature=0.9,
     recompute=KEEP_ALL,
-    objective=Objective(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
+    loss_config=LossConfig(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
     max_grad_norm=0.5,
     adamw=AdamWSettings(0.9, 0.95, 1e-2, 0.1),
 )
@@ -59,19 +62,21 @@ class Outcome:
     weights: dict[str, np.ndarray]
 
 
-def samples() -> Samples:
+def batch() -> TrainBatch:
     rng = np.random.default_rng(0)
     lengths = [c for _, c in LENGTHS]
-    made = Samples(
-        prompts=[rng.integers(0, 67, p).astype(np.int32) for p, _ in LENGTHS],
-        completions=[rng.integers(0, 67, c).astype(np.int32) for c in lengths],
-        finish_reasons=["stop"] * len(lengths),
-        generator_logps=[np.zeros(c, np.float32) for c in lengths],
-        groups=list(range(len(lengths))),
+    rollout = Rollout.single_turn(
+        [rng.integers(0, 67, p).astype(np.int32) for p, _ in LENGTHS],
+        [rng.integers(0, 67, c).astype(np.int32) for c in lengths],
+        ["stop"] * len(lengths),
+        [np.zeros(c, np.float32) for c in lengths],
+        range(len(lengths)),
     )
-    made.advantages = rng.normal(size=len(lengths)).astype(np.float32)
-    made.reference_logps = [rng.normal(-4.2, 0.3, c).astype(np.float32) for c in lengths]
-    return made
+    return TrainBatch(
+        rollout,
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+        reference_logps=[rng.normal(-4.2, 0.3, c).astype(np.float32) for c in lengths],
+    )
 
 
 PolicyOf = Callable[[UpdateSettings], Policy]
@@ -98,14 +103,15 @@ def policy_of() -> PolicyOf:
     return of
 
 
-def one_update(policy: Policy, given: Samples, members: range | None = None) -> Outcome:
-    report = update(policy, given, members or range(len(given)), 1e-2)
+def one_update(policy: Policy, given: TrainBatch, members: range | None = None) -> Outcome:
+    packed = PackedRollout(given.rollout)
+    report = update(policy, given, packed, members or range(len(given)), 1e-2)
     return Outcome(report, {name: part.copy() for name, part in policy.weights.parts.items()})
 
 
 @pytest.fixture(scope="module")
 def packed(policy_of: PolicyOf) -> Outcome:
-    return one_update(policy_of(SETTINGS), samples())
+    return one_update(policy_of(SETTINGS), batch())
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
@@ -132,7 +138,7 @@ def test_one_sample_a_row_learns_the_same_as_packed_rows(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
     lone = replace(SETTINGS, shape=MicroShape(2, 24, 1))
-    unpacked = one_update(policy_of(lone), samples())
+    unpacked = one_update(policy_of(lone), batch())
     assert unpacked.report.padding_share > packed.report.padding_share
     assert_same(unpacked, packed)
 
@@ -140,16 +146,19 @@ def test_one_sample_a_row_learns_the_same_as_packed_rows(
 def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed: Outcome) -> None:
     for shape in (MicroShape(8, 24, 1), MicroShape(1, 96)):
         whole = replace(SETTINGS, shape=shape)
-        assert_same(one_update(policy_of(whole), samples()), packed)
+        assert_same(one_update(policy_of(whole), batch()), packed)
 
 
-def grouped(shared: bool) -> Samples:
+def grouped(shared: bool) -> TrainBatch:
     """Three prompts for the eight samples; `shared` says whether the samples know that they share them."""
-    given = samples()
-    given.prompts = [given.prompts[i // 3] for i in range(len(given))]
-    if shared:
-        given.groups = [i // 3 for i in range(len(given))]
-    return given
+    given = batch()
+    count, prompts = len(given), given.rollout.prompt_ids
+    rollout = replace(
+        given.rollout,
+        prompt_ids=[prompts[i // 3] for i in range(count)],
+        group_ids=[i // 3 for i in range(count)] if shared else range(count),
+    )
+    return replace(given, rollout=rollout)
 
 
 def test_a_prompt_that_is_computed_once_a_group_learns_the_same(policy_of: PolicyOf) -> None:
@@ -163,9 +172,9 @@ def test_a_head_in_chunks_learns_the_same(
     policy_of: PolicyOf, packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Seven rows a chunk, the last one short.
-    monkeypatch.setattr("mindgrpo.training.pipeline.LOGITS_BYTES", 7 * 4 * 67)
+    monkeypatch.setattr("mindgrpo.models.pipeline.LOGITS_BYTES", 7 * 4 * 67)
     chunked = replace(SETTINGS, temperature=SETTINGS.temperature, max_grad_norm=0.5 + 1e-12)
-    assert_same(one_update(policy_of(chunked), samples()), packed)
+    assert_same(one_update(policy_of(chunked), batch()), packed)
 
 
 def test_kernels_of_mindspores_own_operations_learn_the_same(
@@ -175,26 +184,26 @@ def test_kernels_of_mindspores_own_operations_learn_the_same(
     monkeypatch.setattr(backend, "kernels", PlainKernels())
     policy = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     fill_random(policy.weights, seed=2, scale=0.1)
-    assert_same(one_update(policy, samples()), packed)
+    assert_same(one_update(policy, batch()), packed)
 
 
 def test_recomputing_layers_changes_nothing(policy_of: PolicyOf, packed: Outcome) -> None:
-    assert_same(one_update(policy_of(replace(SETTINGS, recompute=WHOLE_LAYERS)), samples()), packed)
+    assert_same(one_update(policy_of(replace(SETTINGS, recompute=WHOLE_LAYERS)), batch()), packed)
 
 
 def test_old_log_probs_that_are_the_policys_own_change_nothing(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
-    given = samples()
-    given.old_logps = [packed.report.logps[i] for i in range(len(given))]
+    given = batch()
+    given = replace(given, old_logps=[packed.report.logps[i] for i in range(len(given))])
     assert_same(one_update(policy_of(SETTINGS), given), packed)
 
 
 def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) -> None:
-    given, objective = samples(), SETTINGS.objective
+    given, loss_config = batch(), SETTINGS.loss_config
     assert given.reference_logps is not None
-    lengths = given.completion_lengths
-    weights = token_weights(lengths, objective)
+    lengths = given.rollout.completion_lengths
+    weights = token_weights(lengths, loss_config)
     logps = np.concatenate([packed.report.logps[i] for i in range(len(given))])
     numbers = (
         np.concatenate(given.reference_logps),
@@ -203,24 +212,27 @@ def test_the_reported_loss_is_that_of_the_reported_log_probs(packed: Outcome) ->
         np.repeat(weights, lengths),
         np.ones(logps.size),
     )
-    total = policy_loss(Tokens(logps, logps, *numbers, lengths=lengths), objective)
+    total = policy_loss(Tokens(logps, logps, *numbers, lengths=lengths), loss_config)
     assert packed.report.loss == pytest.approx(total, abs=1e-6)
 
 
-def elaborate(packed: Outcome) -> Samples:
-    """Everything that a sample may carry: other old log-probs, factors, token advantages, one that does not count."""
+def elaborate(packed: Outcome) -> TrainBatch:
+    """Everything that a batch may have: other old log-probs, weights of the rollout, a sample that does not count."""
     rng = np.random.default_rng(1)
-    given = samples()
-    given.old_logps = [
+    given = batch()
+    old_logps = [
         (packed.report.logps[i] + rng.normal(0, 0.2, c)).astype(np.float32)
         for i, (_, c) in enumerate(LENGTHS)
     ]
-    given.factors = [rng.uniform(0, 2, c).astype(np.float32) for _, c in LENGTHS]
-    given.counted = np.array([i != 3 for i in range(len(given))])
-    return given
+    return replace(
+        given,
+        old_logps=old_logps,
+        rollout_is_weights=[rng.uniform(0, 2, c).astype(np.float32) for _, c in LENGTHS],
+        sample_mask=np.array([i != 3 for i in range(len(given))]),
+    )
 
 
-ALL_TERMS = Objective(
+ALL_TERMS = LossConfig(
     epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True
 )
 VARIANTS = {
@@ -239,10 +251,11 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
     given = elaborate(packed)
     if name == "cispo":
         rng = np.random.default_rng(2)
-        given.token_advantages = [rng.normal(size=c).astype(np.float32) for _, c in LENGTHS]
+        advantages = [rng.normal(size=c).astype(np.float32) for _, c in LENGTHS]
+        given = replace(given, token_advantages=advantages)
     found = []
     for shape in (MicroShape(2, 24), MicroShape(2, 24, 1)):
-        settings = replace(SETTINGS, shape=shape, objective=VARIANTS[name])
+        settings = replace(SETTINGS, shape=shape, loss_config=VARIANTS[name])
         found.append(one_update(policy_of(settings), given))
     assert_same(found[0], found[1])
     assert found[0].report.clip_fraction == found[1].report.clip_fraction > 0
@@ -252,7 +265,7 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
 def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
-    settings = replace(SETTINGS, objective=VARIANTS["dapo"])
+    settings = replace(SETTINGS, loss_config=VARIANTS["dapo"])
     outcomes = []
     for reward in (0.0, 1e6):
         given = elaborate(packed)
@@ -263,29 +276,43 @@ def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
 
 
 def test_samples_that_are_not_members_have_no_part_in_the_update(policy_of: PolicyOf) -> None:
-    some = one_update(policy_of(SETTINGS), samples(), members=range(0, 4))
+    some = one_update(policy_of(SETTINGS), batch(), members=range(0, 4))
     assert sorted(some.report.logps) == [0, 1, 2, 3]
-    given = samples()
+    given = batch()
     given.advantages[4:] = 1e6
     assert given.reference_logps is not None
-    given.reference_logps[4:] = [np.full(c, -1e3, np.float32) for _, c in LENGTHS[4:]]
+    far = [np.full(c, -1e3, np.float32) for _, c in LENGTHS[4:]]
+    given = replace(given, reference_logps=[*given.reference_logps[:4], *far])
     assert_same(one_update(policy_of(SETTINGS), given, members=range(0, 4)), some)
+
+
+def test_log_probs_and_updates_of_a_step_pack_its_rollout_once(
+    policy_of: PolicyOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, given, calls = policy_of(SETTINGS), batch(), []
+    monkeypatch.setattr(packing, "pack", lambda *arguments: calls.append(1) or pack(*arguments))
+    packed = PackedRollout(given.rollout)
+    logps = compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+    for _ in range(2):
+        given = replace(given, old_logps=logps)
+        update(policy, given, packed, range(len(given)), 1e-2)
+    assert len(calls) == 1
 
 
 def test_gradients_are_zero_after_an_update_and_versions_count_up(policy_of: PolicyOf) -> None:
     policy = policy_of(SETTINGS)
-    one_update(policy, samples())
+    one_update(policy, batch())
     assert not any(run.any() for run in policy.gradients.runs)
-    one_update(policy, samples())
+    one_update(policy, batch())
     assert (policy.version, policy.updates) == (2, 2)
 
 
 def test_an_infinite_gradient_leaves_weights_and_moments_untouched(policy_of: PolicyOf) -> None:
     policy = policy_of(SETTINGS)
     before = {name: part.copy() for name, part in policy.weights.parts.items()}
-    given = samples()
+    given = batch()
     given.advantages[0] = np.inf
-    with pytest.raises(NotFinite, match="the update was not made"):
+    with pytest.raises(NonFiniteUpdate, match="the update was not made"):
         one_update(policy, given)
     for name, part in policy.weights.parts.items():
         np.testing.assert_array_equal(part, before[name])

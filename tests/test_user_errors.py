@@ -18,8 +18,9 @@ import pytest
 import yaml
 
 from mindgrpo.cli.verbs import USAGE, main
-from mindgrpo.models.families import decoder_config, parameter_specs
-from mindgrpo.weights.safetensors_files import SafetensorsWriter
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"

@@ -13,17 +13,17 @@ from pathlib import Path
 import mindspore as ms
 import numpy as np
 import pytest
-from golden_models import FAMILIES, FOLDER
+from golden_models import FOLDER
+from mindspore.train.checkpoint_pb2 import Checkpoint
 from test_mindformers_oracle import mindformers_name
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import to_huggingface, to_mindformers
-from mindgrpo.weights.mindspore_ckpt import read_ckpt
-from mindgrpo.weights.model_files import open_weights
-from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.mindformers_names import FAMILIES, to_huggingface, to_mindformers
+from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 
@@ -60,6 +60,16 @@ def test_names_are_mindformers_and_lead_back(family: str) -> None:
         assert to_huggingface(to_mindformers(spec.name)) == spec.name
         if family != "qwen3":
             assert to_mindformers(spec.name) == mindformers_name(spec.name)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "gemma3_text"])
+def test_a_family_that_mindformers_does_not_have_is_not_given_its_names(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--output", str(tmp_path / "mf"), "--format", "mindformers"]
+    assert main(["export", "--from", str(FOLDER / family), *words]) == 2
+    assert f"no names for the tensors of '{family}'" in capsys.readouterr().err
+    assert not (tmp_path / "mf").exists()
 
 
 @pytest.mark.parametrize("max_bytes", ["1000000000", "20000"])
@@ -103,8 +113,10 @@ def test_ckpt_files_with_a_checksum_in_several_files_and_in_slices(
     half = len(tensors) // 2
     save_ckpt(directory / "a.ckpt", dict(list(tensors.items())[:half]), crc_check=True)
     save_ckpt(directory / "b.ckpt", dict(list(tensors.items())[half:]))
-    segments = [len(t.segments) for f in "ab" for t in read_ckpt(directory / f"{f}.ckpt").values()]
-    assert max(segments) > 1
+    stored = Checkpoint()
+    stored.ParseFromString((directory / "b.ckpt").read_bytes())
+    names = [value.tag for value in stored.value]
+    assert len(names) > len(set(names))
     assert_same_model(directory, "qwen2")
 
 
@@ -143,7 +155,9 @@ def test_a_truncated_or_changed_ckpt_ends_in_one_sentence(directory: Path) -> No
         path.write_bytes(whole[:start] + draw.randbytes(9) + whole[start + 9 :])
         refused()  # what lies in a tensor's values cannot be noticed: such a file has no digest
     path.write_bytes(b"\x80\x04\x95 a pickle")
-    assert "it is no MindSpore checkpoint, or an encrypted one" in refused()
+    assert "its fields are not those of the format, or encrypted" in refused()
+    path.write_bytes(b"")
+    assert "it holds no tensors" in refused()
 
 
 def test_an_encrypted_ckpt_is_refused(directory: Path) -> None:
@@ -152,7 +166,7 @@ def test_an_encrypted_ckpt_is_refused(directory: Path) -> None:
         save_ckpt(directory / "model.ckpt", tensors, enc_key=b"0123456789abcdef")
     except Exception as error:  # built without it, or the library is missing
         pytest.skip(f"MindSpore does not encrypt here: {error}")
-    with pytest.raises(UserError, match=r"model\.ckpt is damaged or not a checkpoint of MindSpore"):
+    with pytest.raises(UserError, match=r"model\.ckpt is damaged or no .ckpt file of MindSpore"):
         open_weights(directory)
 
 

@@ -1,4 +1,4 @@
-"""Advantages from rewards, one function an estimator. Pure numpy; refuses rewards that are not numbers.
+"""Computes advantages from rewards, one function an estimator. Pure numpy.
 
 Group statistics are those of `num_generations` neighbouring samples, batch statistics those of the whole step, so
 neither depends on how samples are shared out over updates or ranks.
@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Added to a standard deviation before dividing by it (verl's value; TRL adds 1e-4).
 STD_FLOOR = 1e-6
 
 
-def group_advantages(rewards: np.ndarray, num_generations: int, scale: str) -> np.ndarray:
-    """float32 [samples]: A_i = (r_i - mean(group)) / (std + 1e-6) (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+def group_advantages(
+    rewards: np.ndarray, num_generations: int, scale: str, std_floor: float = STD_FLOOR
+) -> np.ndarray:
+    """float32 [samples]: A_i = (r_i - mean(group)) / (std + std_floor) (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     `scale` "group" divides by the group's standard deviation; "batch" by that of the step's rewards
     (arXiv:2508.08221); "none" not at all (Dr. GRPO, arXiv:2503.20783, section 3.2). Deviations are
@@ -24,9 +27,9 @@ def group_advantages(rewards: np.ndarray, num_generations: int, scale: str) -> n
     groups = _groups(rewards, num_generations)
     centred = groups - groups.mean(axis=1, keepdims=True)
     if scale == "group" and num_generations > 1:
-        centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + STD_FLOOR)
+        centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + std_floor)
     elif scale == "batch" and groups.size > 1:
-        centred = centred / (groups.std(ddof=1) + STD_FLOOR)
+        centred = centred / (groups.std(ddof=1) + std_floor)
     centred[zero_std_groups(rewards, num_generations)] = 0.0
     return centred.reshape(-1).astype(np.float32)
 
@@ -46,15 +49,16 @@ def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
 def reinforce_plus_plus(
     rewards: np.ndarray,
     penalties: Sequence[np.ndarray],
-    counted: np.ndarray,
+    sample_mask: np.ndarray,
     num_generations: int | None,
+    std_floor: float = STD_FLOOR,
 ) -> list[np.ndarray]:
-    """float32 [completion length] a sample: (A_t - mean) / (std + 1e-6), A_t = r - sum of penalties from t on.
+    """float32 [completion length] a sample: (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on.
 
-    Mean and deviation are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global normalisation). With
-    `num_generations` the group's mean is taken from r first, its variant with baseline; None: the plain one.
-    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples that are not
-    `counted` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
+    Mean and population deviation (n) are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global
+    normalisation). With `num_generations` the group's mean is taken from r first, as its variant with baseline does.
+    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples outside of
+    `sample_mask` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
     """
     centred = _groups(rewards, num_generations or 1)
     if num_generations is not None:
@@ -63,10 +67,10 @@ def reinforce_plus_plus(
         reward - np.cumsum(penalty[::-1], dtype=np.float64)[::-1]
         for reward, penalty in zip(centred.reshape(-1), penalties, strict=True)
     ]
-    kept = [values for values, keep in zip(returns, counted, strict=True) if keep]
+    kept = [values for values, keep in zip(returns, sample_mask, strict=True) if keep]
     tokens = np.concatenate(kept) if kept else np.zeros(0)
     mean, deviation = (float(tokens.mean()), float(tokens.std())) if tokens.size else (0.0, 0.0)
-    return [((values - mean) / (deviation + STD_FLOOR)).astype(np.float32) for values in returns]
+    return [((values - mean) / (deviation + std_floor)).astype(np.float32) for values in returns]
 
 
 def zero_std_groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:

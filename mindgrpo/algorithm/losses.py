@@ -1,6 +1,6 @@
-"""The losses on host arrays: token weights, the figures of a step, and the reference the graph is held to.
+"""The losses on host arrays: token weights, the metrics of an update, and what the graph's loss is compared with.
 
-Pure numpy. The graph that is differentiated is update/loss_cell.py; `policy_loss` says the same without one.
+Pure numpy. The graph that is differentiated is training/loss_cell.py; `policy_loss` says the same without one.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
 
 
 def token_weights(
     lengths: Sequence[int] | np.ndarray,
-    objective: Objective,
-    counted: np.ndarray | None = None,
+    loss_config: LossConfig,
+    sample_mask: np.ndarray | None = None,
 ) -> np.ndarray:
     """float32 [samples], the weight of each token of a sample, over the whole of an update.
 
-    With N samples of `lengths` |o_i| tokens:
+    With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
     grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
     bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
     cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
     dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
 
     N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
-    bnpo's local batch is the update for the same reason. Samples that are not `counted` (bool [samples]; DAPO's
+    bnpo's local batch is the update for the same reason. Samples outside of `sample_mask` (bool [samples]; DAPO's
     over-long filtering, section 3.4) weigh nothing and are not in N nor in the sum.
     """
     sizes = np.asarray(lengths, np.float64)
-    mask = np.ones(sizes.size) if counted is None else np.asarray(counted, np.float64)
+    mask = np.ones(sizes.size) if sample_mask is None else np.asarray(sample_mask, np.float64)
     number = max(1.0, mask.sum())
-    if objective.loss_type == "grpo":
+    if loss_config.loss_type == "grpo":
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
-    elif objective.loss_type == "dr_grpo":
-        weights = np.full(sizes.size, 1.0 / (number * objective.max_completion_length))
+    elif loss_config.loss_type == "dr_grpo":
+        weights = np.full(sizes.size, 1.0 / (number * loss_config.max_completion_length))
     else:
         weights = np.full(sizes.size, 1.0 / max(1.0, float((sizes * mask).sum())))
     return (weights * mask).astype(np.float32)
@@ -58,7 +58,7 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
 
 @dataclass(frozen=True)
 class Tokens:
-    """An update's completion tokens, sample after sample: float [tokens] each, `lengths` int [samples]."""
+    """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""
 
     logps: np.ndarray
     old: np.ndarray
@@ -66,7 +66,7 @@ class Tokens:
     entropy: np.ndarray
     advantages: np.ndarray
     weights: np.ndarray
-    factors: np.ndarray
+    rollout_is_weights: np.ndarray
     lengths: np.ndarray
 
 
@@ -85,69 +85,78 @@ def importance_ratio(
     return np.exp(difference)
 
 
-def surrogate(ratio: np.ndarray, advantages: np.ndarray, objective: Objective) -> np.ndarray:
+def surrogate(ratio: np.ndarray, advantages: np.ndarray, loss_config: LossConfig) -> np.ndarray:
     """What is maximised, a token; ends of the clip apart (DAPO, arXiv:2503.14476, equation 10).
 
     min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3). Two-sided: rho in the first term is
     min(rho, delta) (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0
     (arXiv:1912.09729, equation 5).
     """
-    bounded = ratio if objective.delta is None else np.minimum(ratio, objective.delta)
-    clipped = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    bounded = ratio if loss_config.delta is None else np.minimum(ratio, loss_config.delta)
+    clipped = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
     value = np.minimum(bounded * advantages, clipped * advantages)
-    if objective.dual_clip is not None:
-        floor = objective.dual_clip * advantages
+    if loss_config.dual_clip is not None:
+        floor = loss_config.dual_clip * advantages
         value = np.where(advantages < 0, np.maximum(value, floor), value)
     return np.asarray(value)
 
 
 def cispo_surrogate(
-    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, objective: Objective
+    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, loss_config: LossConfig
 ) -> np.ndarray:
     """sg(clip(rho, 1 - low, 1 + high)) A logp: the weight is a constant, no token loses its gradient.
 
     (MiniMax-M1, arXiv:2506.13585, equations 4 and 5.)
     """
-    weight = np.clip(ratio, 1.0 - objective.epsilon_low, 1.0 + objective.epsilon_high)
+    weight = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
     return np.asarray(weight * advantages * logps)
 
 
-def policy_loss(tokens: Tokens, objective: Objective, held: np.ndarray | None = None) -> float:
-    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the mismatch factor, H the entropy.
+def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
+    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the rollout's importance weight, H the entropy.
 
     `held` float [tokens] are the log-probs where stop-gradients stand, for differences; None: the policy's.
     """
-    level = objective.importance_sampling_level
-    if objective.loss_type == "cispo":
+    level = loss_config.importance_sampling_level
+    if loss_config.loss_type == "cispo":
         constant = tokens.logps if held is None else held
         ratio = importance_ratio(constant, tokens.old, tokens.lengths, level)
-        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, objective)
+        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, loss_config)
     else:
         ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
-        gain = surrogate(ratio, tokens.advantages, objective)
-    terms = -tokens.factors * gain
-    if objective.beta > 0:
-        terms = terms + objective.beta * kl_estimate(
-            tokens.logps, tokens.reference, objective.kl_estimator
+        gain = surrogate(ratio, tokens.advantages, loss_config)
+    terms = -tokens.rollout_is_weights * gain
+    if loss_config.beta > 0:
+        terms = terms + loss_config.beta * kl_estimate(
+            tokens.logps, tokens.reference, loss_config.kl_estimator
         )
-    if objective.entropy_coef > 0:
-        terms = terms - objective.entropy_coef * tokens.entropy
+    if loss_config.entropy_coef > 0:
+        terms = terms - loss_config.entropy_coef * tokens.entropy
     return float((tokens.weights * terms).sum())
 
 
-def clipped_tokens(tokens: Tokens, objective: Objective) -> tuple[np.ndarray, np.ndarray]:
+def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
     """bool [tokens] twice: the clip's lower, its upper end decided the token's term, not the ratio.
 
+    With ratios of whole samples bool [samples] twice, of the samples that have tokens: a sample is clipped as one.
     For cispo: the weight was clipped. The bound of delta or dual_clip counts as an upper end.
     """
-    ratio = importance_ratio(
-        tokens.logps, tokens.old, tokens.lengths, objective.importance_sampling_level
-    )
-    low, high = ratio < 1.0 - objective.epsilon_low, ratio > 1.0 + objective.epsilon_high
-    if objective.loss_type == "cispo":
+    level = loss_config.importance_sampling_level
+    ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
+    advantages = tokens.advantages
+    if level == "sequence":
+        starts = np.cumsum(tokens.lengths) - tokens.lengths
+        rows = np.flatnonzero(tokens.lengths)
+        owners = np.repeat(np.arange(len(tokens.lengths)), tokens.lengths)
+        sums = np.bincount(owners, advantages, minlength=len(tokens.lengths))
+        # A sample's advantage is one number unless KL in the reward makes it a token's own.
+        advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
+        ratio = ratio[starts[rows]]
+    low, high = ratio < 1.0 - loss_config.epsilon_low, ratio > 1.0 + loss_config.epsilon_high
+    if loss_config.loss_type == "cispo":
         return low, high
-    low, high = low & (tokens.advantages < 0), high & (tokens.advantages > 0)
-    bound = objective.delta if objective.dual_clip is None else objective.dual_clip
+    low, high = low & (advantages < 0), high & (advantages > 0)
+    bound = loss_config.delta if loss_config.dual_clip is None else loss_config.dual_clip
     if bound is not None:
-        high = high | ((ratio > bound) & (tokens.advantages < 0))
+        high = high | ((ratio > bound) & (advantages < 0))
     return low, high

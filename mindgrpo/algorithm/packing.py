@@ -1,17 +1,18 @@
-"""Samples into fixed rows, rows into micro-batches, and per-token results back to samples. Pure.
+"""Packs samples into fixed rows, rows into micro-batches, and puts per-token results back in order of samples. Pure.
 
 A row holds bundles: a prompt once, then what follows it of each sample of its group. A sample's last token predicts
-nothing and is left out. Refuses to cut a sample or to drop one.
+nothing and is left out. No sample is cut or dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import Arrays, Rollout
 from mindgrpo.errors import UserError
 
 # Heads run over this many sizes at most, each a compile of its own.
@@ -67,22 +68,22 @@ class _Bundle:
         """Takes out the longest samples that fit `room`, at most `most`; may be none."""
         taken: list[int] = []
         room -= self.prompt
-        for place, cost in enumerate(self.costs):
+        for index, cost in enumerate(self.costs):
             if cost <= room and len(taken) < most:
-                taken.append(place)
+                taken.append(index)
                 room -= cost
-        part = _Bundle(
+        bundle = _Bundle(
             self.prompt, [self.samples[i] for i in taken], [self.costs[i] for i in taken]
         )
         left = [i for i in range(len(self.samples)) if i not in set(taken)]
         self.samples, self.costs = [self.samples[i] for i in left], [self.costs[i] for i in left]
-        return part
+        return bundle
 
 
-def pack(samples: Samples, members: Sequence[int], shape: MicroShape) -> list[Row]:
+def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> list[Row]:
     """`members` into few rows: a row takes whole groups, the largest that fit, then a part of one that fills it."""
-    waiting = _bundles(samples, members, shape.length)
-    limit = shape.max_per_row or len(samples)
+    waiting = _bundles(rollout, members, shape.length)
+    limit = shape.max_per_row or len(rollout)
     rows: list[Row] = []
     while waiting:
         row: list[Placed] = []
@@ -91,27 +92,27 @@ def pack(samples: Samples, members: Sequence[int], shape: MicroShape) -> list[Ro
             bundle = _take(waiting, shape.length - used, limit - len(row))
             if bundle is None:
                 break
-            used = _place(samples, bundle, used, row)
+            used = _append(rollout, bundle, used, row)
         rows.append(tuple(row))
     return rows
 
 
-def _bundles(samples: Samples, members: Sequence[int], row_length: int) -> list[_Bundle]:
-    lengths = samples.completion_lengths
+def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[_Bundle]:
+    lengths = rollout.completion_lengths
     groups: dict[int, list[int]] = {}
     for i in members:
-        total = len(samples.prompts[i]) + int(lengths[i])
+        total = len(rollout.prompt_ids[i]) + int(lengths[i])
         if total > row_length:
             raise UserError(
                 f"A sample of {total} tokens does not fit rl_config.seq_length {row_length}; raise seq_length or "
                 "lower generate_config.sampling_config.max_tokens."
             )
-        groups.setdefault(samples.groups[i], []).append(i)
+        groups.setdefault(rollout.group_ids[i], []).append(i)
     bundles = []
     for group in groups.values():
         group.sort(key=lambda i: (-int(lengths[i]), i))
         costs = [max(0, int(lengths[i]) - 1) for i in group]
-        bundles.append(_Bundle(len(samples.prompts[group[0]]), group, costs))
+        bundles.append(_Bundle(len(rollout.prompt_ids[group[0]]), group, costs))
     return bundles
 
 
@@ -122,24 +123,25 @@ def _take(waiting: list[_Bundle], room: int, most: int) -> _Bundle | None:
         if bundle.cost <= room and len(bundle.samples) <= most:
             return waiting.pop(index)
     for bundle in waiting:
-        part = bundle.split(room, most)
-        if part.samples:
-            return part
+        taken = bundle.split(room, most)
+        if taken.samples:
+            return taken
     return None
 
 
-def _place(samples: Samples, bundle: _Bundle, used: int, row: list[Placed]) -> int:
+def _append(rollout: Rollout, bundle: _Bundle, used: int, row: list[Placed]) -> int:
     start = used + bundle.prompt
     for sample, cost in zip(bundle.samples, bundle.costs, strict=True):
-        row.append(Placed(sample, used, bundle.prompt, start, len(samples.completions[sample])))
+        row.append(Placed(sample, used, bundle.prompt, start, len(rollout.completion_ids[sample])))
         start += cost
     return start
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """int32: `tokens`, `positions` [R, T], `spans` [R, T, 3] (backend/kernels.py); `picks` [M], the places among
-    R * T that predict, -1 on padding, and `labels` [M], what comes after them.
+    """int32: `tokens`, `positions` [R, T], `spans` [R, T, 3] (backend/kernels/contract.py); `picks` [M], the positions
+    among R * T that predict, -1 on padding, and `labels` [M], what comes after them. `actions` bool [M] says which
+    labels the policy wrote; padding is none.
     """
 
     rows: tuple[Row, ...]
@@ -148,71 +150,70 @@ class MicroBatch:
     spans: np.ndarray
     picks: np.ndarray
     labels: np.ndarray
+    actions: np.ndarray
 
-    def spread(self, values: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+    def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
         """Per-sample scalars or per-token arrays -> float32 [M], 0 on padding."""
         out = np.zeros(self.picks.shape, np.float32)
-        start = 0
-        for placed in self._placed():
-            out[start : start + placed.completion] = values[placed.sample]
-            start += placed.completion
+        for sample, own in self._samples():
+            out[own] = values[sample]
         return out
 
     def gather(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """float32 [M] -> per-token arrays by sample."""
-        found, start = {}, 0
-        for placed in self._placed():
-            found[placed.sample] = values[start : start + placed.completion].copy()
-            start += placed.completion
-        return found
+        return {sample: values[own].copy() for sample, own in self._samples()}
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [M], the place of the first token of each token's sample, and float32 [M], one over its length.
+        """int32 [M], the index of the first token of each token's sample; float32 [M], one over its action tokens.
 
         Padding stands alone, with 0.
         """
         starts, shares = np.arange(self.picks.size, dtype=np.int32), np.zeros(self.picks.size)
-        start = 0
-        for placed in self._placed():
-            own = slice(start, start + placed.completion)
-            starts[own], shares[own] = start, 1.0 / max(1, placed.completion)
-            start += placed.completion
+        for _, own in self._samples():
+            starts[own] = own.start
+            shares[own] = 1.0 / max(1, np.count_nonzero(self.actions[own]))
         return starts, shares.astype(np.float32)
 
-    def _placed(self) -> list[Placed]:
-        return [placed for row in self.rows for placed in row]
+    def _samples(self) -> Iterator[tuple[int, slice]]:
+        """Each sample and its part of the M predicting positions."""
+        start = 0
+        for placed in (placed for row in self.rows for placed in row):
+            yield placed.sample, slice(start, start + placed.completion)
+            start += placed.completion
 
 
 def micro_batches(
-    samples: Samples, rows: Sequence[Row], shape: MicroShape, ways: int, index: int
+    rollout: Rollout, rows: Sequence[Row], shape: MicroShape, num_shares: int, share: int
 ) -> list[MicroBatch]:
-    """The share of data-parallel rank `index` of `ways`; every rank gets equally many, padded with empty rows.
+    """The rows of data-parallel rank `share` of `num_shares`; every rank gets equally many, padded with empty rows.
 
     All have the same number of picks: the most that one of this rank needs, rounded up to a bucket.
     """
-    count = max(1, -(-len(rows) // (shape.rows * ways)))
-    mine = list(rows[index::ways])
+    count = max(1, -(-len(rows) // (shape.rows * num_shares)))
+    mine = list(rows[share::num_shares])
     mine += [()] * (count * shape.rows - len(mine))
     batches = [tuple(mine[i : i + shape.rows]) for i in range(0, len(mine), shape.rows)]
     need = max(sum(placed.completion for row in batch for placed in row) for batch in batches)
     bucket = -(-shape.tokens // PICK_BUCKETS)
     picks = max(1, -(-need // bucket)) * bucket
-    return [_arrays(samples, batch, shape.length, picks) for batch in batches]
+    return [_arrays(rollout, batch, shape.length, picks) for batch in batches]
 
 
-def _arrays(samples: Samples, rows: tuple[Row, ...], row_length: int, num_picks: int) -> MicroBatch:
+def _arrays(rollout: Rollout, rows: tuple[Row, ...], row_length: int, num_picks: int) -> MicroBatch:
     shape = (len(rows), row_length)
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     spans = np.zeros((*shape, 3), np.int32)
     spans[:, :, 2] = np.arange(row_length)  # padding sees itself
     picks, labels = np.full(num_picks, -1, np.int32), np.zeros(num_picks, np.int32)
+    actions = np.zeros(num_picks, bool)
     count = 0
     for index, row in enumerate(rows):
         for placed in row:
-            prompt, completion = samples.prompts[placed.sample], samples.completions[placed.sample]
+            completion = rollout.completion_ids[placed.sample]
             shared = slice(placed.prompt_start, placed.prompt_start + placed.prompt)
             own = slice(placed.start, placed.start + max(0, placed.completion - 1))
-            tokens[index, shared], tokens[index, own] = prompt, completion[:-1]
+            tokens[index, shared] = rollout.prompt_ids[placed.sample]
+            tokens[index, own] = completion[:-1]
             positions[index, shared] = np.arange(placed.prompt)
             positions[index, own] = placed.prompt + np.arange(own.stop - own.start)
             spans[index, shared] = (0, 0, placed.prompt_start)
@@ -220,12 +221,42 @@ def _arrays(samples: Samples, rows: tuple[Row, ...], row_length: int, num_picks:
             end = count + placed.completion
             picks[count:end] = index * row_length + placed.columns
             labels[count:end] = completion
+            actions[count:end] = rollout.action_mask[placed.sample]
             count = end
-    return MicroBatch(rows, tokens, positions, spans, picks, labels)
+    return MicroBatch(rows, tokens, positions, spans, picks, labels, actions)
+
+
+class PackedRollout:
+    """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
+
+    `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
+    """
+
+    def __init__(self, rollout: Rollout) -> None:
+        self.rollout = rollout
+        self._pack = cache(partial(pack, rollout))
+        self._micro_batches = cache(self._make_micro_batches)
+
+    def rows(self, shape: MicroShape, members: Sequence[int] | None = None) -> list[Row]:
+        return self._pack(self._chosen(members), shape)
+
+    def micro_batches(
+        self, shape: MicroShape, num_shares: int, share: int, members: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        return self._micro_batches(self._chosen(members), shape, num_shares, share)
+
+    def _chosen(self, members: Sequence[int] | None) -> tuple[int, ...]:
+        return tuple(range(len(self.rollout)) if members is None else members)
+
+    def _make_micro_batches(
+        self, members: tuple[int, ...], shape: MicroShape, num_shares: int, share: int
+    ) -> list[MicroBatch]:
+        rows = self._pack(members, shape)
+        return micro_batches(self.rollout, rows, shape, num_shares, share)
 
 
 def padding_share(rows: Sequence[Row], num_tokens: int) -> float:
-    """The share of the graphs' `num_tokens` places that hold no token of a sample or prompt."""
+    """The share of the graphs' `num_tokens` positions that hold no token of a sample or prompt."""
     used = 0
     for row in rows:
         prompts = {placed.prompt_start: placed.prompt for placed in row}

@@ -1,6 +1,6 @@
 """What several samples a prompt say about a policy: mean@n with its standard error, and pass@k. Pure numpy.
 
-A sample that is nan was not scored and is left out of its prompt. Refuses to estimate pass@k from fewer than k samples.
+A sample that is nan was not scored and is left out of its prompt.
 """
 
 from __future__ import annotations

@@ -1,95 +1,160 @@
-"""What a rollout yields, and what is later known of it, one row a sample; the same on every rank.
+"""What a rollout gives and what an update is trained on, one entry a sample; the same on every rank.
 
-Token ids travel with lengths and finish reasons, so no mask is ever read off a token's value. Refuses text.
+Token ids travel with their lengths, finish reasons and masks, so no mask is ever read off a token's value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
 STOPPED, LENGTH = "stop", "length"
 
+Arrays = Sequence[np.ndarray]
+
 
 @dataclass(frozen=True)
 class Completion:
-    """One generated sample: `tokens` int32 [n], `logps` float32 [n] (nats, at the sampling temperature)."""
+    """One completion of an engine: `tokens` int32 [n], `logps` float32 [n] in nats at the sampling temperature.
+
+    `sample` is its number among a step's samples, `version` that of the weights that wrote it.
+    """
 
     sample: int
     tokens: np.ndarray
     logps: np.ndarray
     finish_reason: str
+    version: int
 
 
-@dataclass
-class Samples:
-    """A step's samples in order; `groups[i]` is the prompt's number, samples of one group have the same prompt.
+@dataclass(frozen=True)
+class Rollout:
+    """A step's samples as the engine gave them; samples with one of `group_ids` are completions of the same prompt.
 
-    Per-token lists hold float32 [completion length] each. `advantages` float32 [samples]; where they differ from
-    token to token, `token_advantages` has them and `advantages` their means. `factors` weigh the policy's term (None:
-    1), `counted` bool [samples] says which samples have a part in the loss (None: all).
+    `prompt_ids` and `completion_ids` are int32 [tokens]. For each token of a completion, `generator_logps` float32 has
+    the log-prob at which it was drawn, `action_mask` bool whether the policy wrote it (a tool's or a template's tokens
+    are context: no loss, no advantage, in no mean), `weights_version` int32 the version of the weights that wrote it.
     """
 
-    prompts: list[np.ndarray]
-    completions: list[np.ndarray]
-    finish_reasons: list[str]
-    generator_logps: list[np.ndarray]
-    groups: list[int]
-    advantages: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    reference_logps: list[np.ndarray] | None = None
-    old_logps: list[np.ndarray] | None = None
-    token_advantages: list[np.ndarray] | None = None
-    factors: list[np.ndarray] | None = None
-    counted: np.ndarray | None = None
+    prompt_ids: Arrays
+    completion_ids: Arrays
+    finish_reasons: Sequence[str]
+    generator_logps: Arrays
+    group_ids: Sequence[int]
+    action_mask: Arrays
+    weights_version: Arrays
+
+    @classmethod
+    def single_turn(
+        cls,
+        prompt_ids: Arrays,
+        completion_ids: Arrays,
+        finish_reasons: Sequence[str],
+        generator_logps: Arrays,
+        group_ids: Sequence[int],
+        versions: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Completions that the policy wrote whole, each under weights of one of `versions` (None: 0)."""
+        lengths = [len(tokens) for tokens in completion_ids]
+        versions = versions or [0] * len(lengths)
+        return cls(
+            tuple(prompt_ids),
+            tuple(completion_ids),
+            tuple(finish_reasons),
+            tuple(generator_logps),
+            tuple(group_ids),
+            tuple(np.ones(n, bool) for n in lengths),
+            tuple(np.full(n, v, np.int32) for n, v in zip(lengths, versions, strict=True)),
+        )
 
     def __len__(self) -> int:
-        return len(self.completions)
+        return len(self.completion_ids)
 
-    def replace_groups(self, groups: Sequence[int], fresh: Samples) -> list[int]:
-        """Puts `fresh`'s groups, in order, where `groups` were; the places of the samples that were replaced.
+    def samples_of(self, groups: Sequence[int]) -> list[int]:
+        """Indices of the samples of these groups, in order."""
+        wanted = set(groups)
+        return [i for i, group in enumerate(self.group_ids) if group in wanted]
 
-        For samples of which nothing but their generation is known yet.
+    def with_groups_of(self, fresh: Rollout) -> Rollout:
+        """The same rollout, but for the groups of `fresh`, whose samples take the place of those that were there.
+
+        Raises ValueError unless `fresh` has whole groups of this rollout, in its order.
         """
-        size = len(fresh) // len(groups)
-        places = [i for i, group in enumerate(self.groups) if group in set(groups)]
-        order = [group for group in groups for _ in range(size)]
-        if [self.groups[i] for i in places] != order or len(fresh) != len(order):
-            raise ValueError(f"{len(fresh)} samples do not replace groups {list(groups)}")
-        for new, place in enumerate(places):
-            self.prompts[place] = fresh.prompts[new]
-            self.completions[place] = fresh.completions[new]
-            self.finish_reasons[place] = fresh.finish_reasons[new]
-            self.generator_logps[place] = fresh.generator_logps[new]
-        return places
+        indices = self.samples_of(fresh.group_ids)
+        if [self.group_ids[i] for i in indices] != list(fresh.group_ids):
+            raise ValueError(f"{len(fresh)} samples do not replace {len(indices)} of their groups")
+        replaced = {}
+        for name in (field.name for field in fields(self)):
+            values = list(getattr(self, name))
+            for i, value in zip(indices, getattr(fresh, name), strict=True):
+                values[i] = value
+            replaced[name] = tuple(values)
+        return Rollout(**replaced)
 
-    @property
+    @cached_property
     def completion_lengths(self) -> np.ndarray:
-        return np.array([len(tokens) for tokens in self.completions], np.int64)
+        """int64 [samples], context tokens included."""
+        return np.array([len(tokens) for tokens in self.completion_ids], np.int64)
 
-    @property
+    @cached_property
+    def action_lengths(self) -> np.ndarray:
+        """int64 [samples]: tokens that the policy wrote."""
+        return np.array([np.count_nonzero(mask) for mask in self.action_mask], np.int64)
+
+    @cached_property
     def total_lengths(self) -> np.ndarray:
-        prompts = np.array([len(tokens) for tokens in self.prompts], np.int64)
+        """int64 [samples], prompts included."""
+        prompts = np.array([len(tokens) for tokens in self.prompt_ids], np.int64)
         return prompts + self.completion_lengths
 
 
+@dataclass(frozen=True)
+class TrainBatch:
+    """A rollout with what its tokens are trained on; per-token sequences hold float32 [completion length] each.
+
+    `advantages` float32 [samples]; where they differ from token to token, `token_advantages` has them and `advantages`
+    their means. `old_logps` are the policy's before the step's first update (None: those of the update itself).
+    `rollout_is_weights` weigh the policy's term (None: 1). `sample_mask` bool [samples] says which samples have a part
+    in the loss (None: all).
+    """
+
+    rollout: Rollout
+    advantages: np.ndarray
+    token_advantages: Arrays | None = None
+    old_logps: Arrays | None = None
+    reference_logps: Arrays | None = None
+    rollout_is_weights: Arrays | None = None
+    sample_mask: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+
 def collect(
-    prompts: Sequence[np.ndarray],
+    prompts: Arrays,
     num_generations: int,
     completions: Sequence[Completion],
     first: int = 0,
-) -> Samples:
-    """Samples of `prompts`, each repeated, numbered from `first`; raises ValueError unless each arrived once."""
+    groups: Sequence[int] | None = None,
+) -> Rollout:
+    """The rollout of `prompts` (int32 [n] each), each repeated, its samples numbered from `first`.
+
+    `groups` are the prompts' numbers (None: from 0). Raises ValueError unless each sample arrived exactly once.
+    """
     ordered = sorted(completions, key=lambda completion: completion.sample)
     expected = list(range(first, first + len(prompts) * num_generations))
     if [completion.sample for completion in ordered] != expected:
         raise ValueError(f"{len(ordered)} completions arrived for {len(expected)} samples")
-    groups = [(c.sample - first) // num_generations for c in ordered]
-    return Samples(
-        prompts=[prompts[group] for group in groups],
-        completions=[c.tokens for c in ordered],
-        finish_reasons=[c.finish_reason for c in ordered],
-        generator_logps=[c.logps for c in ordered],
-        groups=groups,
+    groups = range(len(prompts)) if groups is None else groups
+    owners = [(completion.sample - first) // num_generations for completion in ordered]
+    return Rollout.single_turn(
+        [prompts[owner] for owner in owners],
+        [c.tokens for c in ordered],
+        [c.finish_reason for c in ordered],
+        [c.logps for c in ordered],
+        [groups[owner] for owner in owners],
+        [c.version for c in ordered],
     )

@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
 
-    # Never why a job ended: see presence/failure.py.
+    # Never why a job ended: see health/failure.py.
     is_consequence = True
 
 
@@ -118,8 +119,10 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # Every pool that was handed out and still exists.
+    live_pools: WeakSet[Pool]
     # Where this rank is, and where the others are.
-    presence: Presence
+    health: RankHealth
     # What the user should hear of how this device computes.
     notices: tuple[str, ...] = ()
     # True where parameters that share one pool may also be updated through one flat view of it.

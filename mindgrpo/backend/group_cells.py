@@ -95,9 +95,9 @@ class GatherBySum(nn.Cell):
     def __init__(self, total: nn.Cell, index: int, size: int) -> None:
         super().__init__()
         self.total = total
-        self.place = Tensor(np.arange(size) == index, ms.float32)
+        self.one_hot = Tensor(np.arange(size) == index, ms.float32)
         self.size = size
 
     def construct(self, x: Any) -> Any:
-        place = ops.reshape(self.place, (self.size,) + (1,) * len(x.shape))
-        return self.total(place * ops.expand_dims(x, 0))
+        mask = ops.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
+        return self.total(mask * ops.expand_dims(x, 0))

@@ -56,14 +56,14 @@ def _set_memory(settings: RuntimeSettings, target: str) -> None:
     import mindspore as ms
 
     # The framework takes all of it in one call, and only once.
-    given: dict[str, str] = {}
+    limits: dict[str, str] = {}
     if settings.memory_optimize_level:
-        given["optimize_level"] = settings.memory_optimize_level
+        limits["optimize_level"] = settings.memory_optimize_level
     # The host's own memory is no pool of the framework's; the run's budget limits that.
     if settings.max_device_bytes and target != "CPU":
-        given["max_size"] = f"{settings.max_device_bytes / 2**30:.2f}GB"
-    if given:
-        ms.runtime.set_memory(**given)
+        limits["max_size"] = f"{settings.max_device_bytes / 2**30:.2f}GB"
+    if limits:
+        ms.runtime.set_memory(**limits)
 
 
 def _set_precision(mode: str | None, target: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Saves and restores a run's state: weights, optimizer, counters and data position, atomically, for any layout.
+"""Checkpoints: the state of a run on disk, complete or absent, which any layout can load.
 
-Files are safetensors with a JSON manifest. When a run is saved is decided in run/; model directories are in weights/.
+Entry points: `save.Saver`, `load.load_role`, `folders.find` (from where a run resumes), `differences.check` (whether it
+is still the same run), `format.Manifest` (what is stored). When a run saves is decided in `run`; model files, with
+weights alone, are read and written in `weights`.
 """

@@ -1,20 +1,19 @@
-"""What has changed between the run that saved and the run that goes on, and whether that may be. Pure.
+"""Compares the run that saved with the run that resumes, and decides whether the differences are allowed. Pure.
 
-Refuses every change that this file does not know to be harmless, unless the user has named its key.
+A difference that this module does not know to be harmless is an error, unless the user has named its key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from mindgrpo.checkpoint.manifest import Identity
+from mindgrpo.checkpoint.format import Identity
 from mindgrpo.errors import UserError
 
 # Where a run writes, what it shows and how it shares out work: none of it reaches a sample or a weight, except by the
 # order in which numbers are added up. What paths lead to is compared by its content.
-FREE = (
+IGNORED = (
     "output_dir",
     "context.",
     "monitor_config.",
@@ -44,10 +43,10 @@ FREE = (
     "actor_config.offset",
     "ref_config.offset",
 )
-FREE_LEAVES = ("load", "model_config")
-FREE_SECTIONS = ("parallel_config",)
+# Of any section.
+IGNORED_NAMES = frozenset(("load", "model_config", "parallel_config"))
 # These change what is reported, when the run ends, or the order of additions.
-TOLD = (
+REPORTED = (
     "rl_config.eval_",
     "rl_config.epochs",
     "rl_config.max_steps",
@@ -71,58 +70,49 @@ class Difference:
     key: str
     was: object
     now: object
-    is_dangerous: bool
+    is_dangerous: bool = True
 
     def __str__(self) -> str:
         return f"{self.key} was {self.was!r:.80} and is {self.now!r:.80}"
 
 
 def differences(saved: Identity, now: Identity) -> list[Difference]:
-    """In the order of the keys, what is free left out."""
-    found = list(_settings(saved.config, now.config))
-    for title, was, is_now in (
-        ("model", saved.model, now.model),
-        ("batch", saved.batch, now.batch),
-        ("weights", saved.unsaved, now.unsaved),
-    ):
+    """Lists the differences in the order of the keys, without those that are ignored."""
+    return list(_differences(saved, now))
+
+
+def _differences(saved: Identity, now: Identity) -> Iterator[Difference]:
+    # A key of one side only belongs to another version, whose default did what the other does without it.
+    for key in sorted(saved.config.keys() & now.config.keys()):
+        ignored = key.startswith(IGNORED) or IGNORED_NAMES.intersection(key.split("."))
+        if saved.config[key] != now.config[key] and not ignored:
+            dangerous = not key.startswith(REPORTED)
+            yield Difference(key, saved.config[key], now.config[key], dangerous)
+    for title, field in (("model", "model"), ("batch", "batch"), ("weights", "unsaved")):
+        was, is_now = getattr(saved, field), getattr(now, field)
         for key in sorted(was.keys() | is_now.keys()):
             if was.get(key) != is_now.get(key):
-                found.append(Difference(f"{title}.{key}", was.get(key), is_now.get(key), True))
+                yield Difference(f"{title}.{key}", was.get(key), is_now.get(key))
     if saved.data != now.data:
-        found.append(Difference("data", saved.data[:12], now.data[:12], True))
+        yield Difference("data", saved.data[:12], now.data[:12])
     if saved.code != now.code:
-        found.append(Difference("mindgrpo", saved.code, now.code, False))
-    return found
+        yield Difference("mindgrpo", saved.code, now.code, is_dangerous=False)
 
 
-def _settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
-    found = []
-    for key in sorted(was.keys() | now.keys()):
-        # A key of one side only belongs to another version, whose default did what the other does without it.
-        if key not in was or key not in now or was[key] == now[key] or _is_free(key):
-            continue
-        found.append(Difference(key, was[key], now[key], not key.startswith(TOLD)))
-    return found
+def check(changes: list[Difference], allowed: Collection[str], source: str) -> list[str]:
+    """Returns lines for the user about what has changed since the checkpoint `source`.
 
-
-def _is_free(key: str) -> bool:
-    parts = key.split(".")
-    if parts[-1] in FREE_LEAVES or set(parts[:-1]) & set(FREE_SECTIONS):
-        return True
-    return key.startswith(FREE)
-
-
-def check(found: list[Difference], allowed: Collection[str], where: str) -> list[str]:
-    """Lines for the user about what has changed. Raises UserError for what is dangerous and not `allowed`."""
+    Raises UserError for what is dangerous and not `allowed`.
+    """
     refused = [
         one
-        for one in found
+        for one in changes
         if one.is_dangerous and EVERYTHING not in allowed and one.key not in allowed
     ]
     if refused:
         keys = ",".join(one.key for one in refused)
         raise UserError(
-            f"The run of {where} cannot go on as it was: {'; '.join(map(str, refused))}; give it its own "
+            f"The run of {source} cannot go on as it was: {'; '.join(map(str, refused))}; give it its own "
             f"configuration, or allow this with --rl_config.resume_changed {keys}."
         )
-    return [f"changed since {where}: {one}" for one in found]
+    return [f"changed since {source}: {one}" for one in changes]

@@ -1,18 +1,31 @@
-"""Where checkpoints lie in a run's folder, and which of them may be whole.
+"""The folders of a run's checkpoints: names, which of them stay, which one a run resumes from,
+and whether all ranks see them.
 
-Refuses to look into them: a folder counts as a checkpoint by its name alone.
+A folder counts as a checkpoint by its name: it gets that name last and loses it first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import secrets
 import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from mindgrpo.backend.contract import Backend
+from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
+from mindgrpo.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step_(\d{6,12})")
 _LEFT_OVER = re.compile(r"\.step_\d{6,12}\.(partial|deleted)")
+# A network's file system may show a new file late.
+PATIENCE_SECONDS = 5.0
+NAP_SECONDS = 0.05
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -20,34 +33,35 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def partial_of(run: Path, step: int) -> Path:
-    """Where a checkpoint is written before it has its name."""
+    """Names the folder that a checkpoint is written in."""
     return run / CHECKPOINTS / f".step_{step:06d}.partial"
 
 
 def steps_in(run: Path) -> list[int]:
-    """The steps of the checkpoints in a run's folder, ascending."""
+    """Returns the steps of the checkpoints in a run's folder, ascending."""
     try:
         entries = list((run / CHECKPOINTS).iterdir())
     except OSError:
         return []
-    found = (_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir())
-    return sorted({int(match[1]) for match in found if match})
+    matches = (_NAME.fullmatch(entry.name) for entry in entries if entry.is_dir())
+    return sorted({int(match[1]) for match in matches if match})
 
 
-def is_checkpoint(folder: Path) -> bool:
-    return folder.parent.name == CHECKPOINTS and _NAME.fullmatch(folder.name) is not None
+def to_delete(steps: Iterable[int], keep: int | None, best: int | None = None) -> list[int]:
+    """Returns the steps to delete: all but the `keep` newest (None: all), the very newest and `best`."""
+    ordered = sorted(set(steps))
+    newest = ordered if keep is None else ordered[-max(keep, 1) :]
+    return [step for step in ordered if step not in newest and step != best]
 
 
 def delete(run: Path, step: int) -> None:
-    """Takes its name away first, so that no half of a checkpoint is ever found under it. Raises OSError."""
+    """Deletes a checkpoint, its name first, so that no half of one has a name. Raises OSError."""
     folder = folder_of(run, step)
-    doomed = folder.with_name(f".{folder.name}.deleted")
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
 
 
 def remove_left_overs(run: Path) -> None:
-    """What killed runs have left half written or half deleted."""
+    """Deletes what killed runs have left half written or half deleted."""
     with contextlib.suppress(OSError):
         for entry in (run / CHECKPOINTS).iterdir():
             if _LEFT_OVER.fullmatch(entry.name):
@@ -55,15 +69,130 @@ def remove_left_overs(run: Path) -> None:
 
 
 def set_aside(run: Path, step: int) -> Path:
-    """Renames a checkpoint so that it is found no more, and is not lost either. Raises OSError."""
+    """Renames a checkpoint so that no run resumes from it. Raises OSError."""
     return move_aside(folder_of(run, step), "set_aside")
 
 
 def move_aside(path: Path, word: str) -> Path:
     """Renames `path` to its name with `word`, and a number where that is taken. Raises OSError."""
+    target = path.with_name(f"{path.name}.{word}")
     number = 1
-    while True:
-        target = path.with_name(f"{path.name}.{word}" + (f"_{number}" if number > 1 else ""))
-        if not target.exists():
-            return path.rename(target)
+    while target.exists():
         number += 1
+        target = path.with_name(f"{path.name}.{word}_{number}")
+    return path.rename(target)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run that was asked to resume begins.
+
+    `candidates` newest first, all of them readable; none means from the beginning. `source` is the run that wrote
+    them, `output` the folder to go on in: None for a fresh one. `only`: the user named this one checkpoint. `notes`
+    are for the user.
+    """
+
+    source: Path | None
+    output: Path | None
+    candidates: list[Candidate] = field(default_factory=list)
+    only: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def output_paths(self) -> dict[str, str]:
+        """Folders outside of the run's own that it wrote to and goes on in."""
+        same_run = self.output is not None and self.output == self.source
+        return (
+            self.candidates[0].manifest.state.output_paths if self.candidates and same_run else {}
+        )
+
+
+def find(asked: bool | str, output_dir: str | None, name: str, root: Path | str) -> Start | None:
+    """Finds the checkpoints that `rl_config.resume_training` asks for; None where it asks for none.
+
+    Reads manifests, no weights. `root`/`name` holds earlier runs of the configuration. Raises UserError.
+    """
+    if asked is False:
+        return None
+    output = Path(output_dir) if output_dir else None
+    if isinstance(asked, str):
+        return _of_path(Path(asked), output)
+    if output is not None:
+        return _of_run(output, output)
+    runs = [run for run in Path(root, name).glob("*") if steps_in(run)]
+    if not runs:
+        note = f"no run in {Path(root, name)} has a checkpoint: this one starts from the beginning"
+        return Start(None, None, notes=[note])
+    newest = max(runs, key=lambda run: folder_of(run, steps_in(run)[-1]).stat().st_mtime)
+    return _of_run(newest, newest)
+
+
+def _of_path(path: Path, output: Path | None) -> Start:
+    is_in_run = path.parent.name == CHECKPOINTS and _NAME.fullmatch(path.name) is not None
+    if is_in_run or (path / MANIFEST).exists():
+        source = path.parent.parent if is_in_run else None
+        return Start(source, output or source, [Candidate(path, read_manifest(path))], only=True)
+    run = path.parent if path.name == CHECKPOINTS else path
+    if not steps_in(run):
+        raise UserError(
+            f"rl_config.resume_training '{path}' holds no checkpoint; name a run's folder, one of its "
+            f"{CHECKPOINTS}/step_* or true for the latest."
+        )
+    return _of_run(run, output or run)
+
+
+def _of_run(run: Path, output: Path) -> Start:
+    folders = [folder_of(run, step) for step in reversed(steps_in(run))]
+    if not folders:
+        note = f"{run} has no checkpoint: the run starts from the beginning"
+        return Start(None, output, notes=[note])
+    start = Start(run, output)
+    for folder in folders:
+        try:
+            start.candidates.append(Candidate(folder, read_manifest(folder)))
+        except UserError as error:
+            start.notes.append(f"passed over: {error}")
+    if not start.candidates:
+        raise UserError(
+            f"No checkpoint in {run / CHECKPOINTS} can be read; the newest: {start.notes[0]}"
+        )
+    return start
+
+
+def check_seen(run: Path, backend: Backend) -> None:
+    """Raises UserError on all ranks if one of them does not see the folder of the run's checkpoints.
+
+    Rank 0 makes a file there that the others look for.
+    """
+    probe = run.absolute() / f".seen-{secrets.token_hex(8)}"
+    if backend.rank == 0:
+        # Where it cannot be written, the checkpoint itself says so.
+        with contextlib.suppress(OSError):
+            probe.touch()
+    probe, is_there = backend.world.gather_objects((probe, probe.exists()))[0]
+    seen = backend.world.gather_objects(not is_there or _appears(probe))
+    if backend.rank == 0:
+        with contextlib.suppress(OSError):
+            os.unlink(probe)
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise UserError(
+            f"rank {blind[0]}{f' and {len(blind) - 1} more' if blind[1:] else ''} cannot see {probe.parent}, where "
+            "all ranks write checkpoints; give --output_dir a folder that all hosts share at the same path, or leave "
+            "rl_config.save_ckpt_interval out."
+        )
+
+
+def _appears(path: Path) -> bool:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(NAP_SECONDS)
+    return True

@@ -1,7 +1,4 @@
-"""A checkpoint's tensors into a rank's weights, whatever layout saved them: each rank reads what overlaps its slices.
-
-Refuses tensors that are missing, of another shape, or whose bytes are not those that were written.
-"""
+"""Loads a checkpoint's tensors into a rank's weights, whatever layout saved them: each reads what overlaps its own."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.checkpoint import tiles
-from mindgrpo.checkpoint.manifest import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
-from mindgrpo.checkpoint.shard import ShardReader
+from mindgrpo.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
+from mindgrpo.checkpoint.shards import ShardReader, copy
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.local_weights import Weights
@@ -20,7 +16,7 @@ from mindgrpo.weights.local_weights import Weights
 
 def check_tensors(folder: Path, manifest: Manifest, roles: Mapping[str, Weights]) -> None:
     """Raises UserError if the checkpoint is not one of these roles' tensors, all of them and no others."""
-    path = folder / MANIFEST
+    path, remedy = folder / MANIFEST, "give the configuration of the run that wrote it."
     if set(manifest.tensors) != set(roles):
         raise UserError(
             f"{path} holds {_listed(manifest.tensors)}, but this run needs {_listed(roles)}; the configurations "
@@ -30,16 +26,15 @@ def check_tensors(folder: Path, manifest: Manifest, roles: Mapping[str, Weights]
         stored = manifest.tensors[role]
         shapes = {spec.name: spec.shape for spec in weights.layout.specs}
         for name in sorted(shapes.keys() ^ stored.keys()):
-            which = "has no" if name in shapes else "has a"
+            has = "has no" if name in shapes else "has a"
             raise UserError(
-                f"{path} {which} tensor {name} of {role}, unlike this run's model; give the configuration of the run "
-                "that wrote it."
+                f"{path} {has} tensor {name} of {role}, unlike this run's model; {remedy}"
             )
         for name, shape in shapes.items():
             if stored[name].shape != shape:
                 raise UserError(
                     f"{name} of {role} has the shape {list(stored[name].shape)} in {path}, but {list(shape)} in this "
-                    "run's model; give the configuration of the run that wrote it."
+                    f"run's model; {remedy}"
                 )
 
 
@@ -48,23 +43,22 @@ def _listed(roles: Mapping[str, object]) -> str:
 
 
 def load_role(folder: Path, manifest: Manifest, role: str, weights: Weights) -> None:
-    """Fills `weights`, whose place in memory must be at hand. Raises DamagedCheckpoint."""
+    """Fills `weights`, which must be in memory. Raises DamagedCheckpoint."""
     reader = ShardReader(folder, manifest.files)
-    for name, part in weights.parts.items():
-        read_box(reader, manifest.tensors[role][name], weights.boxes[name], part)
+    for name, view in weights.parts.items():
+        read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
     weights.pool.push()
 
 
 def read_box(reader: ShardReader, tensor: StoredTensor, box: Box, out: np.ndarray) -> None:
-    """The part `box` of a tensor into `out`, which has its shape."""
+    """Reads the slice `box` of a tensor into `out`, which has its shape. Raises DamagedCheckpoint."""
     missing = box.size
-    for piece in tensor.pieces:
-        common = piece.box.intersect(box)
+    for chunk in tensor.chunks:
+        common = chunk.box.intersect(box)
         if common is None:
             continue
-        values = reader.read(piece)
-        part = values[common.within(piece.box).slices]
-        tiles.copy(out[common.within(box).slices], part)
+        values = reader.read(chunk)[common.within(chunk.box).slices]
+        copy(out[common.within(box).slices], values)
         missing -= common.size
     if missing:
-        raise DamagedCheckpoint(f"{missing} elements of {box} are in no piece of the checkpoint.")
+        raise DamagedCheckpoint(f"{missing} elements of {box} are in no chunk of the checkpoint.")

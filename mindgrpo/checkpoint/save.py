@@ -1,7 +1,7 @@
-"""Writes a checkpoint: every rank its pieces, rank 0 the manifest, and the name last. All ranks together.
+"""Saves a checkpoint, all ranks together: every rank its chunks, rank 0 the manifest, and the folder's name last.
 
-In the background only the copy holds up the run; a thread then writes, and `commit` waits for it. Refuses to end a
-run over a checkpoint: what cannot be written is taken away again and told in one sentence.
+In the background only the copy holds up the run: a thread then writes, and `commit` waits for it. A checkpoint that
+cannot be written is taken away again and does not end the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,23 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint import tiles
 from mindgrpo.checkpoint.folders import folder_of, partial_of
-from mindgrpo.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, write_manifest
-from mindgrpo.checkpoint.plan import Piece, plan_pieces
-from mindgrpo.checkpoint.shard import SUM_MODULUS, Shard, shard_bytes, write_shard
-from mindgrpo.checkpoint.sums import joined
+from mindgrpo.checkpoint.format import (
+    MANIFEST,
+    Manifest,
+    StoredTensor,
+    write_manifest,
+)
+from mindgrpo.checkpoint.plan import Chunk, plan_chunks
+from mindgrpo.checkpoint.shards import (
+    SUM_MODULUS,
+    Shard,
+    by_rows,
+    joined,
+    shard_bytes,
+    values_of,
+    write_shard,
+)
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
 
@@ -38,7 +49,7 @@ class NotWritten(Exception):
 
 @dataclass
 class _Work:
-    """What one rank writes, and how it went."""
+    """One rank's part of a checkpoint, and how it went."""
 
     step: int
     complete: Complete
@@ -46,13 +57,23 @@ class _Work:
     error: str | None = None
     thread: threading.Thread | None = None
 
+    def write(
+        self, path: Path, chunks: list[Chunk], array_of: Callable[[Chunk], np.ndarray]
+    ) -> None:
+        try:
+            self.shard = write_shard(path, chunks, array_of)
+        except OSError as error:
+            self.error = f"{path.name}: {error.strerror}"
+        except Exception as error:  # a thread's exception would be lost
+            self.error = f"{path.name}: {type(error).__name__}: {error}"
+
 
 class Saver:
-    """Of one run's folder. `begin` a checkpoint, then `commit` it before the next; NotWritten comes from either."""
+    """Saves one run's checkpoints: `begin` one, then `commit` it before the next. Both raise NotWritten."""
 
     def __init__(self, run: Path, backend: Backend) -> None:
         self._run, self._backend = run, backend
-        self._plan: list[list[Piece]] = []
+        self._plan: list[list[Chunk]] = []
         self._planned: dict[str, Layout] = {}
         self._work: _Work | None = None
 
@@ -75,50 +96,46 @@ class Saver:
         background: bool,
         bring: Callable[[str], None] = lambda role: None,
     ) -> int:
-        """Saves what is now; the bytes of all ranks. `bring` puts a role at hand; one is read at a time."""
+        """Saves the values of this moment; returns the bytes of all ranks.
+
+        `bring` brings a role into memory; one is read at a time.
+        """
         if self._work is not None:
             raise RuntimeError(f"the checkpoint of step {self._work.step} was not committed")
-        self._make_plan(roles)
-        total = sum(shard_bytes(pieces) for pieces in self._plan)
-        self._agree(self._make_room(step, total) if self._backend.rank == 0 else None)
-        pieces = self._plan[self._backend.rank]
-        work = self._work = _Work(step, complete)
-        path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
-
-        at_hand = ""
-
-        def live(piece: Piece) -> np.ndarray:
-            nonlocal at_hand
-            if piece.role != at_hand:
-                bring(piece.role)
-                at_hand = piece.role
-            weights = roles[piece.role]
-            return weights.parts[piece.name][piece.box.within(weights.boxes[piece.name]).slices]
-
-        if not pieces:
-            return total
-        if not background:
-            self._write(work, path, pieces, live)
-            return total
-        try:
-            copies = {piece: tiles.by_rows(live(piece)) for piece in pieces}
-        except MemoryError:
-            work.error = f"{path.name}: the host has no memory for a copy"
-            return total
-        # popped, so that memory goes back as the disk takes it
-        arguments = (work, path, pieces, copies.pop)
-        work.thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
-        work.thread.start()
-        return total
-
-    def _make_plan(self, roles: Mapping[str, Weights]) -> None:
         layouts = {role: weights.layout for role, weights in roles.items()}
         if self._planned != layouts:
-            self._plan = plan_pieces(layouts, self._backend.world_size)
+            self._plan = plan_chunks(layouts, self._backend.world_size)
             self._planned = layouts
+        total = sum(shard_bytes(chunks) for chunks in self._plan)
+        self._agree(self._make_folder(step, total) if self._backend.rank == 0 else None)
+        chunks = self._plan[self._backend.rank]
+        work = self._work = _Work(step, complete)
+        path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
+        in_memory = ""
 
-    def _make_room(self, step: int, num_bytes: int) -> str | None:
-        """The partial folder, on rank 0; why there is none."""
+        def live(chunk: Chunk) -> np.ndarray:
+            nonlocal in_memory
+            if chunk.role != in_memory:
+                bring(chunk.role)
+                in_memory = chunk.role
+            return values_of(chunk, roles[chunk.role])
+
+        if chunks and not background:
+            work.write(path, chunks, live)
+        elif chunks:
+            try:
+                copies = {chunk: by_rows(live(chunk)) for chunk in chunks}
+            except MemoryError:
+                work.error = f"{path.name}: the host has no memory for a copy"
+                return total
+            # popped, so that memory goes back as the disk takes it
+            arguments = (path, chunks, copies.pop)
+            work.thread = threading.Thread(target=work.write, args=arguments, name="checkpoint")
+            work.thread.start()
+        return total
+
+    def _make_folder(self, step: int, num_bytes: int) -> str | None:
+        """Makes the partial folder, on rank 0; returns why there is none."""
         partial = partial_of(self._run, step)
         try:
             partial.parent.mkdir(parents=True, exist_ok=True)
@@ -135,43 +152,31 @@ class Saver:
             return f"{error.filename or partial}: {error.strerror}"
         return None
 
-    @staticmethod
-    def _write(
-        work: _Work, path: Path, pieces: list[Piece], array_of: Callable[[Piece], np.ndarray]
-    ) -> None:
-        try:
-            work.shard = write_shard(path, pieces, array_of)
-        except OSError as error:
-            work.error = f"{path.name}: {error.strerror}"
-        except Exception as error:  # a thread's exception would be lost
-            work.error = f"{path.name}: {type(error).__name__}: {error}"
-
     def commit(self) -> Path:
-        """Waits for every rank's file and gives the checkpoint its name; its folder."""
+        """Waits for every rank's file and gives the checkpoint its name; returns its folder."""
         work = self._work
         if work is None:
             raise RuntimeError("there is no checkpoint to commit")
         if work.thread is not None:
             work.thread.join()
         self._work = None
-        told = self._backend.world.gather_objects((work.shard, work.error))
-        error = next((f"rank {r}: {e}" for r, (_, e) in enumerate(told) if e), None)
+        results = self._backend.world.gather_objects((work.shard, work.error))
+        error = next((f"rank {rank}: {e}" for rank, (_, e) in enumerate(results) if e), None)
         if self._backend.rank == 0:
-            if error is None:
-                error = self._name(work, [shard for shard, _ in told])
+            error = error or self._name(work, [shard for shard, _ in results])
             if error is not None:
                 shutil.rmtree(partial_of(self._run, work.step), ignore_errors=True)
         self._agree(error)
         return folder_of(self._run, work.step)
 
     def _name(self, work: _Work, shards: list[Shard | None]) -> str | None:
-        """Manifest and final name, on rank 0; why not."""
+        """Writes the manifest and gives the folder its name, on rank 0; returns why not."""
         partial, final = partial_of(self._run, work.step), folder_of(self._run, work.step)
         try:
             missing = [s for s in shards if s and not (partial / s.name).is_file()]
             if missing:
                 return f"{partial / missing[0].name} is not seen by rank 0: all hosts need the same folder"
-            manifest = work.complete(stored_in(self._plan, shards))
+            manifest = work.complete(self._stored(shards))
             with (partial / MANIFEST).open("xb") as stream:
                 stream.write(write_manifest(manifest))
                 stream.flush()
@@ -183,38 +188,34 @@ class Saver:
             return f"{error.filename or partial}: {error.strerror}"
         return None
 
+    def _stored(self, shards: list[Shard | None]) -> dict[str, object]:
+        """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
+        tensors = {
+            role: {
+                spec.name: StoredTensor(shape=spec.shape, dtype="F32", chunks=[])
+                for spec in layout.specs
+            }
+            for role, layout in self._planned.items()
+        }
+        sums = {role: dict.fromkeys(names, 0) for role, names in tensors.items()}
+        for chunks, shard in zip(self._plan, shards, strict=True):
+            if shard is None:
+                continue
+            for chunk, stored, words in zip(chunks, shard.stored, shard.sums, strict=True):
+                tensors[chunk.role][chunk.name].chunks.append(stored)
+                total = sums[chunk.role][chunk.name] + words
+                sums[chunk.role][chunk.name] = total % SUM_MODULUS
+        return {
+            "files": {shard.name: shard.file for shard in shards if shard is not None},
+            "tensors": tensors,
+            "sums": {role: joined(of_role) for role, of_role in sums.items()},
+        }
+
     def _agree(self, error: str | None) -> None:
-        """Rank 0's verdict, on all. Raises NotWritten."""
+        """Raises NotWritten on all ranks if rank 0 has an error."""
         verdict = self._backend.world.gather_objects(error)[0]
         if verdict is not None:
             raise NotWritten(verdict)
-
-
-def stored_in(plan: list[list[Piece]], shards: list[Shard | None]) -> dict[str, object]:
-    """The manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
-    tensors: dict[str, dict[str, StoredTensor]] = {}
-    sums: dict[str, dict[str, int]] = {}
-    for pieces, shard in zip(plan, shards, strict=True):
-        if shard is None:
-            continue
-        for piece, stored, words in zip(pieces, shard.stored, shard.sums, strict=True):
-            role = tensors.setdefault(piece.role, {})
-            tensor = role.setdefault(
-                piece.name, StoredTensor(shape=piece.box.stop, dtype="F32", pieces=[])
-            )
-            tensor.pieces.append(stored)
-            of_role = sums.setdefault(piece.role, {})
-            of_role[piece.name] = (of_role.get(piece.name, 0) + words) % SUM_MODULUS
-    for role in tensors.values():
-        for name, tensor in role.items():
-            stops = zip(*(piece.stop for piece in tensor.pieces), strict=True)
-            shape = tuple(max(extents) for extents in stops)
-            role[name] = tensor.model_copy(update={"shape": shape})
-    return {
-        "files": {shard.name: shard.file for shard in shards if shard is not None},
-        "tensors": tensors,
-        "sums": {role: joined(of_role) for role, of_role in sums.items()},
-    }
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,7 +12,7 @@ from mindgrpo.run.machine_checks import findings
 def main(argv: Sequence[str]) -> None:
     if argv:
         raise UserError(f"doctor takes no arguments, but was given '{argv[0]}'.")
-    found = findings()
-    print("\n".join(str(finding) for finding in found))
-    if any(finding.level == "error" for finding in found):
+    checks = findings()
+    print("\n".join(str(finding) for finding in checks))
+    if any(finding.level == "error" for finding in checks):
         sys.exit(1)

@@ -14,28 +14,27 @@ from typing import Any
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.config import Config, Loaded, load_config, memory_bytes, require_run_keys
+from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.evaluation import (
-    Evaluator,
-    Mode,
-    Outcome,
-    modes_of,
-)
-from mindgrpo.grpo.rollout import check_rewards
+from mindgrpo.grpo.build import evaluation_modes, make_engine
+from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome
+from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
+from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
+from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.engine import Generator
 from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (
@@ -43,8 +42,6 @@ from mindgrpo.run.preflight import (
     held_out_prompts,
     read_model,
     read_tokenizer,
-    runtime_settings,
-    sampling_settings,
     scorer_of,
 )
 from mindgrpo.weights.pretrained import check_tensors, load_weights
@@ -86,18 +83,18 @@ class EvaluationInputs:
         )
 
 
-def grid_for(given: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
+def grid_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
     """The generator's layout on so many ranks: the configuration's `model_parallel`, and replicas on what is left.
 
     One rank has the model whole. Raises UserError.
     """
-    ways = 1 if world_size == 1 else given.model_parallel
-    if world_size % ways:
+    tp_size = 1 if world_size == 1 else asked.model_parallel
+    if world_size % tp_size:
         raise UserError(
-            f"generate_config.parallel_config.model_parallel {ways} does not divide the {world_size} ranks of this "
+            f"generate_config.parallel_config.model_parallel {tp_size} does not divide the {world_size} ranks of this "
             "evaluation; start a multiple of it, or one rank, or set it to a divisor."
         )
-    return GenerateParallelConfig(data_parallel=world_size // ways, model_parallel=ways)
+    return GenerateParallelConfig(data_parallel=world_size // tp_size, model_parallel=tp_size)
 
 
 def read_inputs(
@@ -115,7 +112,7 @@ def read_inputs(
         assert prompts is not None
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
-        modes = modes_of(config, sampling)
+        modes = evaluation_modes(config, sampling)
         layout = layout_of(grid, model)
         return EvaluationInputs(model, layout, tokenizer, prompts, scorer, sampling, modes, count)
     except BaseException:
@@ -162,11 +159,11 @@ def main(argv: Sequence[str]) -> None:
     backend = connect(context.device_target, context.transport, dict(os.environ), settings)
     outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
-        found = report(config, line.step, backend, inputs, outcomes)
+        figures = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
         if line.output is not None:
             line.output.parent.mkdir(parents=True, exist_ok=True)
-            line.output.write_text(json.dumps(found, indent=2) + "\n")
+            line.output.write_text(json.dumps(figures, indent=2) + "\n")
         if line.completions is not None:
             line.completions.parent.mkdir(parents=True, exist_ok=True)
             write_completions(line.completions, line.step, outcomes)
@@ -180,38 +177,34 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
     console.line(f"  {config.actor_config.load}: generate {inputs.layout.grid}")
     with console.phase("loading weights"):
-        generator = _generator(config, inputs, backend)
+        engine = _engine(config, inputs, backend)
     check_rewards(inputs.check_rewards, backend)
     evaluator = Evaluator(
-        generator,
-        inputs.layout,
-        backend,
-        inputs.scorer,
-        inputs.tokenizer,
+        Replicas(engine, inputs.layout.grid, backend),
+        RolloutScorer(inputs.scorer, inputs.tokenizer, backend),
         config.rl_config.seed,
     )
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
         outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
     for outcome in outcomes:
-        for name, said in outcome.scored.scores.messages.items():
-            console.line(f"  reward {name}: {said}")
+        for name, message in outcome.scored.scores.messages.items():
+            console.line(f"  reward {name}: {message}")
     if inputs.scorer is not None:
         inputs.scorer.close()
     return outcomes, inputs
 
 
-def _generator(config: Config, inputs: EvaluationInputs, backend: Backend) -> Generator:
+def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
     """With its weights, and its cache on the device."""
     room = inputs.room(config)
-    made = Generator(inputs.model, inputs.layout, backend, inputs.sampling, room)
-    budget = config.context.max_device_memory
-    residency = Residency(memory_bytes(budget) if budget else None)
-    residency.own("generator", [made.weights.pool], rebuilt=False, filled=True)
-    residency.own("kv_cache", [made.cache], rebuilt=True, filled=False)
-    residency.enter("rollout")
-    load_weights(made.weights, config.actor_config.load)
-    made.version = VERSION
-    return made
+    engine = make_engine(inputs.model, inputs.layout, backend, inputs.sampling, room)
+    residency = Residency(device_budget(config))
+    for name, pools in engine.pools.items():
+        residency.register(name, pools, rebuilt=True, filled=False)
+    residency.activate("rollout")
+    engine.wake()
+    engine.publish(lambda: load_weights(engine.weights, config.actor_config.load), VERSION)
+    return engine
 
 
 def report(

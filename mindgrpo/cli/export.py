@@ -7,82 +7,71 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mindgrpo.checkpoint.find import find
-from mindgrpo.checkpoint.folders import steps_in
+from mindgrpo.checkpoint.folders import find, steps_in
+from mindgrpo.checkpoint.format import MANIFEST, Manifest
 from mindgrpo.checkpoint.load import read_box
-from mindgrpo.checkpoint.manifest import MANIFEST, Manifest
-from mindgrpo.checkpoint.shard import ShardReader
+from mindgrpo.checkpoint.shards import ShardReader
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES, write_companions
-from mindgrpo.models.families import parameter_specs, read_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import to_mindformers
-from mindgrpo.weights.model_files import WeightFiles, open_weights
-from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
+from mindgrpo.weights.model_files import ModelFiles, ModelTensor
+from mindgrpo.weights.pretrained import check_tensors, open_weights
 from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
 
 FORMATS = ("huggingface", "mindformers")
 
 
-class CheckpointFiles:
-    """The policy of a checkpoint as a model's tensors; adapters are added to `base`."""
+def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> ModelFiles:
+    """Returns the policy of a checkpoint as a model's tensors; adapters are added to `base`. Raises UserError."""
+    role = "policy" if base is None else "adapters"
+    if role not in manifest.tensors:
+        raise UserError(
+            f"{folder / MANIFEST} lists no tensors of '{role}', the weights that are to be exported."
+        )
+    reader, tensors = ShardReader(folder, manifest.files), manifest.tensors[role]
+    scale = manifest.lora.alpha / manifest.lora.rank if manifest.lora is not None else 0.0
 
-    def __init__(self, folder: Path, manifest: Manifest, base: WeightFiles | None) -> None:
-        self._reader = ShardReader(folder, manifest.files)
-        self._base = base
-        self._scale = 0.0
-        if manifest.lora is not None:
-            self._scale = manifest.lora.alpha / manifest.lora.rank
-        role = "policy" if base is None else "adapters"
-        if role not in manifest.tensors:
-            raise UserError(
-                f"{folder / MANIFEST} lists no tensors of '{role}', the weights that are to be exported."
-            )
-        self._tensors = manifest.tensors[role]
+    def stored(name: str) -> np.ndarray:
+        shape = tensors[name].shape
+        values = np.empty(shape, np.float32)
+        read_box(reader, tensors[name], Box((0,) * len(shape), shape), values)
+        return values
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors) if self._base is None else self._base.names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape if self._base is None else self._base.shape(name)
-
-    def check_dtype(self, name: str) -> None:
-        """Every checkpoint is float32."""
-        if self._base is not None:
-            self._base.check_dtype(name)
-
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """A fresh float32 array of the box (everything without one)."""
-        whole = self._whole(name)
-        return whole if box is None else whole[box.slices].copy()
-
-    def _whole(self, name: str) -> np.ndarray:
-        if self._base is None:
-            return self._stored(name)
-        values = self._base.read(name)
+    def merged(name: str) -> np.ndarray:
+        assert base is not None
+        values = base.read(name)
         a_name, b_name = adapter_names(name)
-        if b_name in self._tensors:
-            values += np.float32(self._scale) * (self._stored(b_name) @ self._stored(a_name))
+        if b_name in tensors:
+            values += np.float32(scale) * (stored(b_name) @ stored(a_name))
         return values
 
-    def _stored(self, name: str) -> np.ndarray:
-        tensor = self._tensors[name]
-        values = np.empty(tensor.shape, np.float32)
-        read_box(self._reader, tensor, Box((0,) * len(tensor.shape), tensor.shape), values)
-        return values
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if base is not None:
+        shapes = {name: base.shape(name) for name in base.names}
+    values_of = stored if base is None else merged
+    return ModelFiles(
+        folder,
+        {
+            name: ModelTensor(folder, "F32", s, partial(values_of, name))
+            for name, s in shapes.items()
+        },
+    )
 
 
-def open_source(source: Path, model: Path | None) -> tuple[WeightFiles, Path]:
+def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
     """The tensors, and the directory whose configuration and tokenizer belong to them. Raises UserError."""
     is_checkpoint = (source / MANIFEST).is_file()
     if not is_checkpoint and (source / "hf" / "config.json").is_file():
@@ -94,12 +83,12 @@ def open_source(source: Path, model: Path | None) -> tuple[WeightFiles, Path]:
     return open_weights(source), beside
 
 
-def _open_checkpoint(source: Path, model: Path | None) -> tuple[WeightFiles, Path]:
+def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
     start = find(str(source), None, "", source)
     assert start is not None
     folder, manifest = start.candidates[0].folder, start.candidates[0].manifest
-    given: Any = manifest.identity.config.get("actor_config.load")
-    beside = model or Path(str(given))
+    base: Any = manifest.identity.config.get("actor_config.load")
+    beside = model or Path(str(base))
     if not (beside / "config.json").is_file():
         raise UserError(
             f"The run of {folder} began with the model '{beside}', which is not there now; name it with --model DIR."
@@ -108,7 +97,7 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[WeightFiles, Pat
     base = None
     if manifest.lora is not None:
         base = check_tensors(beside, specs)
-    files = CheckpointFiles(folder, manifest, base)
+    files = policy_files(folder, manifest, base)
     if {spec.name: spec.shape for spec in specs} != {n: files.shape(n) for n in files.names}:
         raise UserError(
             f"{folder} holds another model than '{beside}'; name the one that its run began with, as --model DIR."
@@ -131,6 +120,12 @@ def convert(
             f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
         )
     is_mindformers = names == "mindformers"
+    family = read_config(beside).model_type
+    if is_mindformers and family not in FAMILIES:
+        raise UserError(
+            f"--format is mindformers, but MindFormers has no names for the tensors of '{family}' ({beside}), only of "
+            f"{', '.join(FAMILIES)}; leave --format out."
+        )
     for name in files.names:
         files.check_dtype(name)
     with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:
@@ -161,7 +156,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
     parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
     parser.add_argument("--model", type=path_of)
-    given = parser.parse_args(list(argv))
-    shards = given.max_shard_bytes
-    for file in convert(given.source, given.output, given.dtype, shards, given.format, given.model):
+    flags = parser.parse_args(list(argv))
+    shards = flags.max_shard_bytes
+    for file in convert(flags.source, flags.output, flags.dtype, shards, flags.format, flags.model):
         print(file)

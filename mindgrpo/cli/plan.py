@@ -20,7 +20,8 @@ from mindgrpo.config import (
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.models.families import DecoderConfig, read_config
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.run.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
@@ -44,19 +45,19 @@ def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
 
 def read_links(pairs: Sequence[tuple[str, str]]) -> tuple[Links | None, list[tuple[str, str]]]:
     """The links that flags tell, None where none does, and the flags that are left."""
-    told = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
+    links = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
     rest = [(flag, value) for flag, value in pairs if flag not in LINK_FLAGS]
-    if not told:
+    if not links:
         return None, rest
-    if LINK not in told:
+    if LINK not in links:
         raise UserError(
-            f"{next(iter(told))} says nothing without {LINK}; add the bandwidth of a host's link."
+            f"{next(iter(links))} says nothing without {LINK}; add the bandwidth of a host's link."
         )
-    local = told.get(LOCAL)
+    local = links.get(LOCAL)
     return (
         Links(
-            bytes_per_s=_bandwidth(LINK, told[LINK]),
-            ranks_per_host=_count(PER_HOST, told.get(PER_HOST, "1")),
+            bytes_per_s=_bandwidth(LINK, links[LINK]),
+            ranks_per_host=_count(PER_HOST, links.get(PER_HOST, "1")),
             local_bytes_per_s=None if local is None else _bandwidth(LOCAL, local),
         ),
         rest,
@@ -85,7 +86,10 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
     sections = {
-        "model": [f"{model.model_type}, {model.num_parameters / 1e9:.3f} B parameters ({where})"],
+        "model": [
+            f"{model.model_type}, {num_parameters(model) / 1e9:.3f} B parameters ({where})",
+            *plan.notices,
+        ],
         "devices": [f"{plan.world_size}"],
         "layouts": plan.layout_lines(),
         "memory": [

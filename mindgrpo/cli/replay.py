@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.finite import NotFinite
+from mindgrpo.algorithm import non_finite
+from mindgrpo.algorithm.non_finite import NonFiniteUpdate
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
@@ -31,18 +32,18 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
     parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
     parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")
-    given = parser.parse_args(list(argv))
-    if given.output and given.output.exists():
+    flags = parser.parse_args(list(argv))
+    if flags.output and flags.output.exists():
         raise UserError(
-            f"--output '{given.output}' exists, and nothing is written over; name a new file."
+            f"--output '{flags.output}' exists, and nothing is written over; name a new file."
         )
-    kept = dump.read(given.dump)
-    told = _told(kept)
-    print("\n".join(_stored_lines(kept, told)))
-    told["replay"] = _again(kept, given.dump, given.model)
-    print("\n".join(f"{name}: {value}" for name, value in told["replay"].items()))
-    if given.output:
-        given.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    kept = dump.read(flags.dump)
+    report = _told(kept)
+    print("\n".join(_stored_lines(kept, report)))
+    report["replay"] = _again(kept, flags.dump, flags.model)
+    print("\n".join(f"{name}: {value}" for name, value in report["replay"].items()))
+    if flags.output:
+        flags.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _told(kept: dump.Dump) -> dict[str, Any]:
@@ -51,9 +52,9 @@ def _told(kept: dump.Dump) -> dict[str, Any]:
         "found": about.found,
         "step": about.step,
         "update": about.update,
-        "samples": len(kept.samples),
+        "samples": len(kept.batch),
         "members": len(about.members),
-        "stored": {name: _figures(parts) for name, parts in _stored(kept)},
+        "stored": {name: _figures(arrays) for name, arrays in _stored(kept)},
     }
 
 
@@ -61,16 +62,18 @@ def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
     """What is known of the samples, an array a sample."""
     for name, values in kept.rewards.items():
         yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
-    for name in ("advantages", *dump.BY_TOKEN):
-        parts = getattr(kept.samples, name)
-        if parts is not None and len(parts):
-            yield name, [np.atleast_1d(part) for part in parts]
+    yield "advantages", [np.atleast_1d(value) for value in kept.batch.advantages]
+    yield "generator_logps", list(kept.batch.rollout.generator_logps)
+    for name in dump.BATCH_BY_TOKEN:
+        rows = getattr(kept.batch, name)
+        if rows is not None:
+            yield name, list(rows)
 
 
-def _figures(parts: list[np.ndarray]) -> dict[str, Any]:
-    values = np.concatenate(parts).astype(np.float64)
+def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
+    values = np.concatenate(arrays).astype(np.float64)
     good = values[np.isfinite(values)]
-    bad = [i for i, part in enumerate(parts) if not np.isfinite(part).all()]
+    bad = [i for i, part in enumerate(arrays) if not np.isfinite(part).all()]
     return {
         "count": int(values.size),
         "not_finite": int(values.size - good.size),
@@ -80,10 +83,10 @@ def _figures(parts: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
-def _stored_lines(kept: dump.Dump, told: Mapping[str, Any]) -> Iterator[str]:
-    yield f"step {told['step']}, update {told['update']}: {told['found']}"
-    yield f"{told['samples']} samples, {told['members']} of them in this update"
-    for name, figures in told["stored"].items():
+def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
+    yield f"step {report['step']}, update {report['update']}: {report['found']}"
+    yield f"{report['samples']} samples, {report['members']} of them in this update"
+    for name, figures in report["stored"].items():
         line = f"  {name}: {figures['count']} numbers"
         if figures["lowest"] is not None:
             line += f" from {figures['lowest']:.6g} to {figures['highest']:.6g}"
@@ -91,14 +94,14 @@ def _stored_lines(kept: dump.Dump, told: Mapping[str, Any]) -> Iterator[str]:
             samples = figures["samples_not_finite"]
             line += f", {figures['not_finite']} not finite, in samples {samples[:10]}"
         yield line
-    for i in _suspects(told)[:3]:
+    for i in _suspects(report)[:3]:
         if i < len(kept.about.texts):
             yield f"  sample {i}: {kept.about.texts[i]!r}"
 
 
-def _suspects(told: Mapping[str, Any]) -> list[int]:
-    found = (figures["samples_not_finite"] for figures in told["stored"].values())
-    return sorted({i for samples in found for i in samples})
+def _suspects(report: Mapping[str, Any]) -> list[int]:
+    bad = (figures["samples_not_finite"] for figures in report["stored"].values())
+    return sorted({i for samples in bad for i in samples})
 
 
 def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
@@ -108,43 +111,48 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
             f"'{folder}' was kept without weights (rl_config.dump_weights); give those to use with --model."
         )
     # What computes is imported only where something is computed.
+    from mindgrpo.algorithm.packing import PackedRollout
     from mindgrpo.backend.connect import connect
     from mindgrpo.data.tokenizer import load_tokenizer
-    from mindgrpo.grpo.roles import update_settings
-    from mindgrpo.grpo.rollout import sample_logps
+    from mindgrpo.grpo.build import make_policy
+    from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.models.families import read_config
-    from mindgrpo.run.preflight import sampling_settings
-    from mindgrpo.training.policy import Policy
+    from mindgrpo.grpo.settings import sampling_settings
+    from mindgrpo.models.decoder_config import read_config
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)
     backend = connect(None, None, dict(os.environ))
-    settings = update_settings(plan, sampling_settings(config, load_tokenizer(weights)), backend)
-    policy = Policy(plan.model, plan.train, backend, settings)
+    policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
     load_weights(policy.weights, weights)
-    samples, members = kept.samples, kept.about.members
-    told: dict[str, Any] = {"weights": str(weights)}
-    bad = finite.in_arrays(policy.weights.parts.items())
+    batch, members = kept.batch, kept.about.members
+    packed = PackedRollout(batch.rollout)
+    outcome: dict[str, Any] = {"weights": str(weights)}
+    bad = non_finite.in_arrays(policy.weights.parts.items())
     if bad is not None:
-        told["first number not finite in the weights"] = str(bad)
-    logps = sample_logps(policy.pipeline, plan.train, backend, samples)
-    told |= _compared(logps, samples.generator_logps)
-    if len(samples.advantages) != len(samples) or not members:
-        return told | {"update": "not made again: the batch was refused before its advantages"}
+        outcome["first number not finite in the weights"] = str(bad)
+    logps = compute_log_probs(policy.pipeline, plan.train.grid, backend, packed)
+    outcome |= _compared(logps, batch.rollout)
+    if np.isnan(batch.advantages).all() or not members:
+        return outcome | {"update": "not made again: the batch was refused before its advantages"}
     try:
-        report = update(policy, samples, members, kept.about.lr)
-    except NotFinite as error:
-        return told | {"update": f"refused again: {error.found}"}
+        report = update(policy, batch, packed, members, kept.about.lr)
+    except NonFiniteUpdate as error:
+        return outcome | {"update": f"refused again: {error.number}"}
     finally:
         backend.close()
-    return told | {"update": "finite this time", "loss": report.loss, "grad_norm": report.grad_norm}
+    return outcome | {
+        "update": "finite this time",
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+    }
 
 
-def _compared(logps: Sequence[np.ndarray], generator: Sequence[np.ndarray]) -> dict[str, Any]:
-    gaps = [np.abs(a - b) for a, b in zip(logps, generator, strict=True)]
+def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
+    rows = zip(logps, rollout.generator_logps, rollout.action_mask, strict=True)
+    gaps = [np.abs(own - drawn)[mask] for own, drawn, mask in rows]
     largest = [float(gap.max()) if gap.size else 0.0 for gap in gaps]
     bad = [i for i, part in enumerate(logps) if not np.isfinite(part).all()]
     finite_gaps = [gap if np.isfinite(gap) else -1.0 for gap in largest]

@@ -71,19 +71,19 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> None:
     """Prints the table. Raises UserError."""
-    given = arguments(argv)
+    flags = arguments(argv)
     try:
-        limits = Limits(deadline=given.deadline, memory=memory_bytes(given.memory))
+        limits = Limits(deadline=flags.deadline, memory=memory_bytes(flags.memory))
     except ValueError as error:
-        raise UserError(f"--memory is {given.memory!r}, but it {error}.") from None
-    rows = list(read_rows(given.data, given.limit))
-    trial = trial_of(rows, given.data, given.completion_column, given.answer_column)
-    longest = given.max_completion_length
+        raise UserError(f"--memory is {flags.memory!r}, but it {error}.") from None
+    rows = list(read_rows(flags.data, flags.limit))
+    trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
+    longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
-    scorer = Scorer(given.reward, limits=limits, facts=facts)
+    scorer = Scorer(flags.reward, limits=limits, facts=facts)
     try:
         scorer.dry_run(trial.completions, trial.answers, trial.columns)
-        print(f"{len(rows)} rows of {given.data}{trial.note}\n")
+        print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
         show(trial, scorer)
     finally:
         scorer.close()
@@ -148,9 +148,9 @@ def show(trial: Trial, scorer: Scorer) -> None:
     print(line(("row", "answer", "completion ends with", *scorer.names), scorer.names))
     for step in trial.steps():
         scores = scorer.score(step.completions, step.answers, step.columns)
-        for place in range(min(len(step.completions), ROWS_SHOWN - shown)):
+        for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
             shown += 1
-            print(line(row_of(step, scores, place, shown), scorer.names))
+            print(line(row_of(step, scores, row, shown), scorer.names))
         for name, report in scores.reports.items():
             reports[name] = reports[name].plus(report) if name in reports else report
             values[name] += scores.per_function[name].tolist()
@@ -161,12 +161,12 @@ def show(trial: Trial, scorer: Scorer) -> None:
         summarise(name, values[name], report)
 
 
-def row_of(step: Trial, scores: Scores, place: int, number: int) -> tuple[str, ...]:
-    given = [
-        "failed" if place in scores.reports[name].failed else figure(values[place])
+def row_of(step: Trial, scores: Scores, row: int, number: int) -> tuple[str, ...]:
+    cells = [
+        "failed" if row in scores.reports[name].failed else figure(values[row])
         for name, values in scores.per_function.items()
     ]
-    return (str(number), step.answers[place], step.completions[place], *given)
+    return (str(number), step.answers[row], step.completions[row], *cells)
 
 
 def figure(value: float) -> str:
@@ -174,9 +174,9 @@ def figure(value: float) -> str:
 
 
 def line(cells: Sequence[str], names: Sequence[str]) -> str:
-    number, answer, completion, *given = cells
+    number, answer, completion, *scores = cells
     texts = [one_line(answer)[-16:].ljust(16), one_line(completion)[-TEXT_WIDTH:].ljust(TEXT_WIDTH)]
-    figures = [cell.rjust(max(8, len(name))) for cell, name in zip(given, names, strict=True)]
+    figures = [cell.rjust(max(8, len(name))) for cell, name in zip(scores, names, strict=True)]
     return "  ".join([number.rjust(4), *texts, *figures])
 
 
@@ -185,12 +185,14 @@ def one_line(text: str) -> str:
 
 
 def summarise(name: str, values: Sequence[float], report: Report) -> None:
-    given = [value for value in values if value == value]
-    mean = f"{sum(given) / len(given):.4f}" if given else "-"
+    numbers = [value for value in values if value == value]
+    mean = f"{sum(numbers) / len(numbers):.4f}" if numbers else "-"
     counts = ", ".join(f"{kind} {count}" for kind, count in report.counts.items() if count)
-    print(f"{name}: mean {mean} of {len(given)}; {counts or 'no failures'}; {report.seconds:.2f} s")
+    print(
+        f"{name}: mean {mean} of {len(numbers)}; {counts or 'no failures'}; {report.seconds:.2f} s"
+    )
     if report.line:
         print(f"  {report.line}")
     if report.printed:
         first = report.printed.strip().splitlines()[:5]
-        print("\n".join(f"  printed: {said[:200]}" for said in first))
+        print("\n".join(f"  printed: {printed[:200]}" for printed in first))

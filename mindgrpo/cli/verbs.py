@@ -14,6 +14,9 @@ from mindgrpo.errors import UserError
 
 # The lines of the help, by verb.
 USAGE = {
+    "launch": """\
+  launch  --ranks N [--max_restarts M] -- PROGRAM    a program and its arguments on N ranks, started again up to M times
+          [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A""",
     "train": """\
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone""",
     "eval": """\

@@ -1,16 +1,13 @@
-"""The user's configuration: YAML and command line in, one frozen Config out."""
+"""The user's configuration: a YAML file and the command line become one frozen `Config`, with every key's origin.
+
+Entry points: `load_config`, `parse_command_line`, `BatchPlan` (samples, updates and ranks that a configuration means),
+`reference.explain`. Rooms below take settings of their own, which `grpo` makes from this one; what keys do is theirs.
+"""
 
 from mindgrpo.config.arithmetic import BatchPlan, schedule_notes, validate_world
-from mindgrpo.config.command_line import split_overrides
+from mindgrpo.config.command_line import FLAGS, parse_command_line, split_overrides
 from mindgrpo.config.evaluation_line import configuration_words
-from mindgrpo.config.load import (
-    FLAGS,
-    Loaded,
-    load_config,
-    parse_command_line,
-    require_run_keys,
-    write_resolved,
-)
+from mindgrpo.config.load import Loaded, load_config, require_run_keys, write_resolved
 from mindgrpo.config.schema import Config, values_by_key
 from mindgrpo.config.section import memory_bytes
 
@@ -24,8 +21,8 @@ __all__ = [
     "memory_bytes",
     "parse_command_line",
     "require_run_keys",
-    "split_overrides",
     "schedule_notes",
+    "split_overrides",
     "validate_world",
     "values_by_key",
     "write_resolved",

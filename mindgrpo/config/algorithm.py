@@ -1,15 +1,12 @@
-"""The keys of `rl_config` that choose the algorithm: loss, advantages, KL, clips, corrections, which samples count.
-
-Refuses values outside their range; what does not go together is refused in algorithm_checks.py.
-"""
+"""The keys of `rl_config` that choose the algorithm: loss, advantages, KL, clips, corrections, which samples count."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from mindgrpo.config.section import Section
+from mindgrpo.config.section import Section, spelled
 
 DEFAULT_CAP = 2.0
 DEFAULT_ROUNDS = 3
@@ -21,11 +18,6 @@ SCALES = {
     "reinforce_plus_plus": "batch",
     "reinforce_plus_plus_baseline": "batch",
 }
-
-
-def _named(value: Any) -> Any:
-    # Users of other trainers write true for the group's deviation and false for none.
-    return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class AlgorithmKeys(Section):
@@ -56,12 +48,19 @@ class AlgorithmKeys(Section):
         description="grpo: reward less the group's mean; rloo: less the mean of the group's others; "
         "reinforce_plus_plus: less the mean of the step's tokens; ..._baseline: less the group's mean, then that",
     )
-    scale_rewards: Annotated[Literal["group", "batch", "none"] | None, BeforeValidator(_named)] = (
+    # Users of other trainers write true for the group's deviation and false for none.
+    scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         Field(
             None,
             description="divide advantages by the standard deviation of the group's rewards, of the step's, or do "
             "not; null: as the estimator's paper does (grpo: group, rloo: none, reinforce_plus_plus: batch)",
         )
+    )
+
+    advantage_std_floor: float = Field(
+        1e-6,
+        gt=0,
+        description="added to the standard deviation before dividing by it; 1e-6 is verl's value, TRL adds 1e-4",
     )
 
     beta: float = Field(0.01, ge=0, description="weight of the KL term; 0 loads no reference")
@@ -112,6 +111,6 @@ class AlgorithmKeys(Section):
         return self.importance_sampling_cap or DEFAULT_CAP
 
     @property
-    def refill_rounds(self) -> int:
-        """0 without dynamic sampling."""
+    def resampling_rounds(self) -> int:
+        """The most replacements a step; 0 without dynamic sampling."""
         return (self.dynamic_sampling_rounds or DEFAULT_ROUNDS) if self.dynamic_sampling else 0

@@ -1,17 +1,18 @@
-"""How many samples, updates and ranks a configuration means, with the user's numbers in the words.
+"""Computes how many samples, updates and ranks a configuration means. Pure.
 
-Pure. Refuses numbers that cannot be met, with settings that would work.
+Numbers that cannot be met are errors that propose settings which work.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindgrpo.config.schema import Config
 from mindgrpo.errors import UserError
 
+_AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 # Above this, clipped ratios carry much of the gradient and runs drift from their own samples.
 MANY_UPDATES = 4
 
@@ -26,8 +27,8 @@ class BatchPlan:
     rows_per_micro_batch: int  # over all training data-parallel ranks
     tokens_per_row: int
     samples_per_row: int | None  # at most; None: as many as fit
-    parts: int  # that a micro-batch passes the pipeline in
-    formulas: tuple[str, str]
+    interleaved: int  # slices of a micro-batch that pass the pipeline one after the other
+    formulas: tuple[str, str]  # of samples a step and updates a rollout, in the user's numbers
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
@@ -46,27 +47,19 @@ class BatchPlan:
             rows_per_micro_batch=rl.batch_size * config.actor_config.parallel_config.data_parallel,
             tokens_per_row=rl.seq_length,
             samples_per_row=rl.pack_num if rl.packing else 1,
-            parts=rl.micro_batch_interleaved,
+            interleaved=rl.micro_batch_interleaved,
             formulas=(prompts_formula, updates_formula),
         )
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps a rollout, all passes counted."""
+        """The optimizer steps of a rollout, over all passes."""
         return self.updates_per_rollout * self.num_iterations
 
     @property
     def max_micro_batches(self) -> int:
-        """Micro-batches an update where no two samples share a row."""
+        """The micro-batches of an update in which no two samples share a row."""
         return math.ceil(self.samples_per_update / self.rows_per_micro_batch)
-
-    def update_ranges(self) -> list[range]:
-        """Which samples, in order, each update of a pass takes: numpy's array_split."""
-        size, larger = divmod(self.samples_per_step, self.updates_per_rollout)
-        starts = [
-            index * size + min(index, larger) for index in range(self.updates_per_rollout + 1)
-        ]
-        return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
 
     def warnings(self) -> list[str]:
         if self.updates_per_step <= MANY_UPDATES:
@@ -80,19 +73,16 @@ class BatchPlan:
 
     def lines(self) -> list[str]:
         prompts, updates = self.formulas
-        fewer = self.samples_per_step % self.updates_per_rollout
-        each = f"{'at most ' if fewer else ''}{self.samples_per_update} samples each"
-        packed = (
-            "as many samples as fit"
-            if self.samples_per_row is None
-            else f"at most {_count(self.samples_per_row, 'sample')}"
-        )
+        at_most = "at most " if self.samples_per_step % self.updates_per_rollout else ""
+        cut = f" in {self.interleaved} parts" if self.interleaved > 1 else ""
+        packed = "as many samples as fit"
+        if self.samples_per_row is not None:
+            packed = f"at most {_count(self.samples_per_row, 'sample')}"
         lines = [
             f"samples a step: {prompts} = {self.samples_per_step}",
-            f"updates a rollout: {updates}, {each}",
+            f"updates a rollout: {updates}, {at_most}{self.samples_per_update} samples each",
             f"rows: {self.tokens_per_row} tokens, {packed}; "
-            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch"
-            f"{f' in {self.parts} parts' if self.parts > 1 else ''}, at most "
+            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch{cut}, at most "
             f"{_count(self.max_micro_batches, 'micro-batch', 'micro-batches')} an update",
         ]
         if self.num_iterations > 1:
@@ -104,25 +94,25 @@ class BatchPlan:
 
 
 def validate_world(config: Config, world_size: int) -> None:
-    """Every role's layout against the number of ranks that run."""
-    train = config.actor_config.parallel_config
-    infer = config.generate_config.parallel_config
-    reference = config.ref_config.parallel_config
-    three = (train.data_parallel, train.model_parallel, train.pipeline_stage)
-    if math.prod(three) != world_size:
-        raise UserError(_wrong_layout("actor_config", three, world_size))
-    two = (infer.data_parallel, infer.model_parallel)
-    if math.prod(two) != world_size:
-        raise UserError(_wrong_layout("generate_config", two, world_size))
-    if reference is not None:
-        layout = (reference.data_parallel, reference.model_parallel, reference.pipeline_stage)
-        if math.prod(layout) > world_size:
-            sentence = _wrong_layout("ref_config", layout, world_size).rstrip(".")
-            raise UserError(f"{sentence}, or ref_config.parallel_config to null for the actor's.")
+    """Raises UserError for a role whose layout does not fit the number of ranks that run."""
+    for role, parallel, axes in (
+        ("actor_config", config.actor_config.parallel_config, _AXES),
+        ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
+        ("ref_config", config.ref_config.parallel_config, _AXES),
+    ):
+        if parallel is None:
+            continue
+        layout = tuple(getattr(parallel, axis) for axis in axes)
+        wrong = _wrong_layout(role, layout, world_size)
+        if role == "ref_config" and math.prod(layout) > world_size:
+            raise UserError(f"{wrong}, or ref_config.parallel_config to null for the actor's.")
+        # The reference may leave ranks idle.
+        if role != "ref_config" and math.prod(layout) != world_size:
+            raise UserError(f"{wrong}.")
 
 
 def schedule_notes(config: Config, updates: int) -> list[str]:
-    """What of the learning rate's schedule a run of so many updates never comes to see."""
+    """Returns notes on what a run of so many updates never reaches of the learning rate's schedule."""
     schedule, prefix = config.actor_config.lr_schedule, "actor_config.lr_schedule."
     notes = []
     if schedule.warmup_step >= updates:
@@ -140,14 +130,19 @@ def schedule_notes(config: Config, updates: int) -> list[str]:
 
 
 def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) -> list[str]:
-    """Layouts of exactly `world_size` ranks, those first that change `wanted` least."""
+    """Returns layouts of exactly `world_size` ranks, those first that change `wanted` least."""
 
     def distance(layout: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(layout, wanted, strict=True))
         return round(sum(steps), 6), layout
 
-    layouts = sorted(_factorisations(world_size, len(wanted)), key=distance)
-    return [_layout_name(layout) for layout in layouts[:count]]
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    products = itertools.product(divisors, repeat=len(wanted))
+    layouts = sorted((one for one in products if math.prod(one) == world_size), key=distance)
+    return [
+        "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
+        for layout in layouts[:count]
+    ]
 
 
 def _prompts(config: Config) -> tuple[int, str]:
@@ -205,7 +200,7 @@ def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) 
 
 
 def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int) -> str:
-    axes = ("data_parallel", "model_parallel", "pipeline_stage")[: len(layout)]
+    axes = _AXES[: len(layout)]
     asked = " x ".join(f"{axis} {size}" for axis, size in zip(axes, layout, strict=True))
     start = math.prod(layout)
     *first, last = nearest_layouts(layout, world_size)
@@ -213,22 +208,8 @@ def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int) -> str:
     return (
         f"{role}.parallel_config asks for {asked} = {_count(start, 'rank')}, but the run has "
         f"{_count(world_size, 'rank')}; start {start}, or set {role}.parallel_config "
-        f"({'/'.join(axes)}) to {choices}."
+        f"({'/'.join(axes)}) to {choices}"
     )
-
-
-def _layout_name(layout: tuple[int, ...]) -> str:
-    return "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
-
-
-def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    if parts == 1:
-        yield (number,)
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorisations(number // first, parts - 1):
-                yield (first, *rest)
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:

@@ -1,7 +1,4 @@
-"""Keys of `rl_config` about checkpoints, going on from them, and the end of a run before its last step.
-
-Refuses values outside their range; what is written and when is decided in run_checkpoints.py.
-"""
+"""Keys of `rl_config` about checkpoints, resuming from them, and the end of a run before its last step."""
 
 from __future__ import annotations
 
@@ -64,7 +61,7 @@ class CheckpointKeys(Section):
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether checkpoints were asked for at all."""
+        """Whether checkpoints were asked for."""
         return bool(
             self.save_ckpt_interval
             or self.save_ckpt_best

@@ -1,16 +1,12 @@
-"""The command line of the programs: users' flags and dotted overrides, as (key, text) pairs.
-
-Refuses flags it does not know; what a value means is decided in load.py.
-"""
+"""Reads the command line of the programs: users' flags and dotted overrides, as (key, text) pairs."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.config.names import SECTIONS, suggestion
-from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
+from mindgrpo.config.aliases import aliases
+from mindgrpo.config.names import SECTIONS, nearest, suggestion
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
@@ -37,8 +33,8 @@ FLAGS: dict[str, str] = {
 _SWITCHES = ("rl_config.resume_training",)
 
 
-def split_overrides(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """`--flag value` and `--flag=value` as (flag, value); a switch may stand alone."""
+def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Returns `--flag value` and `--flag=value` as (flag, value); a switch may stand alone. Raises UserError."""
     pairs: list[tuple[str, str]] = []
     words = list(argv)
     while words:
@@ -51,7 +47,7 @@ def split_overrides(argv: Sequence[str]) -> list[tuple[str, str]]:
         if not equals:
             if words and not words[0].startswith("--"):
                 value = words.pop(0)
-            elif _may_stand_alone(flag):
+            elif flag in switches or _may_stand_alone(flag):
                 value = "true"
             else:
                 raise UserError(f"{flag} on the command line has no value; write {flag} VALUE.")
@@ -60,7 +56,7 @@ def split_overrides(argv: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def key_of(flag: str) -> str:
-    """The dotted key behind a flag; whether a key with dots exists is checked with the file's."""
+    """Returns the dotted key of a flag; whether a key with dots exists is checked with the file's. Raises UserError."""
     if flag in FLAGS:
         return FLAGS[flag]
     name = flag[2:]
@@ -70,7 +66,7 @@ def key_of(flag: str) -> str:
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """The path behind --config, and all other arguments for load_config's `overrides`."""
+    """Returns the path behind --config, and all other arguments for load_config's `overrides`. Raises UserError."""
     config: Path | None = None
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
@@ -93,7 +89,5 @@ def _may_stand_alone(flag: str) -> bool:
 
 
 def _flag_suggestion(name: str) -> str:
-    near = difflib.get_close_matches(f"--{name}", ["--config", *FLAGS], n=1, cutoff=0.8)
-    if near and name not in {*NEIGHBOURS, *WITHOUT_COUNTERPART}:
-        return f"did you mean {near[0]}"
-    return suggestion(name, "--")
+    near = nearest(f"--{name}", ["--config", *FLAGS], cutoff=0.8)
+    return f"did you mean {near}" if near and not aliases().remedy(name) else suggestion(name, "--")

@@ -1,7 +1,4 @@
-"""`context`: the device and how graphs are compiled and run on it.
-
-Refuses values outside their range; whether a device can do what is asked is the backend's answer.
-"""
+"""`context`: the device and how graphs are compiled and run on it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_TEXT, BEFORE_UPPER, OptionalText, Section, memory_bytes
+from mindgrpo.config.section import AFTER_SIZE, BEFORE_TEXT, BEFORE_UPPER, OptionalText, Section
 
 OptLevel = Annotated[Literal["O0", "O1", "O2"] | None, BEFORE_UPPER]
 
@@ -44,7 +41,7 @@ class Context(Section):
         description="0 compiles graphs; 1 runs every operation by itself, slowly, for debugging",
     )
     device_target: OptionalText = Field(None, description="null: the device that is found")
-    max_device_memory: OptionalText = Field(
+    max_device_memory: Annotated[OptionalText, AFTER_SIZE] = Field(
         None, description="budget a device, such as 58GB; null: no budget"
     )
     transport: OptionalText = Field(None, description="null: the device's own choice")
@@ -62,13 +59,6 @@ class Context(Section):
         None, description="O1 reuses memory more; null: the framework's own"
     )
     ascend_config: AscendConfig = AscendConfig()
-
-    @field_validator("max_device_memory")
-    @classmethod
-    def _is_a_size(cls, value: str | None) -> str | None:
-        if value is not None:
-            memory_bytes(value)
-        return value
 
     @field_validator("save_graphs")
     @classmethod

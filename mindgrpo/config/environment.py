@@ -1,7 +1,4 @@
-"""The variables of the environment that a run reads, checked before anything uses them.
-
-Names the variable, its value and what would do. Refuses to set any.
-"""
+"""Checks the environment's variables that a run reads, before anything uses them."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 
 def wrong_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence's part for each that cannot be used; empty ones count as not set."""
+    """Says of each variable that cannot be used what is wrong; empty ones count as not set."""
     wrong = []
     for name in COUNTS:
         value = environment.get(name, "")
         # OpenMP takes a list of counts, one a level.
-        parts = value.split(",") if name == "OMP_NUM_THREADS" else [value]
-        if value and not all(part.strip().isdecimal() and int(part[:12]) > 0 for part in parts):
+        counts = value.split(",") if name == "OMP_NUM_THREADS" else [value]
+        if value and not all(count.strip().isdecimal() and int(count[:12]) > 0 for count in counts):
             wrong.append(f"{name} is {value!r}, but must be a whole number above 0")
     for name in SWITCHES:
         value = environment.get(name, "")
@@ -34,6 +31,7 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises UserError for the first variable that cannot be used."""
     wrong = wrong_variables(environment)
     if wrong:
         raise UserError(f"{wrong[0]}; correct or unset it in the environment.")

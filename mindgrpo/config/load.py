@@ -1,12 +1,12 @@
-"""From a YAML file, flags and overrides to one Config, and where each of its values came from.
+"""Makes one Config of a YAML file, flags and overrides, and keeps where each of its values came from.
 
-Refuses what the schema does not know, with the place and the nearest name; changes no given value.
+What the schema does not know is an error with the origin and the nearest name. No value of the user's is changed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -14,21 +14,15 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.config.command_line import FLAGS, key_of, parse_command_line, split_overrides
+from mindgrpo.config.command_line import key_of, split_overrides
+from mindgrpo.config.error_messages import explain, shown
 from mindgrpo.config.names import SECTIONS, unknown
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE, Config, values_by_key
-from mindgrpo.config.section import Section
-from mindgrpo.config.sentences import explain, kinds
-from mindgrpo.config.source import Entry, flatten, parse_value, read_yaml
+from mindgrpo.config.section import Section, kinds
+from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
-
-__all__ = ["FLAGS", "Loaded", "load_config", "parse_command_line", "require_run_keys"]
-__all__ += ["write_resolved"]
-
-Entries = dict[str, Entry]
-Notices = dict[str, str]
 
 # What a run cannot start without; `plan` and its like can.
 RUN_KEYS: dict[str, str] = {
@@ -56,16 +50,17 @@ def load_config(
     overrides: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """The file, then `flags` (key -> Python value), then `overrides` (command-line words)."""
+    """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError."""
     entries = read_yaml(Path(path))
     for name, value in (flags or {}).items():
         _override(entries, key_of(f"--{name}"), value, f"argument {name}")
     for flag, text in split_overrides(overrides):
         key = key_of(flag)
         _override(entries, key, _value_of(text, key), f"command line {flag}")
-    live, notices = _sort(entries)
+    notices: dict[str, str] = {}
+    live = {key: entry for key, entry in entries.items() if _is_live(key, entry, notices)}
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}
-    return Loaded(_build(live), origins, notices)
+    return Loaded(_build(live), origins, list(notices.values()))
 
 
 def require_run_keys(
@@ -74,9 +69,9 @@ def require_run_keys(
     rewards_in_code: bool = False,
     needed: Mapping[str, str] = RUN_KEYS,
 ) -> None:
-    """Name all the settings at once that a run needs and the user has still to make.
+    """Raises UserError with all the settings that a run needs and the user has still to make.
 
-    `needed` has a few words for each key; of a program with other needs than a run, no other key matters.
+    `needed` describes each key; of a program with other needs than a run, no other key matters.
     """
     missing = []
     for key, value in values_by_key(loaded.config).items():
@@ -94,116 +89,101 @@ def require_run_keys(
 
 
 def write_resolved(loaded: Loaded, path: str | Path) -> None:
-    """Every live key with its value and, as a comment, where the value came from."""
+    """Writes every live key with its value and, as a comment, where the value came from."""
     lines = _resolved_lines(loaded.config, "", loaded.origins)
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _override(entries: Entries, key: str, value: object, origin: str) -> None:
+def _override(entries: dict[str, Sourced], key: str, value: object, origin: str) -> None:
     if value is None and key in SECTIONS:
         for name in [name for name in entries if name.startswith(key + ".")]:
             del entries[name]
-        return
-    for name, entry in flatten(value, key, origin).items():
-        entries[name] = entry
+    else:
+        entries.update(flatten(value, key, origin))
 
 
 def _value_of(text: str, key: str) -> object:
-    """A word of the command line as YAML, except where its key takes text or a list."""
-    try:
-        value = parse_value(text)
-    except yaml.YAMLError:
-        value = text
-    if key not in LIVE:
-        return value
-    wanted = kinds(LIVE[key].field.annotation)
-    inside = next((get_args(kind)[0] for kind in wanted if get_origin(kind) is list), None)
-    if inside is not None and not isinstance(value, list) and value is not None:
+    """Reads a word of the command line as YAML, except where its key takes text or a list."""
+    value = _parsed(text)
+    wanted = kinds(LIVE[key].field.annotation) if key in LIVE else ()
+    inner = next((get_args(kind)[0] for kind in wanted if get_origin(kind) is list), None)
+    if inner is not None and not isinstance(value, list) and value is not None:
         if type(value) in wanted:
             return value
         words = [word.strip() for word in _COMMA.split(text)]
-        return words if inside is str else [_parsed(word) for word in words]
+        return words if inner is str else [_parsed(word) for word in words]
     if str in wanted and not isinstance(value, str):
         # A path such as 2024 is text; an empty one is "not set", as in the file.
         return None if value is None and text else text
     return value
 
 
-def _parsed(word: str) -> object:
+def _parsed(text: str) -> object:
     try:
-        return parse_value(word)
+        return parse_yaml(text)
     except yaml.YAMLError:
-        return word
+        return text
 
 
-def _sort(entries: Entries) -> tuple[Entries, list[str]]:
-    """The live entries, and one notice for each retired key and each that a run goes on without."""
-    live: Entries = {}
-    notices: Notices = {}
-    for key, entry in entries.items():
-        retired = retired_key(key)
-        if key in LIVE:
-            live[key] = entry
-        elif retired is not None:
-            notices.setdefault(
-                retired, f"{retired} has no effect ({entry.origin}): {RETIRED[retired]}."
-            )
-        elif key in PENDING:
-            notices |= _refuse_active(key, entry)
-        elif key not in SECTIONS:
-            raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
-        elif entry.value is not None and entry.value != {}:
-            raise UserError(
-                f"{key} is a section of keys and cannot be {entry.value!r}; write "
-                f"'{key.rpartition('.')[2]}:' and its keys indented below ({entry.origin})."
-            )
-    return live, list(notices.values())
+def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
+    """Tells whether a key is live; adds a notice for a retired key and one that a run goes on without."""
+    if key in LIVE:
+        return True
+    retired = retired_key(key)
+    if retired is not None:
+        notice = f"{retired} has no effect ({entry.origin}): {RETIRED[retired]}."
+        notices.setdefault(retired, notice)
+    elif key in PENDING:
+        _check_pending(key, entry, notices)
+    elif key not in SECTIONS:
+        raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
+    elif entry.value is not None and entry.value != {}:
+        raise UserError(
+            f"{key} is a section of keys and cannot be {shown(entry.value)}; write "
+            f"'{key.rpartition('.')[2]}:' and its keys indented below ({entry.origin})."
+        )
+    return False
 
 
-def _refuse_active(key: str, entry: Entry) -> Notices:
+def _check_pending(key: str, entry: Sourced, notices: dict[str, str]) -> None:
     pending = PENDING[key]
     if pending.accepts(entry.value):
-        return {}
-    asked = f"{key} {entry.value!r} asks for {pending.feature}, which {pending.verdict}"
-    if pending.may_go_on(entry.value):
-        return {key: f"{asked}: {pending.goes_on} ({entry.origin})."}
-    raise UserError(f"{asked}; set it to {pending.set_to!r} ({entry.origin}).")
+        return
+    asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
+    if not pending.may_go_on(entry.value):
+        raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
+    notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
 
 
-def _build(live: Entries) -> Config:
+def _build(live: dict[str, Sourced]) -> Config:
     tree: dict[str, Any] = {}
     for key, entry in live.items():
         *sections, leaf = key.split(".")
-        place = tree
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[leaf] = entry.value
+        section = tree
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[leaf] = entry.value
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         raise UserError(explain(error, live)) from None
     for key, value in values_by_key(config).items():
-        if not isinstance(value, str) or not _IS_PATH.search(key):
-            continue
-        reason = no_path(value)
-        if reason is not None:
+        if isinstance(value, str) and _IS_PATH.search(key) and (reason := no_path(value)):
             raise UserError(
                 f"{key} is '{value[:60]}', but {reason}; correct it ({live[key].origin})."
             )
     return config
 
 
-def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -> list[str]:
-    lines: list[str] = []
+def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
     for name, field in type(section).model_fields.items():
         leaf, value = field.alias or name, getattr(section, name)
-        key = prefix + leaf
         if isinstance(value, Section):
-            lines += [f"{indent}{leaf}:", *_resolved_lines(value, key + ".", origins)]
+            yield f"{indent}{leaf}:"
+            yield from _resolved_lines(value, f"{prefix}{leaf}.", origins)
         else:
-            lines.append(f"{indent}{leaf}: {_as_yaml(value)}  # {origins.get(key, 'default')}")
-    return lines
+            yield f"{indent}{leaf}: {_as_yaml(value)}  # {origins.get(prefix + leaf, 'default')}"
 
 
 def _as_yaml(value: object) -> str:

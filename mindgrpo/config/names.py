@@ -1,14 +1,11 @@
-"""Which names exist, and what an unknown one was probably meant to be.
-
-Only suggests: a near name is never taken for the given one.
-"""
+"""Which names exist, and what an unknown one was probably meant to be. A near name is only suggested, never taken."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-from mindgrpo.config.neighbours import NEIGHBOUR_SECTIONS, NEIGHBOURS, WITHOUT_COUNTERPART
+from mindgrpo.config.aliases import aliases
 from mindgrpo.config.retired import PENDING, RETIRED
 from mindgrpo.config.schema import LIVE
 
@@ -18,43 +15,44 @@ SECTIONS: frozenset[str] = frozenset(
 )
 
 
+def leaf_of(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 def suggestion(key: str, dashes: str = "") -> str:
-    """The remedy for an unknown dotted key or bare name, as the end of a sentence."""
+    """Returns the remedy for an unknown dotted key or bare name, as the end of a sentence."""
+    if remedy := aliases().remedy(key, dashes):
+        return remedy
     section, _, leaf = key.rpartition(".")
-    if leaf in NEIGHBOURS:
-        return f"it is called {dashes}{NEIGHBOURS[leaf]} here"
-    if leaf in WITHOUT_COUNTERPART:
-        return WITHOUT_COUNTERPART[leaf]
-    elsewhere = [known for known in KNOWN if known.rpartition(".")[2] == leaf]
-    if elsewhere:
-        return _mention(_nearest(key, elsewhere, cutoff=0.0) or elsewhere[0], dashes)
-    beside = {known.rpartition(".")[2]: known for known in KNOWN if _section(known) == section}
-    near = _nearest(leaf, beside)
-    if near:
-        return _mention(beside[near], dashes)
-    everywhere = {known.rpartition(".")[2]: known for known in reversed(KNOWN)}
-    near = _nearest(leaf, everywhere)
-    if near:
-        return _mention(everywhere[near], dashes)
-    return "no key comes near it, leave it out"
+    same = [known for known in KNOWN if leaf_of(known) == leaf]
+    near = nearest(key, same, cutoff=0.0)
+    for among in (section, None):
+        if not near:
+            leaves = {
+                leaf_of(known): known
+                for known in reversed(KNOWN)
+                if among is None or known.rpartition(".")[0] == among
+            }
+            near = leaves.get(nearest(leaf, leaves) or "")
+    if not near:
+        return "no key comes near it, leave it out"
+    retired = f" (which is retired: {RETIRED[near]})" if near in RETIRED else ""
+    return f"did you mean {dashes}{near}{retired}"
 
 
 def section_suggestion(section: str) -> str:
-    elsewhere = NEIGHBOUR_SECTIONS.get(section.rpartition(".")[2])
+    elsewhere = aliases().sections.get(leaf_of(section))
     if elsewhere:
         return f"what other trainers keep there is in {elsewhere} here"
-    near = _nearest(section, SECTIONS) or _nearest(section, KNOWN, cutoff=0.75)
+    near = nearest(section, SECTIONS) or nearest(section, KNOWN, cutoff=0.75)
     top = sorted(name for name in SECTIONS if "." not in name)
     return f"did you mean {near}" if near else f"the sections are {', '.join(top)}"
 
 
 def unknown(key: str, is_section: bool) -> str:
-    """What is wrong with a key that is neither live, pending nor retired, and the remedy."""
-    parts = key.split(".")
-    if parts[-1] in {*NEIGHBOURS, *WITHOUT_COUNTERPART} and not is_section:
-        return f"'{key}' is no key of the configuration; {suggestion(key)}"
-    prefixes = [".".join(parts[:end]) for end in range(1, len(parts))]
-    for prefix in prefixes:
+    """Says what is wrong with a key that is neither live, pending nor retired, and the remedy."""
+    words = key.split(".") if is_section or not aliases().remedy(key) else []
+    for prefix in (".".join(words[:end]) for end in range(1, len(words))):
         if prefix in LIVE or prefix in PENDING:
             return f"{prefix} takes one value, but is given the section '{key[len(prefix) + 1 :]}'"
         if prefix not in SECTIONS:
@@ -64,15 +62,6 @@ def unknown(key: str, is_section: bool) -> str:
     return f"'{key}' is no key of the configuration; {suggestion(key)}"
 
 
-def _mention(key: str, dashes: str) -> str:
-    retired = f" (which is retired: {RETIRED[key]})" if key in RETIRED else ""
-    return f"did you mean {dashes}{key}{retired}"
-
-
-def _section(key: str) -> str:
-    return key.rpartition(".")[0]
-
-
-def _nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
     return near[0] if near else None

@@ -1,35 +1,22 @@
-"""`monitor_config`, `profiler_config` and `msprobe_config`: how a run is watched.
-
-Refuses values outside their range; nothing here changes what a run computes.
-"""
+"""`monitor_config`, `profiler_config` and `msprobe_config`: how a run is watched, not what it computes."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_TEXT, Contradiction, Section
+from mindgrpo.config.section import BEFORE_TEXT, Section, spelled
 
 # Users' names for phases -> ours; ours are accepted as well.
-PROFILED_STAGES: dict[str, tuple[str, ...]] = {
-    "actor_generate": ("rollout",),
-    "actor_old_log_prob": ("old_logps",),
-    "reference_log_prob": ("reference",),
-    "actor_update": ("update",),
-    "reshard": ("reshard",),
-    "score": ("score",),
-    "rollout": ("rollout",),
-    "old_logps": ("old_logps",),
-    "reference": ("reference",),
-    "update": ("update",),
-    "sync_reference": ("sync_reference",),
+PROFILED_STAGES: dict[str, str] = {
+    "actor_generate": "rollout",
+    "actor_old_log_prob": "old_logps",
+    "reference_log_prob": "reference",
+    "actor_update": "update",
 }
-
-
-def _off_as_meant(value: object) -> object:
-    # YAML reads a bare off as false.
-    return "off" if value is False else value
+for _phase in ("reshard", "score", *PROFILED_STAGES.values(), "sync_reference"):
+    PROFILED_STAGES[_phase] = _phase
 
 
 _Seconds = Annotated[float | None, Field(gt=0)]
@@ -40,7 +27,7 @@ def _of_phase(what: str) -> Any:
 
 
 class PhaseDeadlines(Section):
-    """One key a phase, named as in launch.sh's last line."""
+    """One key a phase, named as in the last line of a job that failed."""
 
     load: _Seconds = _of_phase("loading weights")
     compile: _Seconds = _of_phase("compiling one graph, which counts for no other phase")
@@ -76,9 +63,7 @@ class MonitorConfig(Section):
     phase_deadline_seconds: _Seconds = Field(
         600.0, description="seconds that a phase may take; null: only those of phase_deadlines"
     )
-    phase_deadline_action: Annotated[
-        Literal["off", "warn", "stop"], BeforeValidator(_off_as_meant)
-    ] = Field(
+    phase_deadline_action: Annotated[Literal["off", "warn", "stop"], spelled(True, "off")] = Field(
         "warn",
         description="what a phase beyond its deadline leads to: nothing, a line that says which rank "
         "the others wait for, or the end of the job with that line",
@@ -108,18 +93,18 @@ class MonitorConfig(Section):
     @property
     def deadlines(self) -> dict[str, float]:
         """Seconds by phase, and `default` for the phases that have none of their own."""
-        given = {**self.phase_deadlines.model_dump(), "default": self.phase_deadline_seconds}
-        return {phase: seconds for phase, seconds in given.items() if seconds is not None}
+        deadlines = {**self.phase_deadlines.model_dump(), "default": self.phase_deadline_seconds}
+        return {phase: seconds for phase, seconds in deadlines.items() if seconds is not None}
 
     @property
     def seconds(self) -> float | None:
-        """Between looks; None where nobody asked for any."""
+        """The seconds between looks; None where nobody asked for any."""
         if self.host_monitor_interval > 0:
             return self.host_monitor_interval
         return 1.0 if self.host_memory_protection else None
 
     def covers(self, step: int) -> bool:
-        """Whether looks during `step`, from 1, are written down."""
+        """Tells whether looks during `step`, counted from 1, are written down."""
         spans = [entry if isinstance(entry, list) else [entry] for entry in self.host_monitor_steps]
         return not spans or any(span[0] <= step <= span[-1] for span in spans)
 
@@ -163,29 +148,16 @@ class ProfilerConfig(Section):
             raise ValueError("must be all, or of " + ", ".join(PROFILED_STAGES))
         return value
 
-    @model_validator(mode="after")
-    def _has_steps(self) -> ProfilerConfig:
-        if self.profile and self.profile_step_end in range(self.profile_step_start + 1):
-            prefix = "profiler_config."
-            raise Contradiction(
-                f"{prefix}profile_step_end {self.profile_step_end} is not above "
-                f"{prefix}profile_step_start {self.profile_step_start}, so no step would be traced; "
-                "raise it, or set it to -1 for the end of the run",
-                prefix + "profile_step_end",
-                prefix + "profile_step_start",
-            )
-        return self
-
     @property
     def phases(self) -> frozenset[str] | None:
         """The phases that are traced; None for all."""
         names = [self.stage] if isinstance(self.stage, str) else self.stage
         if "all" in names:
             return None
-        return frozenset(phase for name in names for phase in PROFILED_STAGES[name])
+        return frozenset(PROFILED_STAGES[name] for name in names)
 
     def covers(self, step: int, rank: int) -> bool:
-        """Whether `rank` traces `step`, counted from 0."""
+        """Tells whether `rank` traces `step`, counted from 0."""
         after = self.profile_step_end != -1 and step >= self.profile_step_end
         listed = self.profile_ranks == "all" or rank in self.profile_ranks
         return self.profile and listed and step >= self.profile_step_start and not after

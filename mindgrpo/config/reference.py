@@ -1,19 +1,15 @@
-"""The configuration in words: one key (`explain`), or every key as a page of Markdown (`reference`).
-
-Says what the schema says, so that neither can be out of date. Refuses to know more about a key.
-"""
+"""The configuration in words, made from the schema: one key (`explain`), or every key as a page of Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
+from mindgrpo.config.aliases import aliases
 from mindgrpo.config.command_line import FLAGS
-from mindgrpo.config.names import KNOWN, SECTIONS, suggestion
-from mindgrpo.config.neighbours import NEIGHBOURS, WITHOUT_COUNTERPART
+from mindgrpo.config.error_messages import takes
+from mindgrpo.config.names import KNOWN, SECTIONS, leaf_of, suggestion
 from mindgrpo.config.retired import PENDING, RETIRED, retired_key
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.sentences import takes
 from mindgrpo.errors import UserError
 
 _HEAD = """# Configuration
@@ -22,33 +18,10 @@ Every key of the YAML file, made from the schema by
 
     python -m mindgrpo config --reference > docs/configuration.md
 
-`python -m mindgrpo config --explain KEY` says the same of one key; KEY may also be a flag, or the name
-that another trainer has for it. Any key can be given on the command line by its path:
-`--rl_config.max_steps 3`. A key that is not listed on this page is refused, with the nearest name, the
-file and the line.
+`python -m mindgrpo config --explain KEY` explains one key; KEY may also be a flag, or the name that another trainer
+has for it. Any key can be given on the command line by its path: `--rl_config.max_steps 3`. A key that is not listed
+on this page is an error that names the nearest key, the file and the line.
 """
-
-
-@dataclass(frozen=True)
-class _Described:
-    key: str
-    takes: str
-    default: str
-    meaning: str
-    flags: list[str]
-    elsewhere: list[str]
-
-
-def _describe(key: str) -> _Described:
-    field = LIVE[key].field
-    return _Described(
-        key=key,
-        takes=takes(field),
-        default=_written(field.default),
-        meaning=field.description or "",
-        flags=[flag for flag, target in FLAGS.items() if target == key],
-        elsewhere=[name for name, target in NEIGHBOURS.items() if target == key],
-    )
 
 
 def _written(value: object) -> str:
@@ -58,18 +31,19 @@ def _written(value: object) -> str:
 
 
 def explain(name: str) -> str:
-    """What is known of a key, flag, section, or another trainer's name. Raises UserError for any other."""
+    """Explains a key, flag, section, or another trainer's name. Raises UserError for any other."""
     key = FLAGS.get(name, name.removeprefix("--")).strip(".")
-    leaf = key.rpartition(".")[2]
-    sections = [known for known in sorted(SECTIONS) if f".{known}".endswith(f".{key}")]
-    if sections and key not in KNOWN:
-        return "\n\n".join(_explain_section(section) for section in sections)
-    if key not in KNOWN and leaf in NEIGHBOURS:
-        return f"{name} is called {NEIGHBOURS[leaf]} here.\n\n{explain(NEIGHBOURS[leaf])}"
-    if key not in KNOWN and leaf in WITHOUT_COUNTERPART:
-        return f"{name} is no key here: {WITHOUT_COUNTERPART[leaf]}."
-    same = [known for known in KNOWN if known.rpartition(".")[2] == key]
-    keys = [key] if key in KNOWN or retired_key(key) else same
+    if key not in KNOWN:
+        sections = [known for known in sorted(SECTIONS) if f".{known}".endswith(f".{key}")]
+        if sections:
+            return "\n\n".join(_explain_section(section) for section in sections)
+        if ours := aliases().ours(key):
+            return f"{name} is called {ours} here.\n\n{explain(ours)}"
+        if why_absent := aliases().remedy(key):
+            return f"{name} is no key here: {why_absent}."
+    keys = [key]
+    if key not in KNOWN and not retired_key(key):
+        keys = [known for known in KNOWN if leaf_of(known) == key]
     if not keys:
         raise UserError(f"'{name}' is no key of the configuration; {suggestion(key)}.")
     return "\n\n".join(_explain_known(each) for each in keys)
@@ -86,70 +60,68 @@ def _explain_known(key: str) -> str:
         return f"{retired} is retired, it has no effect: {RETIRED[retired]}."
     if key in PENDING:
         return _pending(key)
-    about = _describe(key)
+    field = LIVE[key].field
+    flags = [flag for flag, target in FLAGS.items() if target == key]
     lines = [
-        f"{key}: {about.meaning}",
-        f"  takes    {about.takes}",
-        f"  default  {about.default}",
-        f"  flag     {', '.join([*about.flags, '--' + key])}",
+        f"{key}: {field.description}",
+        f"  takes    {takes(field)}",
+        f"  default  {_written(field.default)}",
+        f"  flag     {', '.join([*flags, '--' + key])}",
     ]
-    if about.elsewhere:
-        lines.append(f"  elsewhere called {', '.join(about.elsewhere)}")
+    if elsewhere := aliases().names_of(key):
+        lines.append(f"  elsewhere called {', '.join(elsewhere)}")
     return "\n".join(lines)
 
 
 def _pending(key: str) -> str:
     pending = PENDING[key]
-    if pending.set_to is None:
-        return f"{key} is {pending.feature}."
-    without = f" where it is asked for, {pending.goes_on}" if pending.goes_on else ""
-    end = without or f" leave it at {_written(pending.set_to)}"
-    return f"{key} asks for {pending.feature}, which {pending.verdict};{end}."
+    instead = f"leave it at {_written(pending.inactive)}"
+    if pending.goes_on:
+        instead = f"where it is asked for, {pending.goes_on}"
+    return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
 
 
 def reference() -> str:
-    """The whole page."""
-    return "\n".join([_HEAD, *_live(), *_flags(), *_told(), *_theirs()])
+    """Returns the whole page."""
+    return "\n".join([_HEAD, *_live(), *_flags(), *_inactive(), *_elsewhere()])
 
 
 def _live() -> Iterator[str]:
     section = None
-    for key in LIVE:
-        above = key.rpartition(".")[0]
+    for key, known in LIVE.items():
+        above, _, leaf = key.rpartition(".")
         if above != section:
             section = above
             yield from ("", f"## {section or 'Top level'}", "")
             yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
-        about = _describe(key)
-        cells = (f"`{key.rpartition('.')[2]}`", about.takes, f"`{about.default}`", about.meaning)
+        default, meaning = _written(known.field.default), known.field.description or ""
+        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+    yield from ("", f"| {first} | {second} |", "| --- | --- |")
+    yield from (f"| `{left}` | {right} |" for left, right in rows)
+
+
 def _flags() -> Iterator[str]:
-    yield from ("", "## Flags of the programs", "", "| flag | key |", "| --- | --- |")
-    yield "| `--config` | the YAML file |"
-    for flag, key in FLAGS.items():
-        yield f"| `{flag}` | `{key}` |"
+    yield from ("", "## Flags of the programs")
+    flags = [(flag, f"`{key}`") for flag, key in FLAGS.items()]
+    yield from _table("flag", "key", [("--config", "the YAML file"), *flags])
 
 
-def _told() -> Iterator[str]:
+def _inactive() -> Iterator[str]:
     yield from ("", "## Retired keys", "")
-    yield "Accepted without effect, and told once at start."
-    yield from ("", "| key | why, and what instead |", "| --- | --- |")
-    for key, why in RETIRED.items():
-        yield f"| `{key}` | {why} |"
+    yield "Accepted without effect, and listed once at start."
+    yield from _table("key", "why, and what instead", RETIRED.items())
     yield from ("", "## Keys of what is not available yet", "")
     yield from (f"- {_pending(key).replace(key, f'`{key}`', 1)}" for key in PENDING)
 
 
-def _theirs() -> Iterator[str]:
+def _elsewhere() -> Iterator[str]:
     yield from ("", "## Names that other trainers have", "")
-    yield "Refused, with our name; values may count in another unit there."
-    yield from ("", "| here | elsewhere |", "| --- | --- |")
-    for key in KNOWN:
-        names = [name for name, target in NEIGHBOURS.items() if target == key]
-        if names:
-            yield f"| `{key}` | {', '.join(f'`{name}`' for name in names)} |"
-    yield from ("", "| name without a key here | why |", "| --- | --- |")
-    for name, why in WITHOUT_COUNTERPART.items():
-        yield f"| `{name}` | {why} |"
+    yield "An error that names our key; values may count in another unit there."
+    names = ((key, aliases().names_of(key)) for key in KNOWN)
+    rows = [(key, ", ".join(f"`{name}`" for name in theirs)) for key, theirs in names if theirs]
+    yield from _table("here", "elsewhere", rows)
+    yield from _table("name without a key here", "why", aliases().absent.items())

@@ -1,14 +1,12 @@
 """Keys that users' configurations carry and that are not live, as data.
 
-RETIRED keys are accepted without effect and told once at start: why, and what to use. PENDING keys
-will be live later: their inactive values are accepted, an active one is refused. A key is in one of
-RETIRED, PENDING and schema.LIVE; nothing else is accepted.
+RETIRED keys are accepted without effect and listed once at start: why, and what to use. PENDING keys will be live
+later: an inactive value is accepted, an active one is an error. A key is in one of RETIRED, PENDING and schema.LIVE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 RETIRED: dict[str, str] = {
     "rl_config.align_type": "all phases of a step are one program; leave it out",
@@ -31,14 +29,12 @@ RETIRED: dict[str, str] = {
     "actor_config.enable_parallel_optimizer": "each data-parallel replica keeps its moments whole; "
     "use model_parallel, pipeline_stage or optimizer.opt_offload to lower memory a rank",
     "actor_config.loss_scale_value": "gradients are float32, which needs no scaling; leave it out",
-    "actor_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "actor_config.recompute_config.select_comm_recompute": "use recompute",
     "actor_config.recompute_config.parallel_optimizer_comm_recompute": "use recompute",
     "actor_config.recompute_config.mp_comm_recompute": "use recompute",
     "actor_config.recompute_config.recompute_slice_activation": "use recompute",
     "ref_config.use_eod_attn_mask_compression": "samples attend to themselves only; leave it out",
     "ref_config.recompute_config": "the reference has no backward pass; leave it out",
-    "ref_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "ref_config.parallel_config.micro_batch_num": "use ref_config.ref_model_batch_size",
     "generate_config.infer_model_batch_size": "use generate_config.max_num_seqs",
     "generate_config.offset": "the generator has one pipeline stage; leave it out",
@@ -47,7 +43,6 @@ RETIRED: dict[str, str] = {
     "generate_config.max_num_batched_tokens": "use generate_config.max_num_seqs",
     "generate_config.num_scheduler_steps": "a graph call draws one token a slot; leave it out",
     "generate_config.gpu_memory_utilization": "use context.max_device_memory and max_num_seqs",
-    "generate_config.parallel_config.vocab_emb_dp": "model_parallel splits it; leave it out",
     "generate_config.parallel_config.micro_batch_num": "use generate_config.max_num_seqs",
     "generate_config.sampling_config.bos_token_id": "the chat template writes it; leave it out",
     "generate_config.sampling_config.pad_token_id": "lengths tell where text ends; leave it out",
@@ -59,57 +54,44 @@ RETIRED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Pending:
-    """What an active value asks for, what to set instead, and which values are inactive.
+    """What an active value asks for, and the inactive value.
 
-    Where a run without the feature still does what its user came for, `goes_on` says once at start
-    what it does instead, for the values that `may_go_on`; any other active value is refused.
+    Where a run without the feature still does what its user came for, `goes_on` says once at start what it does
+    instead, for the values of `goes_on_for`; any other active value is an error.
     """
 
     feature: str
-    set_to: object = None
-    accepts: Callable[[object], bool] = lambda value: True
+    inactive: object
     verdict: str = "is not available yet"
     goes_on: str = ""
-    may_go_on: Callable[[object], bool] = lambda value: False
+    goes_on_for: tuple[int, ...] = ()
 
+    def accepts(self, value: object) -> bool:
+        # Types are compared as well: `use_vllm: False` and `use_vllm: 0` are two things in YAML.
+        return type(value) is type(self.inactive) and value == self.inactive
 
-def _only(feature: str, value: object) -> Pending:
-    # bool is an int in Python, but `use_vllm: False` and `use_vllm: 0` are two things in YAML.
-    def accepts(given: object) -> bool:
-        return given == value and isinstance(given, bool) == isinstance(value, bool)
-
-    return Pending(feature, value, accepts)
-
-
-def _told(feature: str, value: int, goes_on: str, active: Callable[[int], bool]) -> Pending:
-    def may_go_on(given: object) -> bool:
-        return isinstance(given, int) and not isinstance(given, bool) and active(given)
-
-    return replace(_only(feature, value), goes_on=goes_on, may_go_on=may_go_on)
-
-
-def _beside(switch: str) -> Pending:
-    """A key that matters only while `switch`, itself pending, is active."""
-    return Pending(f"a detail of {switch}")
+    def may_go_on(self, value: object) -> bool:
+        return type(value) is int and value in self.goes_on_for
 
 
 PENDING: dict[str, Pending] = {
-    "rl_config.enable_compile_cache": _only("keeping compiled graphs between runs", False),
-    "generate_config.use_vllm": _told(
-        "vLLM as the generator", 0, "the embedded generator is used", lambda kind: kind in (1, 2)
+    "rl_config.enable_compile_cache": Pending("keeping compiled graphs between runs", False),
+    "generate_config.use_vllm": Pending(
+        "vLLM as the generator", 0, goes_on="the embedded generator is used", goes_on_for=(1, 2)
     ),
     "generate_config.trust_remote_code": Pending(
-        "running code from the model directory", False, lambda value: value is False, "is refused"
+        "running code from the model directory", False, verdict="is refused"
     ),
 }
 for _role in ("actor_config", "ref_config", "generate_config"):
-    PENDING[f"{_role}.parallel_config.context_parallel"] = _only("context parallelism", 1)
-    PENDING[f"{_role}.parallel_config.expert_parallel"] = _only("expert parallelism", 1)
-    PENDING[f"{_role}.parallel_config.use_seq_parallel"] = _only("sequence parallelism", False)
+    RETIRED[f"{_role}.parallel_config.vocab_emb_dp"] = "model_parallel splits it; leave it out"
+    PENDING[f"{_role}.parallel_config.context_parallel"] = Pending("context parallelism", 1)
+    PENDING[f"{_role}.parallel_config.expert_parallel"] = Pending("expert parallelism", 1)
+    PENDING[f"{_role}.parallel_config.use_seq_parallel"] = Pending("sequence parallelism", False)
 
 
 def retired_key(key: str) -> str | None:
-    """`key`, or the section above it, as it stands in RETIRED."""
-    parts = key.split(".")
-    candidates = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((name for name in candidates if name in RETIRED), None)
+    """Returns `key`, or the section above it, as it is in RETIRED."""
+    words = key.split(".")
+    prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
+    return next((name for name in prefixes if name in RETIRED), None)

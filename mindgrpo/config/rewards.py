@@ -1,13 +1,12 @@
-"""`reward_config`: which functions score completions, and how long and how large scoring may get.
-
-Refuses values outside their range; what spans several keys is in checks.py.
-"""
+"""`reward_config`: which functions score completions, and how long and how large scoring may get."""
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Annotated
 
-from mindgrpo.config.section import Section, memory_bytes
+from pydantic import Field
+
+from mindgrpo.config.section import AFTER_SIZE, Section
 
 
 class RewardConfig(Section):
@@ -29,15 +28,9 @@ class RewardConfig(Section):
         description="seconds for a step's samples in one call, after which each is scored apart; null: deadline, "
         "at most 2.5",
     )
-    memory: str = Field("2GB", description="most memory of a worker process")
+    memory: Annotated[str, AFTER_SIZE] = Field("2GB", description="most memory of a worker process")
     workers: int = Field(
         1,
         ge=1,
         description="processes that a function's samples are dealt to; each sees its part of a step",
     )
-
-    @field_validator("memory")
-    @classmethod
-    def _is_a_size(cls, value: str) -> str:
-        memory_bytes(value)
-        return value

@@ -1,7 +1,4 @@
-"""`rl_config`: what a run does.
-
-Refuses values outside their range; what spans several keys is in checks.py.
-"""
+"""`rl_config`: what a run does."""
 
 from __future__ import annotations
 
@@ -14,14 +11,15 @@ from mindgrpo.config.checkpoints import CheckpointKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
-    BEFORE_ON_OFF,
+    BEFORE_UPPER,
     OptionalText,
+    spelled,
 )
 
 
 class RLConfig(AlgorithmKeys, CheckpointKeys):
     model_name: OptionalText = Field(None, description="a name for the run's model, for reports")
-    deterministic: Annotated[Literal["ON", "OFF"], BEFORE_ON_OFF] = Field(
+    deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = Field(
         "OFF", description="ON asks the device for bit-reproducible kernels"
     )
 

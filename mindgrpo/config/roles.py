@@ -1,15 +1,12 @@
-"""`actor_config`, `ref_config` and `generate_config`: the model's roles and layouts.
-
-Refuses values outside their range; what spans several keys is in checks.py.
-"""
+"""`actor_config`, `ref_config` and `generate_config`: the model's roles and layouts."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_TEXT, Contradiction, OptionalText, Section
+from mindgrpo.config.section import BEFORE_TEXT, OptionalText, Section
 
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "shapes in MindFormers' form, checked against the model's config.json"
@@ -39,7 +36,7 @@ class GenerateParallelConfig(ParallelConfig):
         return value
 
 
-RECOMPUTED_PARTS = ("attention", "mlp")
+RECOMPUTED_MODULES = ("attention", "mlp")
 
 
 class RecomputeConfig(Section):
@@ -52,8 +49,8 @@ class RecomputeConfig(Section):
 
     @field_validator("select_recompute")
     @classmethod
-    def _are_parts(cls, value: bool | int | list[str]) -> bool | int | list[str]:
-        bad_list = isinstance(value, list) and (not value or set(value) - set(RECOMPUTED_PARTS))
+    def _are_modules(cls, value: bool | int | list[str]) -> bool | int | list[str]:
+        bad_list = isinstance(value, list) and (not value or set(value) - set(RECOMPUTED_MODULES))
         bad_number = isinstance(value, int) and not isinstance(value, bool) and value < 1
         if bad_list or bad_number:
             raise ValueError(
@@ -61,30 +58,18 @@ class RecomputeConfig(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def _all_or_some(self) -> RecomputeConfig:
-        if self.recompute and self.select_recompute is not False:
-            prefix = "actor_config.recompute_config."
-            raise Contradiction(
-                f"{prefix}recompute True recomputes all of every layer, which leaves nothing for "
-                f"{prefix}select_recompute {self.select_recompute} to choose; set one of them to False",
-                prefix + "recompute",
-                prefix + "select_recompute",
-            )
-        return self
-
     @property
-    def parts(self) -> frozenset[str]:
-        """What of a layer is recomputed: of attention and mlp."""
+    def modules(self) -> frozenset[str]:
+        """The modules of a layer that are recomputed, of attention and mlp."""
         if isinstance(self.select_recompute, list):
             return frozenset(self.select_recompute)
         if self.select_recompute is True:
             return frozenset(("attention",))
-        return frozenset(RECOMPUTED_PARTS if self.recompute or self.select_recompute else ())
+        return frozenset(RECOMPUTED_MODULES if self.recompute or self.select_recompute else ())
 
     @property
     def every(self) -> int:
-        """Of how many layers one."""
+        """Every how many layers one is recomputed."""
         select = self.select_recompute
         return select if isinstance(select, int) and select is not True and select else 1
 
@@ -107,7 +92,9 @@ class LRSchedule(Section):
     )
     lr: float = Field(1e-6, gt=0, description="highest learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
-    warmup_step: int = Field(0, ge=0, description="updates from 0 to lr")
+    warmup_step: int = Field(
+        0, ge=0, description="updates of a linear rise to lr, the first at lr / warmup_step"
+    )
     warmup_ratio: float | None = Field(
         None, ge=0, le=1, description="warm-up as a share of the run, instead of warmup_step"
     )
@@ -163,7 +150,12 @@ class SamplingConfig(Section):
     min_tokens: int = Field(0, ge=0, description="stop ids are held back until then")
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
     repetition_penalty: float = Field(1.0, gt=0, description="1 is off")
-    top_p: float = Field(1.0, gt=0, le=1, description="1 is off")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="likeliest tokens up to this probability; those as likely as the last one stay too; 1 is off",
+    )
     top_k: int = Field(0, ge=-1, description="0 or -1 is off")
     min_p: float = Field(0.0, ge=0, lt=1, description="0 is off")
     eos_token_id: int | list[int] | None = Field(

@@ -1,14 +1,16 @@
 """The configuration as one frozen value, with every live key and its default.
 
-Refuses unknown keys, wrong types and keys that contradict each other. Retired and pending keys are
-not here (retired.py): what is an attribute of Config has an effect.
+Retired and pending keys are not here (retired.py): what is an attribute of Config has an effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field, model_validator
 
-from mindgrpo.config.checks import CHECKS
+from mindgrpo.config import checks
+from mindgrpo.config.algorithm_checks import algorithm_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rewards import RewardConfig
@@ -31,9 +33,21 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
-        for check in CHECKS:
-            check(self)
+        for sentence in self._contradictions():
+            raise checks.Contradiction(sentence)
         return self
+
+    def _contradictions(self) -> Iterator[str]:
+        rl, actor, generate = self.rl_config, self.actor_config, self.generate_config
+        yield from checks.model_contradictions(
+            actor, self.ref_config, self.reference_parallel, generate
+        )
+        yield from checks.batch_contradictions(rl)
+        yield from checks.length_contradictions(rl, generate)
+        yield from checks.data_contradictions(rl, self.reward_config)
+        yield from checks.evaluation_contradictions(rl)
+        yield from checks.profiler_contradictions(self.profiler_config)
+        yield from algorithm_contradictions(rl)
 
     @property
     def tokenizer_dir(self) -> str:
@@ -57,11 +71,11 @@ LIVE: dict[str, Key] = dict(keys_of(Config))
 
 
 def values_by_key(config: Config) -> dict[str, object]:
-    """Every value by its dotted key, defaults included."""
+    """Returns every value by its dotted key, defaults included; None for those of an optional section that is unset."""
     values: dict[str, object] = {}
     for key, known in LIVE.items():
         value: object = config
-        for attribute in known.path:
-            value = getattr(value, attribute, None)
+        for name in known.path:
+            value = getattr(value, name, None)
         values[key] = value
     return values

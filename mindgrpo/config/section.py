@@ -1,17 +1,17 @@
-"""What every section of the configuration shares: strict, frozen, and able to list its own keys.
+"""What every section of the configuration shares: it is strict and frozen, and can list its own keys.
 
-Refuses to turn one type into another: a quoted "8" is text. A whole number is a number, too.
+No type is turned into another: a quoted "8" is text. A whole number is a number, too.
 """
 
 from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
 
 
@@ -21,62 +21,37 @@ class Section(BaseModel):
     )
 
 
-class Contradiction(ValueError):
-    """Keys that are each right and cannot stand together; `keys` say where to look."""
-
-    def __init__(self, sentence: str, *keys: str) -> None:
-        super().__init__(sentence)
-        self.keys = keys
+def _of_text(change: Callable[[str], object]) -> BeforeValidator:
+    return BeforeValidator(lambda value: change(value) if isinstance(value, str) else value)
 
 
-def _unset_if_empty(value: object) -> object:
-    return None if value == "" else value
-
-
-def _on_or_off(value: object) -> object:
-    # YAML reads a bare ON as true, and users write it both ways.
-    if isinstance(value, bool):
-        return "ON" if value else "OFF"
-    return value.upper() if isinstance(value, str) else value
-
-
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _empty_if_unset(value: object) -> object:
-    return "" if value is None else value
-
-
-def _list_of_words(value: object) -> object:
-    return (
-        [word.strip() for word in value.split(",") if word.strip()]
-        if isinstance(value, str)
-        else value
+def spelled(true: object, false: object) -> BeforeValidator:
+    """Says what true and false stand for: YAML reads words such as ON and off as these."""
+    return BeforeValidator(
+        lambda value: (true if value else false) if isinstance(value, bool) else value
     )
 
 
-def _lower_name(value: object) -> object:
-    return (value.lower() or None) if isinstance(value, str) else value
-
-
 # Users write "" for a path that they leave unset.
-OptionalText = Annotated[str | None, BeforeValidator(_unset_if_empty)]
-BEFORE_TEXT = BeforeValidator(_empty_if_unset)
-BEFORE_LIST = BeforeValidator(_list_of_words)
-BEFORE_NAME = BeforeValidator(_lower_name)
-BEFORE_ON_OFF = BeforeValidator(_on_or_off)
-BEFORE_UPPER = BeforeValidator(_upper)
+OptionalText = Annotated[str | None, _of_text(lambda text: text or None)]
+BEFORE_TEXT = BeforeValidator(lambda value: "" if value is None else value)
+BEFORE_LIST = _of_text(lambda text: [word.strip() for word in text.split(",") if word.strip()])
+BEFORE_NAME = _of_text(lambda text: text.lower() or None)
+BEFORE_UPPER = _of_text(str.upper)
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def memory_bytes(text: str) -> int:
-    """Text such as 58GB in bytes; GB is 2**30 here as for the framework itself."""
+    """Returns the bytes of a size such as 58GB; GB is 2**30 here as for the framework itself. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None or len(text) > 20 or float(match[1]) <= 0:
         raise ValueError("must be a size above 0 such as 58GB, 512MB or 65536KB")
     return int(float(match[1]) * 2 ** _UNITS[match[2].upper()])
+
+
+# The field stays text.
+AFTER_SIZE = AfterValidator(lambda text: text if text is None or memory_bytes(text) else None)
 
 
 @dataclass(frozen=True)
@@ -87,24 +62,23 @@ class Key:
     field: FieldInfo
 
 
-def section_of(annotation: Any) -> type[Section] | None:
-    """The Section in `annotation`, which may be optional; None for a plain value."""
+def kinds(annotation: Any) -> tuple[Any, ...]:
+    """Returns the types that a field may hold: (int, NoneType) of `int | None`."""
     if get_origin(annotation) in (Union, types.UnionType):
-        inner = [section_of(part) for part in get_args(annotation)]
-        return next((part for part in inner if part), None)
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation
-    return None
+        return tuple(kind for one in get_args(annotation) for kind in kinds(one))
+    return (annotation,)
 
 
 def keys_of(
     model: type[Section], prefix: str = "", path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Key]]:
-    """Every dotted key below `model`, in the order of declaration."""
+    """Yields every dotted key below `model`, in the order of declaration."""
     for name, field in model.model_fields.items():
         dotted = prefix + (field.alias or name)
-        inner = section_of(field.annotation)
-        if inner is None:
-            yield dotted, Key((*path, name), field)
+        inner = [
+            k for k in kinds(field.annotation) if isinstance(k, type) and issubclass(k, Section)
+        ]
+        if inner:
+            yield from keys_of(inner[0], dotted + ".", (*path, name))
         else:
-            yield from keys_of(inner, dotted + ".", (*path, name))
+            yield dotted, Key((*path, name), field)

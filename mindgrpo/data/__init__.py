@@ -1,4 +1,5 @@
-"""Turns a user's rows into encoded prompts: readers of files, chat templates, tokenizer, order of the data.
+"""Turns a user's rows into encoded prompts, in an order that is a function of the seed.
 
-`sources.py` opens a data set, `prompts.py` encodes it. Rows are dropped or cut only where configured.
+In the room: readers of data sets (sources.py opens one), chat templates, the tokenizer, the prompts of a run and their
+sampler. Not in the room: what completions are worth (rewards/), and batches of tokens to train on (training/).
 """

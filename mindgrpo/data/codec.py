@@ -1,8 +1,8 @@
-"""A tokenizer directory's files as a codec between text and ids, and the special tokens that they name.
+"""Reads a tokenizer directory's files as a codec between text and ids, and the special tokens that they name.
 
-Reads `tokenizer.json`, and the `vocab.json` + `merges.txt` of GPT-2's and Qwen's families, with the light
-`tokenizers` library; other older files through transformers, from local files and without running the model's code.
-Refuses vocabularies whose added tokens do not get the ids that they are listed with.
+`tokenizer.json`, and the `vocab.json` + `merges.txt` of GPT-2's and Qwen's families, are read with the light
+`tokenizers` library (transformers' AutoTokenizer adds 1.3 s to a start); other older files through transformers, from
+local files and without running the model's code. Added tokens must get the ids that they are listed with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from tokenizers import Tokenizer as Codec
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_json, read_object
 
-TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
+TOKEN_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+FURTHER_KEY = "additional_special_tokens"
 PAIR = ("vocab.json", "merges.txt")
 FAMILIES = {"qwen2": "qwen", "qwen3": "qwen", "qwen": "qwen", "gpt2": "gpt2"}
 # How Qwen cuts text before it merges bytes: digits stand alone.
@@ -39,7 +48,7 @@ SpecialTokens = dict[str, str]
 def read_codec(
     folder: Path, settings: Mapping[str, Any], vocabulary: tuple[Path, Path] | None = None
 ) -> tuple[Codec, SpecialTokens]:
-    """`settings` is the content of tokenizer_config.json. Raises UserError."""
+    """Returns the codec and the special tokens by name. `settings` is tokenizer_config.json. Raises UserError."""
     if vocabulary is None and (folder / "tokenizer.json").is_file():
         codec = load_json(folder / "tokenizer.json")
         # Saved by other programs, these would cut or fill every prompt.
@@ -60,7 +69,7 @@ def read_codec(
 
 
 def load_json(path: Path) -> Codec:
-    # Strictly first: what the library makes of doubles and of depth is not said anywhere.
+    # Strictly first: what the library makes of doubles and of depth is not documented.
     read_json(path, "the tokenizer", "copy it from the model's Hugging Face repository")
     with reading(str(path)):
         return Codec.from_file(str(path))
@@ -68,7 +77,7 @@ def load_json(path: Path) -> Codec:
 
 @contextmanager
 def reading(what: str, form: str = "") -> Iterator[None]:
-    """The library's complaints as one sentence. It raises bare Exception, and its panics are not even that."""
+    """Makes a UserError of the library's errors: it raises bare Exception, and its panics are not even that."""
     try:
         yield
     except BaseException as error:
@@ -81,7 +90,7 @@ def reading(what: str, form: str = "") -> Iterator[None]:
 
 
 def named_class(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The tokenizer's class, else the model's kind; empty where no file says."""
+    """Returns the tokenizer's class, else the model's kind; empty where no file says."""
     return str(
         settings.get("tokenizer_class")
         or settings_in(folder / "config.json").get("model_type")
@@ -137,7 +146,7 @@ def byte_level_codec(
 def added_tokens(
     folder: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]
 ) -> list[Added]:
-    """In the order of their ids: tokenizer_config.json lists them, or the older added_tokens.json."""
+    """Returns them in the order of their ids: tokenizer_config.json lists them, or the older added_tokens.json."""
     listed = settings.get("added_tokens_decoder")
     if isinstance(listed, dict):
         return [
@@ -145,11 +154,7 @@ def added_tokens(
         ]
     older = settings_in(folder / "added_tokens.json")
     mapped = settings_in(folder / "special_tokens_map.json")
-    extra = [
-        entry
-        for held in (settings, mapped)
-        for entry in listed_in(held, "additional_special_tokens", folder)
-    ]
+    extra = [entry for held in (settings, mapped) for entry in listed_in(held, FURTHER_KEY, folder)]
     special = {*tokens.values(), *(content_of(entry) for entry in extra)} - {""}
     if not all(type(number) is int for number in older.values()):
         raise UserError(
@@ -172,13 +177,13 @@ def number_of(text: str) -> int:
 def added_of(number: str, entry: object, folder: Path) -> Added:
     switches = ("single_word", "lstrip", "rstrip", "normalized", "special")
     held = entry if isinstance(entry, dict) else {}
-    content, given = held.get("content"), {key: held[key] for key in switches if key in held}
+    content, set_switches = held.get("content"), {k: held[k] for k in switches if k in held}
     if (
         number_of(number) >= 0
         and isinstance(content, str)
-        and all(isinstance(value, bool) for value in given.values())
+        and all(isinstance(value, bool) for value in set_switches.values())
     ):
-        return Added(AddedToken(content, **given), int(number))
+        return Added(AddedToken(content, **set_switches), int(number))
     raise UserError(
         f"added_tokens_decoder in {folder / 'tokenizer_config.json'} holds {number!r}: {entry!r}, which is no id "
         "with a token's content and switches; correct it"
@@ -206,13 +211,8 @@ def add(codec: Codec, entry: Added, folder: Path) -> None:
 def codec_of_transformers(folder: Path) -> tuple[Codec, SpecialTokens]:
     # Importing it without torch prints advice that has nothing to do with tokenizers.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UserError(
-            f"{folder} has no tokenizer.json and reading its older files takes transformers; "
-            "pip install transformers, or save tokenizer.json there"
-        ) from error
+    from transformers import AutoTokenizer
+
     try:
         loaded = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
@@ -232,8 +232,14 @@ def named_tokens(folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
     return {key: content_of(listed[key]) for key in TOKEN_KEYS if content_of(listed.get(key))}
 
 
+def further_tokens(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the contents of `additional_special_tokens`, which chat templates may ask for. Raises UserError."""
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
+    return [content_of(entry) for entry in listed_in(listed, FURTHER_KEY, folder)]
+
+
 def content_of(entry: object) -> str:
-    """A special token as the files write it: its text, or an object with it; empty for none."""
+    """Returns the text of a special token, which the files write as a text or an object with it; empty for none."""
     content = entry.get("content") if isinstance(entry, dict) else entry
     return content if isinstance(content, str) else ""
 

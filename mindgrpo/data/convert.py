@@ -1,7 +1,7 @@
-"""From any data set to a MindRecord, with a check that every rendered prompt fits.
+"""Converts any data set to a MindRecord, after a check that every rendered prompt fits.
 
-Reads, renders and writes row by row, keeps their order, and counts what it drops and cuts. Refuses to leave half a
-file behind.
+Reads, renders and writes row by row, keeps their order, and counts what it drops and cuts. A conversion that does not
+end well leaves no file behind.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mindgrpo.data.examples import Example
 from mindgrpo.data.mindrecord import check_target, write_mindrecord
 from mindgrpo.data.prompts import PromptForm
-from mindgrpo.data.records import Record
-from mindgrpo.data.sources import Records
+from mindgrpo.data.sources import Examples
 
 # The whole question, where the prompt asks a shortened one.
 WHOLE_COLUMN = "full_question"
@@ -39,7 +39,7 @@ class ConversionReport:
 
 
 def convert(
-    records: Records,
+    examples: Examples,
     target: str | Path,
     form: PromptForm,
     *,
@@ -47,31 +47,34 @@ def convert(
     overwrite: bool = False,
     progress: Progress,
 ) -> ConversionReport:
-    """`source` names the data in messages. `progress(rows)` gives what is told of each row that is done."""
+    """Writes the examples that fit to `target` and counts the others. Raises UserError.
+
+    `source` names the data in messages. `progress(rows)` gives a function that gets the number of rows done since.
+    """
     written = Path(target)
     check_target(written, overwrite)
-    report = ConversionReport(written, rows=len(records))
-    with progress(len(records)) as advance:
-        write_mindrecord(written, fitting(records, form, report, advance), source)
+    report = ConversionReport(written, rows=len(examples))
+    with progress(len(examples)) as advance:
+        write_mindrecord(written, fitting(examples, form, report, advance), source)
     return report
 
 
 def fitting(
-    records: Records, form: PromptForm, report: ConversionReport, advance: Advance
-) -> Iterator[Record]:
-    for place, record in enumerate(records.read(0, len(records))):
-        fitted = form.fit(record, records.where(place))
+    examples: Examples, form: PromptForm, report: ConversionReport, advance: Advance
+) -> Iterator[Example]:
+    for example in examples:
+        fitted = form.fit(example)
         if fitted is None:
             report.dropped += 1
         else:
             report.kept += 1
             report.cut += fitted.is_cut
             report.longest = max(report.longest, len(fitted.ids))
-            yield with_whole_question(fitted.record, record) if fitted.is_cut else record
+            yield with_whole_question(fitted.example, example) if fitted.is_cut else example
         advance(1)
 
 
-def with_whole_question(cut: Record, whole: Record) -> Record:
+def with_whole_question(cut: Example, whole: Example) -> Example:
     if cut.question == whole.question:
         return cut
     return replace(cut, columns={**whole.columns, WHOLE_COLUMN: whole.question})

@@ -1,7 +1,7 @@
-"""Records in a MindRecord: written whole or not at all, read back as they were.
+"""Keeps examples in a MindRecord: written whole or not at all, read back as they were.
 
-Columns besides the prompt and the answer travel as one JSON text. Reads the MindRecords of MindRLHF, too, whose
-prompts and answers are token ids. Refuses other MindRecords.
+Columns besides the prompt and the answer travel as one JSON text. MindRecords of MindRLHF, whose prompts and answers
+are token ids, are read too.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mindgrpo.data.mindrecord_pages import read_rows
-from mindgrpo.data.records import Record, asked, gold_answer, messages_of
-from mindgrpo.data.rows import Row
+from mindgrpo.data.examples import Example, gold_answer, messages_of, single_turn
+from mindgrpo.data.mindrecord_reader import read_rows
+from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json
 
@@ -45,10 +44,10 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise UserError(f"the output {target} exists; remove it or pass --overwrite")
 
 
-def write_mindrecord(target: Path, records: Iterable[Record], source: str) -> int:
-    """Writes `records` as they come; how many there were. Raises UserError, and writes nothing, for none."""
+def write_mindrecord(target: Path, examples: Iterable[Example], source: str) -> int:
+    """Writes `examples` as they come and returns their number. Raises UserError, and writes nothing, for none."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    rows = (packed(index, record) for index, record in enumerate(records))
+    rows = (packed(index, example) for index, example in enumerate(examples))
     # The file knows its own name, so it is written under that name in a directory beside.
     with tempfile.TemporaryDirectory(prefix=".mindrecord-", dir=target.parent) as folder:
         partial = Path(folder) / target.name
@@ -79,25 +78,25 @@ def write_rows(target: Path, rows: Iterator[Row]) -> int:
     return num_rows
 
 
-def packed(index: int, record: Record) -> Row:
-    messages = "" if record.is_question else json.dumps(record.messages, ensure_ascii=False)
+def packed(index: int, example: Example) -> Row:
+    messages = "" if example.is_question else json.dumps(example.messages, ensure_ascii=False)
     return {
         "index": index,
-        "question": record.question,
-        "answer": record.answer,
+        "question": example.question,
+        "answer": example.answer,
         "messages": messages,
-        "columns": json.dumps(record.columns, ensure_ascii=False),
+        "columns": json.dumps(example.columns, ensure_ascii=False),
     }
 
 
-def unpacked(row: Row, where: str) -> Record:
+def unpacked(row: Row, where: str) -> Example:
     if not all(isinstance(row[name], str) for name in SCHEMA if name != "index"):
         raise UserError(f"{where} has columns that are no texts; {AGAIN}")
     columns = loaded(row["columns"], where)
     if not isinstance(columns, dict):
         raise UserError(f"{where}: its columns are no JSON object; {AGAIN}")
-    given = loaded(row["messages"], where) if row["messages"] else row["question"]
-    return Record(messages_of(given, where), row["answer"], columns)
+    asked = loaded(row["messages"], where) if row["messages"] else row["question"]
+    return Example(messages_of(asked, where), row["answer"], columns, where)
 
 
 def loaded(text: str, where: str) -> Any:
@@ -107,8 +106,8 @@ def loaded(text: str, where: str) -> Any:
         raise UserError(f"{where} holds no JSON: {error}; {AGAIN}") from None
 
 
-def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
-    """All records in their order. `decode` is for those whose prompts are token ids."""
+def read_mindrecord(path: Path, decode: Decode | None) -> list[Example]:
+    """Reads all examples in their order. `decode` is for those whose prompts are token ids. Raises UserError."""
     rows = read_rows(path)
     names = set(rows[0]) if rows else set(SCHEMA)
     if not all(row.keys() == names for row in rows):
@@ -117,25 +116,26 @@ def read_mindrecord(path: Path, decode: Decode | None) -> list[Record]:
         if not all(type(row["index"]) is int for row in rows):
             raise UserError(f"{path} has rows whose index is no number; {AGAIN}")
         ordered = sorted(rows, key=lambda row: int(row["index"]))
-        return [unpacked(row, f"{path} row {place + 1}") for place, row in enumerate(ordered)]
+        return [unpacked(row, f"{path} row {number}") for number, row in enumerate(ordered, 1)]
     if set(TOKEN_COLUMNS) <= names and decode is not None:
-        return [decoded(row, place, path, decode) for place, row in enumerate(rows)]
+        return [decoded(row, f"{path} row {number}", decode) for number, row in enumerate(rows, 1)]
     raise UserError(
         f"{path} has the columns {', '.join(sorted(map(str, names)))}; {', '.join(sorted(SCHEMA))} are wanted; convert "
         "the data again with this version's rlhf_data.py"
     )
 
 
-def decoded(row: Row, place: int, path: Path, decode: Decode) -> Record:
-    given = [row[name] for name in TOKEN_COLUMNS]
+def decoded(row: Row, where: str, decode: Decode) -> Example:
+    columns = [row[name] for name in TOKEN_COLUMNS]
     if not all(
-        isinstance(ids, np.ndarray) and ids.dtype.kind == "i" and (ids >= 0).all() for ids in given
+        isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids)
+        for ids in columns
     ):
-        raise UserError(f"{path} row {place + 1}: its tokens are no ids; {AGAIN}")
-    question, answer = (decode(ids.reshape(-1).tolist()).strip() for ids in given)
+        raise UserError(f"{where}: its tokens are no ids; {AGAIN}")
+    question, answer = (decode(ids).strip() for ids in columns)
     if not question:
         raise UserError(
-            f"{path} row {place + 1}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "
+            f"{where}: its prompt_ids decode to an empty text; set rl_config.tokenizer_dir to the "
             "tokenizer that wrote them"
         )
-    return asked(question, gold_answer(answer))
+    return replace(single_turn(question, gold_answer(answer)), where=where)

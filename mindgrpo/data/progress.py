@@ -1,4 +1,4 @@
-"""A bar on standard error while rows pass. Says nothing where nobody watches, as in a log file."""
+"""Shows a bar on standard error while rows pass, where that is a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Gives the function that is told how many more rows are done."""
+    """Yields a function that gets how many more rows are done."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return

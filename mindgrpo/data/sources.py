@@ -1,25 +1,37 @@
-"""Records of any data set that a path leads to, by place, and the ranks that read it together.
+"""Opens the data set that a path leads to, as examples by index, for ranks that read it together.
 
-The suffix of a file says what it is, the files of a directory what that is. A record is made when it is asked for.
-Refuses what it does not know rather than guess from its bytes.
+The suffix of a file says what it is. Of a directory the files of one split are read: of what Hugging Face `datasets`
+saved or cached, or of a folder of shards; `datasets` itself is not needed. Where several splits fit, the user is asked
+rather than one chosen, or an evaluation could read the training set.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.data.directories import FOR_TRAINING, SplitChoice, files_of
+from mindgrpo.data.examples import Example, RowForm
 from mindgrpo.data.mindrecord import Decode, read_mindrecord
-from mindgrpo.data.records import Record, RowForm
-from mindgrpo.data.rows import JoinedRows, JsonLines, Rows, open_json
-from mindgrpo.data.tables import TableRows
+from mindgrpo.data.row_files import (
+    Block,
+    Blocks,
+    JsonLines,
+    ListedRows,
+    TableCache,
+    open_json,
+    open_table,
+)
 from mindgrpo.errors import UserError
+from mindgrpo.strict_files import is_inside, read_object
 
 KINDS = ".jsonl, .json, .parquet, .arrow or .mindrecord"
+SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl")
+SHARD_NUMBER = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$|-?\d+$")
+SPLIT_WORDS = ("train", "validation", "valid", "val", "test", "dev", "eval")
+OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 
 
 def _alone(value: Any) -> list[Any]:
@@ -35,7 +47,7 @@ class Ranks:
     gather: Callable[[Any], list[Any]] = _alone
 
     def slice_of(self, length: int) -> tuple[int, int]:
-        """Where this rank's share of `length` places starts and stops."""
+        """Where this rank's share of `length` rows starts and stops."""
         return length * self.rank // self.size, length * (self.rank + 1) // self.size
 
     def by_one(self, work: Callable[[], Any]) -> Any:
@@ -55,55 +67,55 @@ class Ranks:
 ALONE = Ranks()
 
 
-class Records(ABC):
-    @abstractmethod
-    def __len__(self) -> int: ...
+@dataclass(frozen=True)
+class SplitChoice:
+    """`key` names the setting; of several splits, the one of `preferred` that there is is taken."""
 
-    @abstractmethod
-    def where(self, place: int) -> str: ...
+    name: str | None = None
+    preferred: tuple[str, ...] = ("train",)
+    key: str = "rl_config.dataset_split (--split)"
 
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Iterator[Record]: ...
+    def choose(self, splits: Sequence[str], directory: Path) -> str:
+        """One of `splits`. Raises UserError where there is none, or several fit."""
+        fitting = [name for name in self.preferred if name in splits]
+        if self.name is not None:
+            fitting = [name for name in splits if name == self.name]
+        elif len(splits) == 1:
+            fitting = list(splits)
+        if len(fitting) == 1:
+            return fitting[0]
+        lacking = "" if self.name is None else f" and no {self.name!r}"
+        raise UserError(
+            f"{directory} has the splits {', '.join(splits)}{lacking}; set {self.key} to one of them"
+        )
 
-    def __iter__(self) -> Iterator[Record]:
-        return self.read(0, len(self))
 
-    def __getitem__(self, place: int) -> Record:
-        return next(self.read(place, place + 1))
+FOR_TRAINING = SplitChoice()
+FOR_EVALUATION = SplitChoice(preferred=("validation", "test"), key="rl_config.eval_dataset_split")
 
 
-class RowRecords(Records):
-    def __init__(self, rows: Rows, form: RowForm) -> None:
+class Examples:
+    """Examples by index, made of rows when they are asked for; without a `form` the rows are examples already."""
+
+    def __init__(self, rows: Block, form: RowForm | None = None) -> None:
         self._rows, self._form = rows, form
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def where(self, place: int) -> str:
-        return self._rows.where(place)
+    def read(self, start: int, stop: int) -> Iterator[Example]:
+        """Those from `start` up to `stop`. Raises UserError for one that cannot be used."""
+        for where, row in self._rows.read(start, stop):
+            yield row if self._form is None else self._form.example(row, where)
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        for place, row in enumerate(self._rows.read(start, stop), start=start):
-            yield self._form.record(row, self.where(place))
+    def __iter__(self) -> Iterator[Example]:
+        return self.read(0, len(self))
 
-
-class StoredRecords(Records):
-    """Of a MindRecord, or given as a list; `name` is for messages."""
-
-    def __init__(self, records: list[Record], name: str) -> None:
-        self._records, self._name = records, name
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def where(self, place: int) -> str:
-        return f"{self._name} row {place + 1}"
-
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        yield from self._records[start:stop]
+    def __getitem__(self, index: int) -> Example:
+        return next(self.read(index, index + 1))
 
 
-def open_records(
+def open_examples(
     path: str | Path,
     form: RowForm | None = None,
     choice: SplitChoice = FOR_TRAINING,
@@ -111,10 +123,11 @@ def open_records(
     decode: Decode | None = None,
     ranks: Ranks = ALONE,
     key: str = "rl_config.dataset_file",
-) -> Records:
+) -> Examples:
     """`form` does not touch a MindRecord: its rows were settled when it was converted.
 
-    `key` names the setting that `path` comes from. Every rank of `ranks` calls this, with the same values.
+    `decode` turns token ids into text, for MindRecords of those; `key` names the setting that `path` comes from. Every
+    rank of `ranks` calls this, with the same values. Raises UserError.
     """
     source, form = Path(path), form or RowForm()
     if not source.exists():
@@ -129,12 +142,85 @@ def open_records(
     files = files_of(source, choice) if source.is_dir() else [source]
     suffix = files[0].suffix
     if suffix == ".mindrecord":
-        stored = ranks.by_one(lambda: read_mindrecord(source, decode))
-        return StoredRecords(stored, str(source))
+        examples = ranks.by_one(lambda: read_mindrecord(source, decode))
+        return Examples(ListedRows(examples, source))
     if suffix in (".parquet", ".arrow"):
-        return RowRecords(TableRows(files, form.keys_read()), form)
+        cache = TableCache()
+        return Examples(Blocks([open_table(file, form.keys_read(), cache) for file in files]), form)
     if suffix == ".json":
-        return RowRecords(ranks.by_one(lambda: open_json(source)), form)
+        return Examples(ranks.by_one(lambda: open_json(source)), form)
     if suffix == ".jsonl":
-        return RowRecords(JoinedRows([JsonLines(path) for path in files]), form)
+        return Examples(Blocks([JsonLines(file) for file in files]), form)
     raise UserError(f"the data set {source} ends in {suffix!r}; it must be a {KINDS} file")
+
+
+def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
+    """The files of the chosen split, in their order and all of one kind. Raises UserError."""
+    listing = directory / "dataset_dict.json"
+    if listing.is_file():
+        splits = read_object(listing, *OF_A_DATA_SET).get("splits", [])
+        _check_names(splits, listing, "splits that are no names")
+        directory, choice = directory / choice.choose(splits, directory), FOR_TRAINING
+    if (directory / "state.json").is_file():
+        return saved_files(directory, choice)
+    shards = [
+        path
+        for folder in (directory, directory / "data")
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if path.suffix in SHARD_SUFFIXES and path.is_file()
+    ]
+    kinds = sorted({path.suffix for path in shards})
+    if len(kinds) > 1:
+        raise UserError(
+            f"{directory} holds {' and '.join(kinds)} files; give the folder or the file that holds one kind"
+        )
+    if not shards:
+        raise UserError(
+            f"the directory {directory} holds no data: neither what save_to_disk of Hugging Face datasets writes "
+            f"nor {', '.join(SHARD_SUFFIXES)} files, there or in data/; give such a directory or a file"
+        )
+    split = choice.choose(sorted(set(map(split_of, shards))), directory)
+    return [path for path in shards if split_of(path) == split]
+
+
+def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:
+    """The files that `save_to_disk` wrote for one split. Raises UserError."""
+    state = read_object(directory / "state.json", *OF_A_DATA_SET)
+    if any(value for key, value in state.items() if key.startswith("_indices")):
+        raise UserError(
+            f"{directory} holds a selection of rows as a list of indices; write it out with "
+            "dataset.flatten_indices().save_to_disk(...)"
+        )
+    if choice.name is not None and state.get("_split") not in (None, choice.name):
+        choice.choose([str(state["_split"])], directory)
+    listed = state.get("_data_files")
+    names = [
+        entry.get("filename") if isinstance(entry, dict) else None
+        for entry in (listed if isinstance(listed, list) else [])
+    ]
+    _check_names(
+        names, directory / "state.json", "data files that are no names of files in its folder"
+    )
+    files = [directory / str(name) for name in names]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing or not files:
+        raise UserError(
+            f"{directory} lacks {', '.join(missing) or 'its data files'}, which its state.json names; copy the "
+            "whole directory"
+        )
+    return files
+
+
+def _check_names(names: object, path: Path, what: str) -> None:
+    if not isinstance(names, list) or not all(
+        isinstance(name, str) and name and is_inside(name) for name in names
+    ):
+        raise UserError(f"{path} lists {what}; copy the whole directory again")
+
+
+def split_of(path: Path) -> str:
+    """`train` of train-00000-of-00002.parquet and of gsm8k-train.arrow; else the name without its number."""
+    stem = SHARD_NUMBER.sub("", path.stem)
+    words = [word for word in re.split(r"[-_.]", stem.lower()) if word in SPLIT_WORDS]
+    return words[-1] if words else stem or path.parent.name

@@ -1,40 +1,39 @@
-"""A Hugging Face tokenizer directory as text <-> ids, chat rendering and stop ids.
+"""A Hugging Face tokenizer directory: text <-> token ids, chat rendering and stop ids.
 
-Refuses to guess a chat template or an end-of-sequence id; how the files themselves are read is in codec.py.
+codec.py reads the files. Neither a chat template nor an end-of-sequence id is guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError
+from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Codec
 
-from mindgrpo.data.codec import read_codec, reading, settings_in
-from mindgrpo.data.records import Message
-from mindgrpo.data.template_sandbox import Sandbox, rendered
-from mindgrpo.data.templates import (
+from mindgrpo.data.chat_template import (
     MAX_TEMPLATE_BYTES,
     SETTING,
     ChatTemplate,
     choose_template,
     shipped_names,
 )
+from mindgrpo.data.codec import FURTHER_KEY, further_tokens, read_codec, reading, settings_in
+from mindgrpo.data.examples import Message
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_text
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Ids come from text exactly as written: only the template adds special tokens."""
+    """Encodes text exactly as written: only the chat template adds special tokens."""
 
     directory: Path
     codec: Codec
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str | list[str]]
     template: ChatTemplate | None
     named_templates: Mapping[str, str]
     eos_id: int
@@ -44,54 +43,96 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, so it also bounds vocabularies with holes."""
+        """Returns one more than the largest id, so it also bounds vocabularies with holes."""
         return max(self.codec.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        with reading(f"a prompt, with the tokenizer in {self.directory},"):
+        with self._encoding():
             return list(self.codec.encode(text, add_special_tokens=False).ids)
+
+    def _encoding(self) -> AbstractContextManager[None]:
+        return reading(f"a prompt, with the tokenizer in {self.directory},")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         whole = [int(number) for number in ids]
         return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        template = self.compiled_template
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError."""
+        return self._rendered(messages, add_generation_prompt, tools, documents)[0]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[list[int], list[int]]:
+        """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
+
+        The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)`. Raises UserError.
+        """
+        text, spans = self._rendered(messages, add_generation_prompt, tools, documents, True)
+        with self._encoding():
+            encoding = self.codec.encode(text, add_special_tokens=False)
+        mask = [0] * len(encoding.ids)
+        for start, stop in spans:
+            first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
+            if first is None:
+                break
+            end = last + 1 if last else len(mask)
+            mask[first:end] = [1] * (end - first)
+        return list(encoding.ids), mask
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+        documents: Sequence[Mapping[str, Any]] | None,
+        with_spans: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        # Imports transformers, which commands that render nothing need not wait for.
+        from mindgrpo.data.rendering import render_chat
+
+        template = self._template()
         try:
-            return rendered(
-                template,
-                messages=messages,
+            return render_chat(
+                template.text,
+                messages,
+                with_spans=with_spans,
                 add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                documents=documents,
                 **self.special_tokens,
             )
-        except (
-            Exception
-        ) as error:  # what the template raises, or its operations on what it is given
-            assert self.template is not None
+        except TemplateSyntaxError as error:
             raise UserError(
-                f"{self.template.origin} cannot render {[message.get('role') for message in messages]}: {error}; "
-                f"correct it or set another {SETTING}"
+                f"{template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
+            ) from error
+        except Exception as error:  # what the template raises, or its operations on the messages
+            roles = [message.get("role") for message in messages]
+            raise UserError(
+                f"{template.origin} cannot render {roles}: {error}; correct it or set another {SETTING}"
             ) from error
 
-    @cached_property
-    def compiled_template(self) -> Template:
-        """Compiled once: it costs more than encoding a prompt."""
+    def _template(self) -> ChatTemplate:
         if self.template is None:
             raise UserError(
                 f"the tokenizer in {self.directory} has no chat template and prompts are rendered with one; set "
                 f'"chat_template" in {self.directory / "tokenizer_config.json"}, or set {SETTING} to one of '
                 f"{', '.join([*self.named_templates, *shipped_names()])} or to a jinja file"
             )
-        try:
-            return Sandbox().from_string(self.template.text)
-        except (TemplateError, RecursionError, SyntaxError, MemoryError, ValueError) as error:
-            # Python compiles what jinja makes of it, and may find it too deep.
-            raise UserError(
-                f"{self.template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
-            ) from error
+        return self.template
 
     def with_template(self, value: str | None) -> Tokenizer:
-        """Renders with the template that `value` names (templates.py), and stops where it ends a turn."""
+        """Returns one that renders with the template that `value` names, and stops where it ends a turn."""
         if value is None:
             return self
         template = choose_template(value, self.named_templates)
@@ -107,7 +148,10 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None = None) -> Tokenizer:
-    """`vocabulary` names a vocabulary and a merges file where they have names of their own."""
+    """Reads a tokenizer directory. Raises UserError.
+
+    `vocabulary` names a vocabulary and a merges file where they have names of their own.
+    """
     folder = Path(directory)
     if folder.name == "tokenizer.json" and folder.is_file():
         folder = folder.parent
@@ -118,6 +162,7 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
         )
     settings = settings_in(folder / "tokenizer_config.json")
     codec, tokens = read_codec(folder, settings, vocabulary)
+    further = further_tokens(folder, settings)
     template, named = read_templates(folder, settings)
     generation = settings_in(folder / "generation_config.json")
     eos = token_id(codec, tokens, "eos_token", folder)
@@ -134,7 +179,7 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
     return Tokenizer(
         directory=folder,
         codec=codec,
-        special_tokens=tokens,
+        special_tokens=tokens | ({FURTHER_KEY: further} if further else {}),
         template=template,
         named_templates=named,
         eos_id=eos,
@@ -147,7 +192,7 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
 def read_templates(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[ChatTemplate | None, dict[str, str]]:
-    """The one to render with, and all those that have names."""
+    """Returns the one to render with, and all those that have names. Raises UserError."""
     listed = settings.get("chat_template")
     named = {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))

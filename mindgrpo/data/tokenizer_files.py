@@ -1,7 +1,4 @@
-"""A tokenizer's files beside a model that was trained with it, so that others render the prompts that it knows.
-
-Refuses to change anything in the folder that the tokenizer came from.
-"""
+"""Writes a tokenizer's files beside a model, so that other libraries render the prompts that it was trained with."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ FURTHER_TEMPLATES = "additional_chat_templates"
 
 
 def write_tokenizer(tokenizer: Tokenizer, target: Path, with_template: bool) -> None:
-    """Puts `tokenizer`'s files into the model folder `target`, in place of any that are there.
+    """Writes `tokenizer`'s files into the model folder `target`, in place of any that are there.
 
-    `with_template`: its chat template was chosen by name, so it becomes the folder's own, in both places where
+    `with_template`: its chat template was chosen by name, so it becomes the folder's own, in both files where
     libraries look, and the token that ends its turns ends what the model generates.
     """
     for name in FILES:

@@ -1,5 +1,6 @@
-"""Makes one GRPO step: rollout, scores, log-probs, advantages, update, weight sync; and evaluation.
+"""Makes one GRPO step: sync, rollout, scores, log-probs, advantages, update; and evaluations.
 
-`step.py` runs the phases, `roles.py` holds policy, reference and generator, `run_plan.py` derives layouts and sizes.
-Formulas are in algorithm/, files of a run in run/.
+`step.py` runs the phases over `roles.py` (policy, reference, engine); `build.py` and `settings.py` are where the
+configuration becomes components, `run_plan.py` derives layouts and sizes from it.
+Formulas are in algorithm/, graphs and optimizer in training/, files of a run in run/.
 """

@@ -1,7 +1,4 @@
-"""The algorithm of a run in a few lines for people, with a warning where a choice does not do what its name suggests.
-
-Refuses to change a choice.
-"""
+"""Describes a run's algorithm in a few lines, with a warning where a choice does not do what its name suggests."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
         kl = f"KL {rl.kl_estimator} x {rl.beta:g} in the {'reward' if rl.kl_in_reward else 'loss'}"
     samples = []
     if rl.dynamic_sampling:
-        samples.append(f"groups of equal rewards replaced up to {rl.refill_rounds} times")
+        samples.append(f"groups of equal rewards replaced up to {rl.resampling_rounds} times")
     if rl.mask_truncated_completions:
         samples.append("truncated completions left out")
     if rl.importance_sampling_correction != "none":
@@ -45,29 +42,34 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
 
 def _warnings(config: Config, batch: BatchPlan) -> list[str]:
     rl = config.rl_config
-    found = []
+    warnings = []
     if rl.beta > 0 and rl.kl_estimator == "k1" and not rl.kl_in_reward:
-        found.append(
+        warnings.append(
             "the gradient of k1 in the loss has mean 0 and holds nothing back; use k2 or k3, or "
             "rl_config.kl_in_reward"
         )
     if rl.kl_in_reward and rl.kl_estimator != "k1":
-        found.append(
+        warnings.append(
             f"{rl.kl_estimator} in the reward pulls elsewhere than the divergence; "
             "rl_config.kl_estimator k1 is exact there"
         )
     by_sequence = rl.importance_sampling_level == "sequence"
     if by_sequence and max(rl.epsilon_low, rl.epsilon_high) >= WIDE_FOR_SEQUENCES:
-        found.append(
+        warnings.append(
             f"ratios of whole samples hardly reach clips of {rl.epsilon_low:g} and "
             f"{rl.epsilon_high:g}; GSPO's paper has rl_config.epsilon_low 3e-4, epsilon_high 4e-4"
         )
+    if rl.advantage_estimator == "rloo" and rl.loss_type == "grpo":
+        warnings.append(
+            "loss_type grpo divides each sample by its length, which RLOO's paper does not; "
+            "rl_config.loss_type dr_grpo has its gradient"
+        )
     if rl.loss_type == "dr_grpo" and rl.reward_scale != "none":
-        found.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
+        warnings.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None
     if batch.updates_per_step == 1 and (bounded or by_sequence or rl.loss_type == "cispo"):
-        found.append(
+        warnings.append(
             "with one update a rollout every ratio is 1, so clips and ratio levels change nothing; "
             "see rl_config.updates_per_rollout and num_iterations"
         )
-    return found
+    return warnings

@@ -1,27 +1,23 @@
-"""Held-out prompts answered and scored: several samples a prompt, the likeliest answer, or both, and what they tell.
+"""Answers held-out prompts and scores the answers: several samples a prompt, the likeliest answer, or both.
 
 The trainer's evaluations and `python -m mindgrpo eval` are this same code. The noise of sample j of prompt i is that of
-(seed, evaluation, step, i x n + j): none of training's. Refuses to say when, and to bring the weights.
+(seed, evaluation, step, i x n + j): none of training's.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
-from mindgrpo.algorithm.types import LENGTH, Samples
-from mindgrpo.backend.contract import Backend
-from mindgrpo.config import Config
+from mindgrpo.algorithm.types import LENGTH, Rollout
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.grpo.rollout import Scored, generate, score
-from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.grpo.rollout import Replicas
+from mindgrpo.grpo.scoring import RolloutScorer, Scored
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
@@ -47,29 +43,13 @@ class Mode:
         return "held out" if self.num_samples == 1 else f"held out, {self.num_samples} a prompt"
 
 
-def modes_of(config: Config, sampling: SamplingSettings) -> list[Mode]:
-    """What the configuration asks for, in its order; `sampling` is the run's."""
-    rl = config.rl_config
-    own = replace(
-        sampling,
-        temperature=sampling.temperature if rl.eval_temperature is None else rl.eval_temperature,
-        top_p=sampling.top_p if rl.eval_top_p is None else rl.eval_top_p,
-    )
-    known = {
-        SAMPLED: Mode(SAMPLED, rl.eval_num_generations, own, rl.eval_pass_threshold),
-        # A second likeliest answer would be the first one again.
-        GREEDY: Mode(GREEDY, 1, replace(sampling, temperature=0.0), rl.eval_pass_threshold),
-    }
-    return [known[name] for name in rl.eval_modes]
-
-
 @dataclass(frozen=True)
 class Outcome:
     """`prompts` one a sample; `seconds` of generating alone, on this rank, without those of compiling."""
 
     mode: Mode
     prompts: list[Prompt]
-    samples: Samples
+    rollout: Rollout
     scored: Scored
     seconds: float
 
@@ -77,22 +57,22 @@ class Outcome:
     def by_function(self) -> dict[str, PromptScores]:
         values = self.scored.scores.per_function
         return {
-            name: summarise(given, self.samples.groups, self.mode.threshold)
-            for name, given in values.items()
+            name: summarise(rewards, self.rollout.group_ids, self.mode.threshold)
+            for name, rewards in values.items()
         }
 
     @property
     def means(self) -> dict[str, float | None]:
-        return {name: found.mean for name, found in self.by_function.items()}
+        return {name: scores.mean for name, scores in self.by_function.items()}
 
     @property
     def truncated_fraction(self) -> float:
-        return self.samples.finish_reasons.count(LENGTH) / len(self.samples)
+        return self.rollout.finish_reasons.count(LENGTH) / len(self.rollout)
 
     @property
     def num_tokens(self) -> int:
-        """Of completions."""
-        return int(self.samples.completion_lengths.sum())
+        """That the policy wrote."""
+        return int(self.rollout.action_lengths.sum())
 
     @property
     def tokens_per_second(self) -> float:
@@ -102,27 +82,27 @@ class Outcome:
         """As metrics name them."""
         prefix, n = PREFIXES[self.mode.name], self.mode.num_samples
         figures: dict[str, Figure] = {}
-        for name, found in self.by_function.items():
-            figures[f"{prefix}/{name}/mean"] = found.mean
+        for name, scores in self.by_function.items():
+            figures[f"{prefix}/{name}/mean"] = scores.mean
             if n > 1:
-                figures[f"{prefix}/{name}/mean@{n}"] = found.mean_at_n
-            figures[f"{prefix}/{name}/stderr"] = found.error
-            figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in found.pass_at.items()}
+                figures[f"{prefix}/{name}/mean@{n}"] = scores.mean_at_n
+            figures[f"{prefix}/{name}/stderr"] = scores.error
+            figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in scores.pass_at.items()}
             figures[f"{prefix}/{name}/errors"] = self.scored.scores.errors.get(name, 0)
         figures[f"{prefix}/truncated_fraction"] = self.truncated_fraction
-        figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.samples)
+        figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
         return figures
 
     def line(self) -> str:
         """For the console of a run."""
-        parts = []
-        for name, found in self.by_function.items():
-            told = f"{name} {figure(found.mean)}"
+        columns = []
+        for name, scores in self.by_function.items():
+            text = f"{name} {figure(scores.mean)}"
             if self.mode.num_samples > 1:
-                best = max(found.pass_at)
-                told += f" ± {figure(found.error)} pass@{best} {figure(found.pass_at[best])}"
-            parts.append(told)
-        return f"{self.mode.title}:  " + "  ".join(parts)
+                best = max(scores.pass_at)
+                text += f" ± {figure(scores.error)} pass@{best} {figure(scores.pass_at[best])}"
+            columns.append(text)
+        return f"{self.mode.title}:  " + "  ".join(columns)
 
     def rows(self) -> list[dict[str, Any]]:
         """One a sample; texts are there on rank 0 alone."""
@@ -133,8 +113,8 @@ class Outcome:
                 "prompt": prompt.text,
                 "completion": self.scored.texts[i],
                 "answer": prompt.answer,
-                "finish_reason": self.samples.finish_reasons[i],
-                "length": len(self.samples.completions[i]),
+                "finish_reason": self.rollout.finish_reasons[i],
+                "length": len(self.rollout.completion_ids[i]),
                 "rewards": {name: number(values[i]) for name, values in per_function.items()},
             }
             for i, prompt in enumerate(self.prompts)
@@ -151,13 +131,10 @@ def number(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Who answers and who scores; `scorer` is wanted on rank 0."""
+    """Who answers and who scores; `seed` is the run's."""
 
-    generator: Generator
-    layout: Layout
-    backend: Backend
-    scorer: Scorer | None
-    tokenizer: Tokenizer
+    replicas: Replicas
+    scorer: RolloutScorer
     seed: int
 
     def run(
@@ -168,7 +145,7 @@ class Evaluator:
         version: int,
         check: Callable[[], None] = lambda: None,
     ) -> list[Outcome]:
-        """All ranks together; the generator has its weights, of `version`, and its cache on the device.
+        """All ranks together; the engine has its weights, of `version`, and its cache on the device.
 
         `check` is called after generating, and raises where the evaluation is to end there.
         """
@@ -182,20 +159,17 @@ class Evaluator:
         version: int,
         check: Callable[[], None],
     ) -> Outcome:
-        entries = self.backend.compile_log.entries
-        compiled, started = len(entries), time.perf_counter()
-        samples = generate(
-            self.generator,
-            self.layout,
-            self.backend,
+        compilations = self.replicas.backend.compile_log.entries
+        num_compiled, started = len(compilations), time.perf_counter()
+        rollout = self.replicas.generate(
             [prompt.ids for prompt in prompts],
             mode.num_samples,
-            Draw(self.seed, EVALUATION, step),
+            mode.settings,
+            SeedKey(self.seed, EVALUATION, step),
             version,
-            settings=mode.settings,
         )
-        seconds = time.perf_counter() - started - sum(spent for _, spent in entries[compiled:])
+        compiling = sum(spent for _, spent in compilations[num_compiled:])
+        seconds = time.perf_counter() - started - compiling
         check()
-        owners = [prompts[group] for group in samples.groups]
-        scored = score(self.scorer, self.tokenizer, self.backend, owners, samples)
-        return Outcome(mode, owners, samples, scored, seconds)
+        owners = [prompts[group] for group in rollout.group_ids]
+        return Outcome(mode, owners, rollout, self.scorer.score(rollout, owners), seconds)

@@ -1,27 +1,33 @@
-"""The policy's weights as a Hugging Face directory that other libraries load.
+"""Writes the policy's weights as a Hugging Face directory that other libraries load.
 
-Gathered through memory onto rank 0 and written there. Refuses a directory that already holds weights.
+They are gathered through memory onto rank 0 and written there. A directory that already holds weights is refused.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import Adapters
-from mindgrpo.models.families import read_config
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.lora_specs import LoraSettings
+from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.safetensors_files import SafetensorsWriter
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (
@@ -38,52 +44,92 @@ COMPANIONS = (
 MAX_SHARD_BYTES = 2 << 30
 
 
+@dataclass(frozen=True)
+class ModelExport:
+    """Writes the policy of `roles` with its tokenizer."""
+
+    roles: Roles
+    tokenizer: Tokenizer
+
+    @property
+    def _source(self) -> str:
+        """The directory that the run started from."""
+        return self.roles.plan.config.actor_config.load
+
+    def write(self, target: Path) -> None:
+        """The whole model, adapters added in; all ranks together, the policy on the device."""
+        policy, backend, memory = self.roles.policy, self.roles.backend, self.roles.residency
+        export_policy(policy.weights, backend, self._source, target, memory, policy.adapters)
+        if backend.rank == 0:
+            named = self.roles.plan.config.rl_config.chat_template is not None
+            write_tokenizer(self.tokenizer, target, named)
+
+    def write_all(self, target: Path, adapter_target: Path) -> None:
+        """The whole model, and where there are adapters these by themselves."""
+        self.roles.enter("old_logps")
+        self.write(target)
+        adapters = self.roles.policy.adapters
+        if adapters is not None:
+            backend, memory = self.roles.backend, self.roles.residency
+            export_adapters(adapters, backend, self._source, adapter_target, memory)
+
+
 def export_policy(
     weights: Weights,
     backend: Backend,
     source: str,
     target: Path,
+    memory: Residency,
     adapters: Adapters | None = None,
 ) -> None:
-    """The whole model, adapters added in; all ranks together. `source` is the directory that the run started from."""
-    full = Weights(_whole(weights.layout), backend.rank, backend)
-    Delivery(weights, adapters, full, backend).run()
-    if backend.rank == 0:
-        with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
-            for spec in full.layout.specs:
-                writer.add(spec.name, full.parts[spec.name])
-        write_companions(Path(source), target, "float32")
-    full.pool.release()
+    """Writes the whole model, adapters added in; all ranks together, with the policy's weights on the device.
+
+    Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
+    """
+    full = Weights(_whole(weights.layout), backend.rank, backend, on_host=True)
+    syncer = WeightSyncer(weights, adapters, full, backend)
+    with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
+        syncer.run()
+        if backend.rank == 0:
+            with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
+                for spec in full.layout.specs:
+                    writer.add(spec.name, full.parts[spec.name])
+            write_companions(Path(source), target, "float32")
     backend.world.barrier()
 
 
-def export_adapters(adapters: Adapters, backend: Backend, source: str, target: Path) -> None:
-    """Only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
+def export_adapters(
+    adapters: Adapters, backend: Backend, source: str, target: Path, memory: Residency
+) -> None:
+    """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
     own = adapters.weights
-    full = Weights(_whole(own.layout), backend.rank, backend)
-    Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
-    if backend.rank == 0:
-        target.mkdir(parents=True)
-        tensors = {
-            f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
-            for spec in full.layout.specs
-        }
-        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-        settings = adapters.settings
-        described = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": source,
-            "r": settings.rank,
-            "lora_alpha": settings.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
-            "fan_in_fan_out": False,
-            "target_modules": list(settings.targets),
-        }
-        (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-    full.pool.release()
+    full = Weights(_whole(own.layout), backend.rank, backend, on_host=True)
+    with memory.temporary_host("export_copy", [full.pool]):
+        Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
+        if backend.rank == 0:
+            _write_adapters(full, adapters.settings, source, target)
     backend.world.barrier()
+
+
+def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
+    target.mkdir(parents=True)
+    tensors = {
+        f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
+        for spec in full.layout.specs
+    }
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(settings.targets),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _whole(layout: Layout) -> Layout:

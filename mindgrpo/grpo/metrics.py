@@ -1,7 +1,6 @@
-"""A step's outcome as the figures of its row in metrics.jsonl.
+"""Turns a step's outcome into the metrics of its row in metrics.jsonl, and checks the limit of the log-prob gap.
 
-Pure, but for the sums over ranks in `resources`. Figures of updates are means over those that were made; where none
-was, they are None. Refuses to judge but the one limit: that of the log-prob gap.
+Metrics of updates are means over those that were made; where none was, they are None.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
-from mindgrpo.algorithm.types import LENGTH, Samples
+from mindgrpo.algorithm.types import LENGTH, TrainBatch
+from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.step import StepOutcome
 from mindgrpo.monitor.memory import process_rss
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport
 
 
@@ -24,29 +23,34 @@ class GapTooLarge(RuntimeError):
     """The generator and the trainer disagree about the same tokens."""
 
 
-def figures_of(
+def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
+    """A step's row, but for what a run adds to it; all ranks together. Raises GapTooLarge."""
+    rl = roles.plan.config.rl_config
+    metrics = step_metrics(outcome, rl.num_generations, rl.logprob_gap_limit, prompts_used)
+    return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
+
+
+def step_metrics(
     outcome: StepOutcome, num_generations: int, gap_limit: float | None, prompts_used: int
 ) -> dict[str, Any]:
     """`prompts_used` over the whole run. Raises GapTooLarge."""
-    samples, scored = outcome.samples, outcome.scored
-    lengths, totals = samples.completion_lengths, scored.scores.total
-    gap_mean, gap_max = logprob_gap(samples, outcome.reports, gap_limit)
-    figures: dict[str, Any] = {
+    rollout, scores = outcome.batch.rollout, outcome.scored.scores
+    lengths, totals = rollout.action_lengths, scores.total
+    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, gap_limit)
+    return {
         "reward/mean": float(totals.mean()),
         "reward/std": float(totals.std()),
-    }
-    figures |= scored.scores.figures()
-    figures |= _of_updates(outcome)
-    figures |= {
+        **scores.figures(),
+        **_of_updates(outcome),
         "zero_std_fraction": float(zero_std_groups(totals, num_generations).mean()),
         "completion_length/mean": float(lengths.mean()),
         "completion_length/max": int(lengths.max()),
-        "truncated_fraction": samples.finish_reasons.count(LENGTH) / len(samples),
+        "truncated_fraction": rollout.finish_reasons.count(LENGTH) / len(rollout),
         "logprob_gap/mean": gap_mean,
         "logprob_gap/max": gap_max,
-        "tokens": int(samples.total_lengths.sum()),
+        "tokens": int(rollout.total_lengths.sum()),
+        **_of_options(outcome, prompts_used),
     }
-    return figures | _chosen(outcome, prompts_used)
 
 
 def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
@@ -69,42 +73,43 @@ def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
     }
 
 
-def _chosen(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
-    """Figures of what the configuration has turned on."""
-    samples, figures = outcome.samples, {}
-    if samples.counted is not None:
-        figures["masked_fraction"] = float(1.0 - samples.counted.mean())
-    if outcome.refills is not None:
-        figures |= {
-            "dynamic_sampling/rounds": outcome.refills.rounds,
-            "dynamic_sampling/replaced_groups": outcome.refills.groups,
-            "reward/mean_sampled": outcome.refills.sampled_mean,
+def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
+    """Metrics of what the configuration has turned on."""
+    metrics: dict[str, Any] = {}
+    if outcome.batch.sample_mask is not None:
+        metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
+    if outcome.resampling is not None:
+        metrics |= {
+            "dynamic_sampling/rounds": outcome.resampling.rounds,
+            "dynamic_sampling/replaced_groups": outcome.resampling.groups,
+            "reward/mean_sampled": outcome.resampling.sampled_mean,
             "prompts_used": prompts_used,
         }
-    if outcome.mismatch is not None:
-        figures |= {
-            "importance_weight/mean": outcome.mismatch.mean,
-            "importance_weight/max": outcome.mismatch.largest,
-            "importance_weight/capped_fraction": outcome.mismatch.capped,
+    if outcome.correction is not None:
+        metrics |= {
+            "importance_weight/mean": outcome.correction.mean,
+            "importance_weight/max": outcome.correction.largest,
+            "importance_weight/capped_fraction": outcome.correction.capped,
         }
-    return figures
+    return metrics
 
 
 def logprob_gap(
-    samples: Samples, reports: list[UpdateReport], limit: float | None
+    batch: TrainBatch, reports: list[UpdateReport], limit: float | None
 ) -> tuple[float | None, float | None]:
-    """|generator - trainer| log-probs of the same tokens before the step's first update: (mean, largest).
+    """|generator - trainer| log-probs of the tokens that the policy wrote, before the first update: (mean, largest).
 
     None where no update was made. Raises GapTooLarge.
     """
-    if samples.old_logps is not None:
-        trainer = dict(enumerate(samples.old_logps))
+    if batch.old_logps is not None:
+        trainer = dict(enumerate(batch.old_logps))
     elif reports:
         trainer = reports[0].logps
     else:
         return None, None
-    gaps = [np.abs(logps - samples.generator_logps[i]) for i, logps in trainer.items()]
-    gap = np.concatenate(gaps) if gaps else np.zeros(0)
+    generator, masks = batch.rollout.generator_logps, batch.rollout.action_mask
+    gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
+    gap = np.concatenate([*gaps, np.zeros(0, np.float32)])
     mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
     if reports and limit is not None and not largest <= limit:
         raise GapTooLarge(
@@ -118,8 +123,8 @@ def logprob_gap(
 def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
     """Times of this rank; memory and traffic summed over ranks; all ranks together."""
     traffic, backend = roles.traffic, roles.backend
-    ranks = backend.world.gather_objects((process_rss(), traffic.bytes_received, outcome.usage))
-    rollout = Usage.total([rank[2] for rank in ranks])
+    ranks = backend.world.gather_objects((process_rss(), traffic.bytes_received, outcome.stats))
+    rollout = RolloutStats.total([rank[2] for rank in ranks])
     peaks = roles.residency.ledger.peak_by_phase
     return {
         **{f"time/{name}": spent for name, spent in outcome.seconds.items()},

@@ -1,6 +1,6 @@
-"""Whether all ranks hold the same of what must be the same on each, and whose differs.
+"""Checks that all ranks hold the same of what must be the same on each, by one exchange of digests.
 
-One exchange of digests, no arrays. Refuses to decide who is right: the rank that differs from most is named.
+The rank that differs from most is named; who is right is not decided.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import TrainBatch
 from mindgrpo.backend.contract import Backend
 
 T = TypeVar("T")
@@ -22,32 +22,34 @@ class RanksDisagree(RuntimeError):
     """Ranks hold different values of what is the same on each; going on would train on nonsense."""
 
 
-def digest(*parts: object) -> str:
+def digest(*values: object) -> str:
     """Of numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
     state = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        if isinstance(part, (list, tuple)):
-            state.update(f"[{len(part)}".encode() + "".join(map(digest, part)).encode())
-        elif isinstance(part, np.ndarray):
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            state.update(f"[{len(value)}".encode() + "".join(map(digest, value)).encode())
+        elif isinstance(value, np.ndarray):
             state.update(
-                f"{part.dtype}{part.shape}".encode() + np.ascontiguousarray(part).tobytes()
+                f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
             )
         else:
-            state.update(repr(part).encode())
+            state.update(repr(value).encode())
     return state.hexdigest()
 
 
-def step_digests(samples: Samples, rewards: np.ndarray) -> dict[str, str]:
-    """Of a step's samples before the update, by what a user calls each."""
+def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
+    """Of a step's batch before the update, by what a user calls each."""
+    rollout = batch.rollout
+    weights = batch.token_advantages, batch.rollout_is_weights
     return {
-        "prompts": digest(samples.prompts),
-        "completions": digest(samples.completions, samples.finish_reasons),
-        "the generator's log-probs": digest(samples.generator_logps),
+        "prompts": digest(rollout.prompt_ids),
+        "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
+        "the generator's log-probs": digest(rollout.generator_logps, rollout.weights_version),
         "rewards": digest(rewards),
-        "the reference's log-probs": digest(samples.reference_logps),
-        "the policy's log-probs": digest(samples.old_logps),
-        "advantages": digest(samples.advantages, samples.token_advantages, samples.factors),
-        "samples that count": digest(samples.counted),
+        "the reference's log-probs": digest(batch.reference_logps),
+        "the policy's log-probs": digest(batch.old_logps),
+        "advantages": digest(batch.advantages, *weights),
+        "samples that count": digest(batch.sample_mask),
     }
 
 
@@ -65,18 +67,12 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
         ranks = different_ranks([digests.get(name, "") for digests in by_rank])
         if ranks:
             word = "rank" if len(ranks) == 1 else "ranks"
-            told = ", ".join(map(str, ranks))
+            names = ", ".join(map(str, ranks))
             raise RanksDisagree(
-                f"{word} {told} of {len(by_rank)} differ in {name} {when}; {remedy}"
+                f"{word} {names} of {len(by_rank)} differ in {name} {when}; {remedy}"
             )
 
 
 def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) -> None:
     """All ranks together. Raises RanksDisagree on all of them."""
     check_alike(backend.world.gather_objects(dict(digests)), when, remedy)
-
-
-def first_told(backend: Backend, own: T | None) -> tuple[int, T] | None:
-    """(rank, what it tells) of the lowest rank that has something to tell; all ranks together."""
-    told = backend.world.gather_objects(own)
-    return next(((rank, words) for rank, words in enumerate(told) if words is not None), None)

@@ -14,9 +14,10 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.memory.residency import PHASES
-from mindgrpo.models.families import DecoderConfig, parameter_specs
+from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import (
     Layout,
@@ -24,6 +25,7 @@ from mindgrpo.parallel.sharding import (
     layers_of_stage,
     local_shape,
 )
+from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
@@ -47,15 +49,21 @@ class RunPlan:
 
     @property
     def lora(self) -> LoraSettings | None:
-        given = self.config.actor_config.lora
-        if given.rank is None:
+        lora = self.config.actor_config.lora
+        if lora.rank is None:
             return None
-        alpha = given.rank if given.alpha is None else given.alpha
-        return LoraSettings(given.rank, float(alpha), tuple(given.target_modules or TARGETS))
+        alpha = lora.rank if lora.alpha is None else lora.alpha
+        return LoraSettings(lora.rank, float(alpha), tuple(lora.target_modules or TARGETS))
 
     @cached_property
     def reshard(self) -> Plan:
         return plan_reshard(self.train, self.infer, FLOAT_BYTES)
+
+    def num_steps(self, num_prompts: int) -> int:
+        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next."""
+        rl = self.config.rl_config
+        all_epochs = -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
+        return min(rl.max_steps or all_epochs, all_epochs)
 
     @property
     def row_length(self) -> int:
@@ -71,20 +79,20 @@ class RunPlan:
         wanted = self.prompts_per_replica * self.config.rl_config.num_generations
         return min(wanted, self.config.generate_config.max_num_seqs or wanted)
 
-    def memory(self) -> list[tuple[str, int, dict[str, int]]]:
-        """(phase, bytes, bytes by role) of the rank that needs most, weights and cache only, float32."""
-        by_role = self._bytes_by_role()
-        rows = []
-        for phase, roles in PHASES.items():
-            held = {role: by_role[role] for role in roles if role in by_role}
-            rows.append((phase, sum(held.values()), held))
-        return rows
+    @property
+    def notices(self) -> list[str]:
+        """What the user should hear of how this model runs on this device."""
+        in_slots = keeps_slots(self.config.context.device_target)
+        return notices(self.model) if in_slots else []
+
+    def memory(self) -> list[PhaseMemory]:
+        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
+        return by_phase(self._bytes_by_role())
 
     def _bytes_by_role(self) -> Mapping[str, int]:
         train = trained = largest_share(self.train)
         if self.lora is not None:
-            specs = adapter_specs(self.train.specs, self.lora)
-            trained = largest_share(replace(self.train, specs=specs))
+            trained = self._adapter_bytes(self.train)
             train += trained
         by_role = {
             "policy": train,
@@ -93,11 +101,29 @@ class RunPlan:
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
         }
+        if self.lora is not None:
+            by_role["adapters_copy"] = self._adapter_bytes(self.infer)
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
+            copy = self._reference_copy_bytes(self.reference)
+            if copy:
+                by_role["reference_copy"] = copy
         return by_role
+
+    def _adapter_bytes(self, layout: Layout) -> int:
+        if self.lora is None:
+            return 0
+        return largest_share(replace(layout, specs=adapter_specs(self.train.specs, self.lora)))
+
+    def _reference_copy_bytes(self, reference: Layout) -> int:
+        """The policy in the reference's layout while the two are mixed, and its adapters there."""
+        ref = self.config.ref_config
+        if not ref.sync_ref_model:
+            return 0
+        mixed = largest_share(reference) if ref.ref_model_mixup_alpha < 1.0 else 0
+        return mixed + self._adapter_bytes(reference)
 
     @property
     def room(self) -> Room:
@@ -113,19 +139,19 @@ class RunPlan:
 
     def _generator_bytes(self) -> int:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
-        model, ways = self.model, self.infer.grid.model_parallel
-        kv = max(1, model.num_key_value_heads // ways)
-        heads = (model.num_attention_heads // ways, kv, model.head_dim)
-        if not keeps_slots(self.config.context.device_target):
+        model, tp_size = self.model, self.infer.grid.model_parallel
+        kv = max(1, model.num_key_value_heads // tp_size)
+        heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
+        if not keeps_slots(self.config.context.device_target) or missing_options(model):
             return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         footprint = Footprint.of(
             self.room,
             model.num_hidden_layers,
             model.hidden_size,
-            -(-model.intermediate_size // ways),
+            -(-model.intermediate_size // tp_size),
             heads,
-            -(-model.vocab_size // ways) if penalty != 1.0 else 0,
+            -(-model.vocab_size // tp_size) if penalty != 1.0 else 0,
         )
         return footprint.num_bytes
 
@@ -140,13 +166,9 @@ class RunPlan:
         return [*lines, f"reference {reference}"]
 
     def memory_lines(self) -> list[str]:
-        lines = []
-        for phase, total, held in self.memory():
-            if held:
-                parts = " + ".join(f"{role} {size / 2**20:.1f}" for role, size in held.items())
-                lines.append(f"{phase:<15}{total / 2**20:>10.1f} MiB a rank = {parts}")
+        lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * self._bytes_by_role()["gradients"] / 2**20
+            moments = 2 * self._bytes_by_role()["gradients"] / MIB
             lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 
@@ -211,6 +233,12 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         raise UserError(
             f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
             f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
+        )
+    if model.sliding_window is not None and longest > model.sliding_window:
+        raise UserError(
+            f"The model's local layers see {model.sliding_window} tokens (sliding_window in config.json), and only "
+            f"sequences within the window are computed, but max_prompt_length + max_tokens is {longest}; lower "
+            "generate_config.max_prompt_length or max_tokens."
         )
 
 

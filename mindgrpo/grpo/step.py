@@ -1,7 +1,6 @@
-"""One GRPO step on this rank, one call a phase, each timed: rollout, score, reference, old log-probs, update.
+"""One GRPO step on this rank, one call a phase, each timed: sync, rollout, score, reference, old log-probs, update.
 
-The trainer's loop and the benches run this same code. Refuses to choose prompts, rewards or learning rates, and to
-report what came of them.
+The trainer's loop and the benches run this same code.
 """
 
 from __future__ import annotations
@@ -10,71 +9,74 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from mindgrpo.algorithm import finite
-from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.finite import NonFinite, NotFinite
-from mindgrpo.algorithm.loss_config import Credit
-from mindgrpo.algorithm.rollout_correction import Mismatch
-from mindgrpo.algorithm.types import Samples
-from mindgrpo.grpo.dynamic_sampling import Refills, refill
-from mindgrpo.grpo.rank_consistency import (
-    agree,
-    check_alike,
-    digest,
-    step_digests,
-)
+from mindgrpo.algorithm import non_finite
+from mindgrpo.algorithm.advantages import zero_std_groups
+from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
+from mindgrpo.algorithm.packing import PackedRollout
+from mindgrpo.algorithm.rollout_correction import RolloutCorrection
+from mindgrpo.algorithm.train_batch import compute_advantages
+from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
+from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.rollout import Scored, generate, sample_logps
-from mindgrpo.rollout.embedded.engine import Draw
+from mindgrpo.grpo.rollout import Replicas, compute_log_probs
+from mindgrpo.grpo.scoring import Scored
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport, update
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
 DIFFERENT_SAMPLES = (
     "these are the same on every rank unless memory was damaged or ranks run different code or data"
 )
-# Scores samples, whose `groups` are numbers of the step's prompts.
-Score = Callable[[Samples], Scored]
-# Further prompts, int32 [n] each, for the groups of these numbers.
-Prompts = Callable[[Sequence[int]], Sequence[np.ndarray]]
+
+
+Watch = Callable[[str], AbstractContextManager[object]]
+
+
+class Prompts(Protocol):
+    """Where a step's prompts come from: grpo/prompt_source.py, or a bench."""
+
+    def begin_step(self, step: int) -> list[np.ndarray]: ...
+    def replace(self, groups: Sequence[int]) -> list[np.ndarray]: ...
+    def owners(self, rollout: Rollout) -> list[Prompt]: ...
+
+
+class Scorer(Protocol):
+    """What rewards a rollout: grpo/scoring.py, or a bench."""
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored: ...
 
 
 @dataclass(frozen=True)
-class Skip:
-    """Update number `update` of the step (from 0) over samples `members` was not made, for what `rank` found."""
+class StepSettings:
+    """`old_logps`: the policy's log-probs before a step's first update are computed even if only later ones need them.
 
-    update: int
-    members: list[int]
-    lr: float
-    found: NonFinite
-    rank: int
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """`reports` are of the updates that were made; `lr` is the last update's.
-
-    `seconds` by phase on this rank, and of the whole under "step". `usage` is this rank's, of all the step's rollouts.
-    `refills` is None without dynamic sampling, `mismatch` without a correction for the generator.
+    `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
+    follows the policy every `reference_sync_steps` steps, never if None.
     """
 
-    samples: Samples
-    scored: Scored
-    reports: list[UpdateReport]
-    lr: float
-    seconds: dict[str, float]
-    usage: Usage
-    skipped: list[Skip]
-    refills: Refills | None = None
-    mismatch: Mismatch | None = None
+    num_generations: int
+    seed: int
+    sampling: SamplingSettings
+    advantages: AdvantageConfig
+    updates_per_rollout: int = 1
+    num_iterations: int = 1
+    old_logps: bool = True
+    resampling_rounds: int = 0
+    reference_sync_steps: int | None = None
 
-
-def _unwatched(phase: str) -> AbstractContextManager[None]:
-    return nullcontext()
+    @property
+    def updates_per_step(self) -> int:
+        return self.updates_per_rollout * self.num_iterations
 
 
 class Stepper:
@@ -82,47 +84,38 @@ class Stepper:
 
     def __init__(
         self,
+        settings: StepSettings,
         roles: Roles,
+        replicas: Replicas,
+        prompts: Prompts,
+        scorer: Scorer,
         learning_rate: Callable[[int], float],
-        watch: Callable[[str], AbstractContextManager[None]] = _unwatched,
+        watch: Watch | None = None,
     ) -> None:
-        self._watch = watch
-        self.roles, self.plan, self.backend = roles, roles.plan, roles.backend
-        self._credit = Credit.of(roles.plan.config)
-        self._learning_rate = learning_rate
+        self.settings, self.roles, self.backend = settings, roles, replicas.backend
+        self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
+        self._learning_rate, self._watch = learning_rate, watch or nullcontext
         self._seconds: dict[str, float] = {}
-        self._usages: list[Usage] = []
+        self._stats: list[RolloutStats] = []
 
-    def run(
-        self,
-        step: int,
-        prompts: Sequence[np.ndarray],
-        score: Score,
-        further: Prompts | None = None,
-    ) -> StepOutcome:
-        """Step number `step` on `prompts` (int32 [n] each); all ranks together, the same outcome on each.
-
-        Dynamic sampling, where it is configured, needs `further`.
-        """
-        self._seconds, self._usages = {}, []
-        self.roles.weight_check.begin_step(step)
+    def run(self, step: int) -> StepOutcome:
+        """Step number `step`, from 0; all ranks together, the same outcome on each."""
+        self._seconds, self._stats = {}, []
         started = time.perf_counter()
-        samples = self._rollout(step, prompts)
-        scored = self._score(samples, score)
-        refills = None
-        if self.plan.config.rl_config.dynamic_sampling:
-            if further is None:
-                raise ValueError("dynamic sampling needs further prompts")
-            scored, refills = self._refill(step, samples, scored, score, further)
-        self._reference(samples)
-        self._old(samples)
-        mismatch, bad = self._assign_credit(step, samples, scored)
-        reports, skipped, lr = self._update(step, samples, bad)
+        self.roles.weight_check.begin_step(step)
+        rollout, scored, resampling = self.collect(step)
+        packed = PackedRollout(rollout)
+        reference_logps = self._reference_logps(packed)
+        old_logps = self._old_logps(packed)
+        batch, correction, bad = self._train_batch(
+            step, rollout, scored, old_logps, reference_logps
+        )
+        reports, skipped, lr = self._update(step, batch, packed, bad)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
-        usage = Usage.total(self._usages)
+        stats = RolloutStats.total(self._stats)
         return StepOutcome(
-            samples, scored, reports, lr, self._seconds, usage, skipped, refills, mismatch
+            batch, scored, reports, lr, self._seconds, stats, skipped, resampling, correction
         )
 
     @contextmanager
@@ -132,117 +125,139 @@ class Stepper:
             yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def _rollout(self, step: int, prompts: Sequence[np.ndarray], first: int = 0) -> Samples:
-        rl = self.plan.config.rl_config
+    def collect(self, step: int) -> tuple[Rollout, Scored, Resampling | None]:
+        """The step's samples and their rewards.
+
+        With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal,
+        which teach nothing, give way to groups of further prompts; those that are equal after the last round stay.
+        """
+        settings = self.settings
+        rollout = self._rollout(step, self._prompts.begin_step(step))
+        scored = self._score(rollout)
+        totals, replaced = [scored.scores.total], 0
+        for number in range(1, settings.resampling_rounds + 1):
+            is_equal = zero_std_groups(scored.scores.total, settings.num_generations)
+            groups = np.flatnonzero(is_equal).tolist()
+            if not groups:
+                break
+            # Numbered beyond every sample of the rounds before, so that no noise is used twice.
+            first = number * len(rollout)
+            fresh = self._rollout(step, self._prompts.replace(groups), first, groups)
+            fresh_scored = self._score(fresh)
+            scored = scored.with_replaced(rollout.samples_of(groups), fresh_scored)
+            rollout = rollout.with_groups_of(fresh)
+            totals.append(fresh_scored.scores.total)
+            replaced += len(groups)
+        if not settings.resampling_rounds:
+            return rollout, scored, None
+        mean = float(np.concatenate(totals).mean(dtype=np.float64))
+        return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
+
+    def _rollout(
+        self,
+        step: int,
+        prompts: Sequence[np.ndarray],
+        first: int = 0,
+        groups: Sequence[int] | None = None,
+    ) -> Rollout:
+        settings = self.settings
         with self._phase("reshard"):
-            self.roles.refresh_generator()
+            self.roles.refresh_engine()
         with self._phase("rollout"):
-            self.roles.enter("rollout")
-            self.roles.check_generator()
-            drawn = {"rl_config.seed": digest(rl.seed), "step": digest(step)}
+            version = self.roles.enter_rollout()
+            drawn = {"rl_config.seed": digest(settings.seed), "step": digest(step)}
             drawn |= {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
             agree(self.backend, drawn, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
-            samples = generate(
-                self.roles.generator,
-                self.plan.infer,
-                self.backend,
+            rollout = self.replicas.generate(
                 prompts,
-                rl.num_generations,
-                Draw(rl.seed, ROLLOUT, step),
-                self.roles.policy.version,
+                settings.num_generations,
+                settings.sampling,
+                SeedKey(settings.seed, ROLLOUT, step),
+                version,
                 first,
+                groups,
             )
-        self._usages.append(self.roles.generator.usage)
-        return samples
+        self._stats.append(self.replicas.engine.stats)
+        return rollout
 
-    def _score(self, samples: Samples, score: Score) -> Scored:
+    def _score(self, rollout: Rollout) -> Scored:
         with self._phase("score"):
-            return score(samples)
+            return self._scorer.score(rollout, self._prompts.owners(rollout))
 
-    def _refill(
-        self, step: int, samples: Samples, scored: Scored, score: Score, further: Prompts
-    ) -> tuple[Scored, Refills]:
-        rl = self.plan.config.rl_config
-
-        def draw(number: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
-            # Numbered beyond every sample of the rounds before, so that no noise is used twice.
-            fresh = self._rollout(step, further(groups), number * len(samples))
-            fresh.groups = [group for group in groups for _ in range(rl.num_generations)]
-            return fresh, self._score(fresh, score)
-
-        return refill(samples, scored, rl.num_generations, rl.refill_rounds, draw)
-
-    def _reference(self, samples: Samples) -> None:
-        reference, layout = self.roles.reference, self.plan.reference
-        if reference is None or layout is None:
-            return
+    def _reference_logps(self, packed: PackedRollout) -> Arrays | None:
+        reference = self.roles.reference
+        if reference is None:
+            return None
         with self._phase("reference"):
             self.roles.enter("reference")
-            samples.reference_logps = sample_logps(
-                reference.pipeline,
-                layout,
-                self.backend,
-                samples,
-            )
+            grid = reference.weights.layout.grid
+            return compute_log_probs(reference.pipeline, grid, self.backend, packed)
 
-    def _old(self, samples: Samples) -> None:
-        several = self.plan.batch.updates_per_step > 1
-        if not self._credit.needs_old and not (
-            several and self.plan.config.rl_config.enable_oldpolicy
-        ):
-            return
+    def _old_logps(self, packed: PackedRollout) -> Arrays | None:
+        settings, policy = self.settings, self.roles.policy
+        several = settings.updates_per_step > 1 and settings.old_logps
+        if not several and not settings.advantages.needs_old:
+            return None
         with self._phase("old_logps"):
             self.roles.enter("old_logps")
-            samples.old_logps = sample_logps(
-                self.roles.policy.pipeline,
-                self.plan.train,
-                self.backend,
-                samples,
-            )
+            grid = policy.weights.layout.grid
+            return compute_log_probs(policy.pipeline, grid, self.backend, packed)
 
-    def _assign_credit(
-        self, step: int, samples: Samples, scored: Scored
-    ) -> tuple[Mismatch | None, tuple[int, NonFinite] | None]:
-        """Also (rank, what is not finite there), if it is anywhere. Raises RanksDisagree."""
-        rewards = scored.scores.total
-        mismatch = None
-        bad = finite.in_rollout(samples, rewards)
+    def _train_batch(
+        self,
+        step: int,
+        rollout: Rollout,
+        scored: Scored,
+        old_logps: Arrays | None,
+        reference_logps: Arrays | None,
+    ) -> tuple[TrainBatch, RolloutCorrection | None, tuple[int, NonFinite] | None]:
+        """Also (rank, what is not finite there), if there is anything. Raises RanksDisagree."""
+        rewards, correction = scored.scores.total, None
+        bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
-            mismatch = assign_credit(samples, rewards, self._credit)
-            bad = finite.in_credit(samples)
-        told = self.backend.world.gather_objects((bad, step_digests(samples, rewards)))
-        found = next(
-            ((rank, each) for rank, (each, _) in enumerate(told) if each is not None), None
-        )
-        if found is None:
-            check_alike([digests for _, digests in told], f"in step {step + 1}", DIFFERENT_SAMPLES)
-        return mismatch, found
+            batch, correction = compute_advantages(
+                rollout, rewards, self.settings.advantages, old_logps, reference_logps
+            )
+            bad = non_finite.in_batch(batch)
+        else:
+            unknown = np.full(len(rollout), np.nan, np.float32)
+            batch = TrainBatch(rollout, unknown, None, old_logps, reference_logps)
+        by_rank = self.backend.world.gather_objects((bad, step_digests(batch, rewards)))
+        for rank, (number, _) in enumerate(by_rank):
+            if number is not None:
+                return batch, correction, (rank, number)
+        check_alike([digests for _, digests in by_rank], f"in step {step + 1}", DIFFERENT_SAMPLES)
+        return batch, correction, None
 
     def _update(
-        self, step: int, samples: Samples, bad: tuple[int, NonFinite] | None
-    ) -> tuple[list[UpdateReport], list[Skip], float]:
-        """No update at all of samples with something `bad`."""
-        batch = self.plan.batch
+        self,
+        step: int,
+        batch: TrainBatch,
+        packed: PackedRollout,
+        bad: tuple[int, NonFinite] | None,
+    ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
+        """No update is made of a batch with something `bad`."""
+        settings = self.settings
         reports: list[UpdateReport] = []
-        skipped: list[Skip] = []
+        skipped: list[SkippedUpdate] = []
         lr = 0.0
-        shares = np.array_split(np.arange(len(samples)), batch.updates_per_rollout)
+        shares = np.array_split(np.arange(len(batch)), settings.updates_per_rollout)
         with self._phase("update"):
             self.roles.enter("update")
-            for index, share in enumerate(shares * batch.num_iterations):
+            for index, share in enumerate(shares * settings.num_iterations):
                 members = share.tolist()
-                lr = self._learning_rate(step * batch.updates_per_step + index)
+                lr = self._learning_rate(step * settings.updates_per_step + index)
                 if bad is not None:
-                    skipped.append(Skip(index, members, lr, bad[1], bad[0]))
+                    skipped.append(SkippedUpdate(index, members, lr, bad[1], bad[0]))
                     continue
                 try:
-                    reports.append(update(self.roles.policy, samples, members, lr))
-                except NotFinite as error:
-                    skipped.append(Skip(index, members, lr, error.found, error.rank))
+                    reports.append(update(self.roles.policy, batch, packed, members, lr))
+                except NonFiniteUpdate as error:
+                    skipped.append(SkippedUpdate(index, members, lr, error.number, error.rank))
         return reports, skipped, lr
 
     def _sync_reference(self, step: int) -> None:
-        ref = self.plan.config.ref_config
-        if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
+        every = self.settings.reference_sync_steps
+        if every is not None and (step + 1) % every == 0:
             with self._phase("sync_reference"):
-                self.roles.sync_reference(ref.ref_model_mixup_alpha)
+                self.roles.sync_reference()

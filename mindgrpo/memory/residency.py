@@ -1,35 +1,40 @@
-"""The only owner of where weights are: on the device, on the host, or nowhere.
+"""Owns where tensors are: on the device, on the host, or released.
 
-A phase says which roles it needs on the device; the others leave before those arrive. The ledger counts bytes by
-role, the peak of each phase and the seconds that transfers took. Refuses a phase that would exceed the budget,
-before anything moves, and to bring back what was released as if it were still valid.
+Every pool that the backend hands out is registered here under a role. A phase names the roles that it needs on the
+device (`account.PHASES`); the others leave before those arrive. Bytes of a role that is rebuilt are released and come
+back undefined; all others are kept on the host.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
 from mindgrpo.backend.contract import Pool
-from mindgrpo.errors import UserError
+from mindgrpo.memory.account import PHASES, PhaseMemory, by_phase, check_budget
 
 
-class Place(Enum):
-    ABSENT = "absent"
-    ON_DEVICE = "on device"
-    ON_HOST = "on host"
+class Location(Enum):
+    RELEASED = "released"
+    DEVICE = "device"
+    HOST = "host"
 
 
 @dataclass
 class Role:
-    """`rebuilt`: its bytes are worth nothing outside its phases, so leaving means being released."""
+    """Pools that move together. `rebuilt`: their bytes are not kept outside the phases that need them.
+
+    `host_only` pools are host memory on every device and never move.
+    """
 
     name: str
     pools: tuple[Pool, ...]
     rebuilt: bool
-    place: Place = Place.ABSENT
+    location: Location
+    host_only: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -38,20 +43,11 @@ class Role:
 
 @dataclass
 class Ledger:
+    """Peak bytes on the device by phase; bytes and seconds of all transfers between device and host."""
+
     peak_by_phase: dict[str, int] = field(default_factory=dict)
     transfer_seconds: float = 0.0
     transfer_bytes: int = 0
-
-
-# What each phase needs on the device; a role that a run does not have is passed over.
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "reshard": ("policy", "generator"),
-    "rollout": ("generator", "kv_cache"),
-    "reference": ("reference",),
-    "old_logps": ("policy",),
-    "update": ("policy", "gradients", "optimizer"),
-    "sync_reference": ("policy", "reference"),
-}
 
 
 class Residency:
@@ -61,66 +57,71 @@ class Residency:
         self.ledger = Ledger()
         self._budget = budget_bytes
 
-    def own(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
-        """`filled`: its bytes are on the device now and are worth keeping."""
-        place = Place.ON_DEVICE if filled else Place.ABSENT
-        self.roles[name] = Role(name, tuple(pools), rebuilt, place)
+    def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
+        """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
+        location = Location.DEVICE if filled else Location.RELEASED
+        self.roles[name] = Role(name, tuple(pools), rebuilt, location)
 
-    def table(self) -> list[tuple[str, int, dict[str, int]]]:
-        """(phase, bytes, bytes by role) of the phases that this run's roles can need."""
-        rows = []
-        for phase, names in PHASES.items():
-            held = {name: self.roles[name].num_bytes for name in names if name in self.roles}
-            rows.append((phase, sum(held.values()), held))
-        return rows
+    def register_host(self, name: str, pools: Sequence[Pool]) -> None:
+        """Takes over pools of host memory as role `name`."""
+        self.roles[name] = Role(name, tuple(pools), False, Location.HOST, host_only=True)
+
+    @contextmanager
+    def temporary_host(self, name: str, pools: Sequence[Pool]) -> Iterator[None]:
+        """Registers pools of host memory for the duration of the block and releases them after it."""
+        self.register_host(name, pools)
+        try:
+            yield
+        finally:
+            for pool in self.roles.pop(name).pools:
+                pool.release()
+
+    def table(self) -> list[PhaseMemory]:
+        """Bytes on this rank's device by phase, of the roles that it has."""
+        on_device = [role for role in self.roles.values() if not role.host_only]
+        return by_phase({role.name: role.num_bytes for role in on_device})
 
     def check_budget(self) -> None:
         """Raises UserError if any phase needs more than the budget."""
-        for phase, _, _ in self.table():
-            self._check(phase)
+        check_budget(self.table(), self._budget)
 
-    def _check(self, phase: str) -> None:
-        if self._budget is None:
-            return
-        rows = {row[0]: row for row in self.table()}
-        _, needed, held = rows[phase]
-        if needed > self._budget:
-            parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in held.items())
-            raise UserError(
-                f"Phase {phase} needs {needed / 2**20:.1f} MiB on the device ({parts}), but "
-                f"context.max_device_memory allows {self._budget / 2**20:.1f} MiB; raise it, or raise "
-                "parallel_config.model_parallel or pipeline_stage, or lower generate_config.max_num_seqs."
-            )
+    @property
+    def device_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.roles.values() if r.location is Location.DEVICE)
 
-    def enter(self, phase: str) -> None:
-        """Moves roles so that exactly those of `phase` are on the device."""
-        self._check(phase)
+    @property
+    def host_bytes(self) -> int:
+        return sum(r.num_bytes for r in self.roles.values() if r.location is Location.HOST)
+
+    def activate(self, phase: str) -> None:
+        """Moves roles so that exactly those of `phase` are on the device. Raises UserError before anything moves."""
+        check_budget([row for row in self.table() if row.phase == phase], self._budget)
         self.phase = phase
-        needed = [name for name in PHASES[phase] if name in self.roles]
+        needed = PHASES[phase]
+        moving = [role for role in self.roles.values() if not role.host_only]
         started = time.perf_counter()
-        for role in self.roles.values():
-            if role.name not in needed:
-                self._send_away(role)
-        for name in needed:
-            self._bring(self.roles[name])
+        for role in moving:
+            if role.name not in needed and role.location is Location.DEVICE:
+                self._deactivate(role)
+        for role in moving:
+            if role.name in needed:
+                self._bring(role)
         self.ledger.transfer_seconds += time.perf_counter() - started
-        used = sum(r.num_bytes for r in self.roles.values() if r.place is Place.ON_DEVICE)
-        self.ledger.peak_by_phase[phase] = max(used, self.ledger.peak_by_phase.get(phase, 0))
+        peak = self.ledger.peak_by_phase.get(phase, 0)
+        self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
 
-    def _send_away(self, role: Role) -> None:
-        if role.place is not Place.ON_DEVICE:
-            return
+    def _deactivate(self, role: Role) -> None:
         for pool in role.pools:
             if role.rebuilt:
                 pool.release()
             else:
                 pool.offload()
                 self.ledger.transfer_bytes += pool.num_bytes
-        role.place = Place.ABSENT if role.rebuilt else Place.ON_HOST
+        role.location = Location.RELEASED if role.rebuilt else Location.HOST
 
     def _bring(self, role: Role) -> None:
-        if role.place is Place.ON_HOST:
+        if role.location is Location.HOST:
             for pool in role.pools:
                 pool.load()
                 self.ledger.transfer_bytes += pool.num_bytes
-        role.place = Place.ON_DEVICE
+        role.location = Location.DEVICE

@@ -1,7 +1,7 @@
-"""The decoder as graph code: one transformer layer and its ends, for whole packed rows.
+"""The decoder as graph code, written once: embedding, block, head; training, prompts and decoding differ in attention.
 
-`x_NH`: N = R rows * T tokens, H = hidden; M picked positions; V local vocabulary. What is no matrix product comes
-from the backend's kernels. Refuses to hold weights of its own: a `Shard` hands out a rank's parameters.
+`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. What is no
+matrix product comes from the backend's kernels, what differs between families from the model's configuration.
 """
 
 from __future__ import annotations
@@ -9,29 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.attention import Attention
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.lora import LowRankLinear, fused_parts
-from mindgrpo.models.lora_specs import LoraSettings, adapter_names
-from mindgrpo.models.parallel_cells import CopyTo, Linear, ReduceFrom
+from mindgrpo.models.mlp import GatedMlp
+from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
 from mindgrpo.models.rotary import rotary_table
-from mindgrpo.weights.local_weights import Weights
-
-NEVER = -1e30
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """A rank's low-rank adapters, in the layout of the weights that they are for."""
-
-    weights: Weights
-    settings: LoraSettings
+from mindgrpo.models.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -56,201 +42,160 @@ KEEP_ALL = Recompute()
 WHOLE_LAYERS = Recompute(frozenset(("attention", "mlp")))
 
 
-class Shard:
-    """A rank's parameters of one role, by stored key, with the sizes that cells need.
+class Embedding(nn.Cell):
+    """tokens int32 [N] -> x_NH, the table's rows split over the group."""
 
-    With `adapters`, matrices that have some are used together with them.
-    """
-
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        backend: Backend,
-        prefix: str,
-        adapters: Adapters | None = None,
-    ) -> None:
-        layout = weights.layout
-        self.config = config
-        self.weights = weights
-        self.backend = backend
-        self.group: Group = backend.group(layout.grid.model_group(weights.rank))
-        ways = layout.grid.model_parallel
-        self.model_index = layout.grid.coordinates(weights.rank).model
-        self.layers = layout.stage_layers[layout.grid.coordinates(weights.rank).stage]
-        self.query_heads = config.num_attention_heads // ways
-        self.kv_heads = max(1, config.num_key_value_heads // ways)
-        self.local_vocab = -(-config.vocab_size // ways)
-        self.kernels = backend.kernels
-        self.first_token = self.local_vocab * self.model_index
-        # Trained roles have gradients for exactly these, in this order.
-        self.parameters = {
-            entry.key: backend.parameter(weights.tensors[entry.key], f"{prefix}.{entry.key}")
-            for entry in weights.stored
-        }
-
-        self._adapters = adapters
-        self.adapter_parameters: dict[str, Any] = {}
-        if adapters is not None:
-            self.adapter_parameters = {
-                entry.key: backend.parameter(
-                    adapters.weights.tensors[entry.key], f"{prefix}.{entry.key}"
-                )
-                for entry in adapters.weights.stored
-            }
-
-    def linear(self, key: str) -> nn.Cell:
-        """The product with matrix `key` (without bias)."""
-        base = Linear(self[key])
-        a_key, b_key = adapter_names(key)
-        if self._adapters is None or a_key not in self.adapter_parameters:
-            return base
-        adapted = {spec.name for e in self._adapters.weights.stored for spec in e.parts}
-        flags = [adapter_names(part)[0] in adapted for part in fused_parts(key)]
-        (entry,) = [entry for entry in self.weights.stored if entry.key == key]
-        parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
-        return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.parameters[key]
-
-    def get(self, key: str) -> Any:
-        return self.parameters.get(key)
-
-    @property
-    def is_first(self) -> bool:
-        return self.layers.start == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.layers.stop == self.config.num_hidden_layers
-
-    @property
-    def head_table(self) -> Any:
-        tied = self.config.tie_word_embeddings
-        return self["model.embed_tokens.weight" if tied else "lm_head.weight"]
-
-    def padding_bias(self) -> np.ndarray | None:
-        """float32 [1, local vocabulary] that keeps padded columns out of a softmax; None where there are none."""
-        ids = np.arange(self.first_token, self.first_token + self.local_vocab)
-        if ids[-1] < self.config.vocab_size:
-            return None
-        return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
-
-    def heads(self, prefix: str) -> Heads:
-        config = self.config
-        return Heads(
-            self.query_heads,
-            self.kv_heads,
-            config.head_dim,
-            self.get(prefix + "self_attn.qkv_proj.bias") is not None,
-            config.rms_norm_eps if config.qk_norm else None,
-        )
-
-    def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
-        real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
-        return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)
-
-
-class Attention(nn.Cell):
-    """Normed x_NH -> what attention adds to the residual, a split of heads over the group."""
-
-    def __init__(self, shard: Shard, prefix: str, rotary: np.ndarray) -> None:
+    def __init__(self, shard: Shard) -> None:
         super().__init__()
-        name = prefix + "self_attn."
-        heads = shard.heads(prefix)
-        nothing = Tensor([0.0], ms.float32)
-        self.copy = CopyTo(shard.group)
-        self.qkv = shard.linear(name + "qkv_proj.weight")
-        self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
-        normed = heads.norm_eps is not None
-        self.q_norm = shard[name + "q_norm.weight"] if normed else nothing
-        self.k_norm = shard[name + "k_norm.weight"] if normed else nothing
-        self.attend = shard.kernels.attention(heads, rotary)
-        self.out = shard.linear(name + "o_proj.weight")
+        self.table = shard["model.embed_tokens.weight"]
+        self.embed = shard.kernels.embedding(shard.first_token)
         self.reduce = ReduceFrom(shard.group)
-        self.out_bias = shard.get(name + "o_proj.bias")
-        self.has_out_bias = self.out_bias is not None
+        self.is_scaled = shard.config.family.scaled_embeddings
+        self.scale = float(np.float32(shard.config.hidden_size**0.5))
 
-    def construct(self, x: Any, place: Any, other_place: Any) -> Any:
-        qkv = self.qkv(self.copy(x))
-        mixed = self.attend(qkv, self.bias, self.q_norm, self.k_norm, place, other_place)
-        y = self.reduce(self.out(mixed))
-        if self.has_out_bias:
-            y = y + self.out_bias
-        return y
+    def construct(self, tokens: Any) -> Any:
+        x = self.reduce(self.embed(tokens, self.table))
+        if self.is_scaled:
+            x = x * self.scale
+        return x
 
 
-class GatedMlp(nn.Cell):
-    """down(silu(gate(x)) * up(x)), the inner dim split over the group (arXiv:2002.05202)."""
+class Norm(nn.Cell):
+    """The RMS norm of x_NH with weight `key`; x itself where the key is None."""
 
-    def __init__(self, shard: Shard, prefix: str) -> None:
+    def __init__(self, shard: Shard, key: str | None) -> None:
         super().__init__()
-        self.copy = CopyTo(shard.group)
-        self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
-        self.gated = shard.kernels.gated()
-        self.down = shard.linear(prefix + "mlp.down_proj.weight")
-        self.reduce = ReduceFrom(shard.group)
+        self.is_identity = key is None
+        if key is not None:
+            self.weight = shard[key]
+        self.offset = shard.config.family.norm_offset
+        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
 
     def construct(self, x: Any) -> Any:
-        return self.reduce(self.down(self.gated(self.gate_up(self.copy(x)))))
+        if self.is_identity:
+            return x
+        if self.offset != 0.0:
+            return self.norm(x, self.weight + self.offset)
+        return self.norm(x, self.weight)
+
+
+class AddNorm(nn.Cell):
+    """(x_NH, what is to be added to it) -> (their sum, its norm as in Norm)."""
+
+    def __init__(self, shard: Shard, key: str | None) -> None:
+        super().__init__()
+        self.is_identity = key is None
+        if key is not None:
+            self.weight = shard[key]
+        self.offset = shard.config.family.norm_offset
+        self.norm = shard.kernels.add_rms_norm(shard.config.rms_norm_eps)
+
+    def construct(self, x: Any, added: Any) -> Any:
+        if self.is_identity:
+            total = x + added
+            return total, total
+        if self.offset != 0.0:
+            return self.norm(x, added, self.weight + self.offset)
+        return self.norm(x, added, self.weight)
 
 
 class Layer(nn.Cell):
-    """(x, what the layer before adds to it) -> the same pair: each sum is made where its norm needs it.
+    """(x_NH, what the layer before adds to it, *context) -> the same pair: each sum is made where its norm needs it.
 
-    A stage's first layer has nothing to add and ignores `added`.
+    A stage's first layer has nothing to add and ignores `added`. `attend` and `context` as in attention.py.
     """
 
-    def __init__(self, shard: Shard, index: int, rotary: np.ndarray) -> None:
+    def __init__(self, shard: Shard, index: int, attend: nn.Cell) -> None:
         super().__init__()
-        prefix, eps = f"model.layers.{index}.", shard.config.rms_norm_eps
-        self.is_entry = index == shard.layers.start
-        self.weight_in = shard[prefix + "input_layernorm.weight"]
-        self.weight_mlp = shard[prefix + "post_attention_layernorm.weight"]
-        self.first_norm = shard.kernels.rms_norm(eps)
-        self.norm = shard.kernels.add_rms_norm(eps)
-        self.attention = Attention(shard, prefix, rotary)
-        self.mlp = GatedMlp(shard, prefix)
+        prefix, norms = f"model.layers.{index}.", shard.config.family.norms
 
-    def construct(self, x: Any, added: Any, place: Any, other_place: Any) -> Any:
+        def key(name: str | None) -> str | None:
+            return name and f"{prefix}{name}.weight"
+
+        self.is_entry = index == shard.layers.start
+        norm_in = Norm if self.is_entry else AddNorm
+        self.attention_in = norm_in(shard, key(norms.attention_in))
+        self.attention = Attention(shard, prefix, attend)
+        self.attention_out = Norm(shard, key(norms.attention_out))
+        self.mlp_in = AddNorm(shard, key(norms.mlp_in))
+        self.mlp = GatedMlp(shard, prefix)
+        self.mlp_out = Norm(shard, key(norms.mlp_out))
+
+    def construct(self, x: Any, added: Any, *context: Any) -> Any:
         if self.is_entry:
-            normed = self.first_norm(x, self.weight_in)
+            normed = self.attention_in(x)
         else:
-            x, normed = self.norm(x, added, self.weight_in)
-        x, normed = self.norm(x, self.attention(normed, place, other_place), self.weight_mlp)
-        return x, self.mlp(normed)
+            x, normed = self.attention_in(x, added)
+        x, normed = self.mlp_in(x, self.attention_out(self.attention(normed, *context)))
+        return x, self.mlp_out(self.mlp(normed))
+
+
+class Rotary:
+    """The tables that a stage's layers need, float32 [positions, 2 D] each, and which of them each layer takes."""
+
+    def __init__(self, shard: Shard, num_positions: int) -> None:
+        config = shard.config
+        local = [config.local_layers[index] for index in shard.layers]
+        kinds = sorted(set(local))
+        self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
+        self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
 
 class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, positions int32 [R, T], spans int32 [R, T, 3]) -> x_NH.
 
-    Spans as in backend/kernels.py; positions stay below `num_positions`.
+    Spans as in backend/kernels/contract.py; positions stay below `num_positions`.
     """
 
     def __init__(self, shard: Shard, num_positions: int, recompute: Recompute = KEEP_ALL) -> None:
         super().__init__()
+        kernels, heads = shard.kernels, shard.heads()
         self.is_first = shard.is_first
-        kernels = shard.kernels
         if shard.is_first:
-            self.table = shard["model.embed_tokens.weight"]
-            self.embed = kernels.embedding(shard.first_token)
-            self.reduce = ReduceFrom(shard.group)
-        rotary = rotary_table(shard.config, num_positions)
-        heads = shard.heads(f"model.layers.{shard.layers.start}.")
-        self.places = kernels.places(heads, rotary)
-        self.layers = nn.CellList([Layer(shard, index, rotary) for index in shard.layers])
+            self.embed = Embedding(shard)
+        rotary = Rotary(shard, num_positions)
+        self.rotary_of = rotary.of_layer
+        self.rope_and_masks = nn.CellList([kernels.rope_and_mask(t) for t in rotary.tables])
+        attends = [kernels.attention(heads, rotary.tables[i]) for i in rotary.of_layer]
+        self.layers = nn.CellList(
+            [
+                Layer(shard, index, attend)
+                for index, attend in zip(shard.layers, attends, strict=True)
+            ]
+        )
         for index, layer in zip(shard.layers, self.layers, strict=True):
             recompute.apply(layer, index)
 
     def construct(self, x: Any, positions: Any, spans: Any) -> Any:
-        place, other_place = self.places(positions, spans)
+        contexts = []
+        for rope_and_mask in self.rope_and_masks:
+            contexts.append(rope_and_mask(positions, spans))
         if self.is_first:
-            x = self.reduce(self.embed(x.reshape(-1), self.table))
+            x = self.embed(x.reshape(-1))
         added = x
-        for layer in self.layers:
-            x, added = layer(x, added, place, other_place)
+        for i in range(len(self.layers)):
+            x, added = self.layers[i](x, added, *contexts[self.rotary_of[i]])
         return x + added
+
+
+class Head(nn.Cell):
+    """x_NH -> logits [N, V]: the last norm and the product with the head's table."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.norm = Norm(shard, "model.norm.weight")
+        self.copy = CopyTo(shard.group)
+        self.table = shard.head_table
+        self.matmul = ops.MatMul(transpose_b=True)
+        bias = shard.padding_bias()
+        self.is_padded = bias is not None
+        self.bias = Tensor(bias) if bias is not None else None
+
+    def construct(self, x: Any) -> Any:
+        logits = self.matmul(self.copy(self.norm(x)), self.table)
+        if self.is_padded:
+            logits = logits + self.bias
+        return logits
 
 
 class LogProbStage(nn.Cell):
@@ -263,8 +208,7 @@ class LogProbStage(nn.Cell):
         super().__init__()
         self.stage = stage
         self.pick = shard.kernels.embedding(0)
-        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
-        self.weight = shard["model.norm.weight"]
+        self.norm = Norm(shard, "model.norm.weight")
         self.copy = CopyTo(shard.group)
         self.table = shard.head_table
         self.logprobs = TokenLogProbs(
@@ -273,5 +217,4 @@ class LogProbStage(nn.Cell):
 
     def construct(self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any) -> Any:
         picked = self.pick(picks, self.stage(x, positions, spans))
-        normed = self.copy(self.norm(picked, self.weight))
-        return self.logprobs(normed, self.table, labels)
+        return self.logprobs(self.copy(self.norm(picked)), self.table, labels)

@@ -49,40 +49,15 @@ class ReduceFrom(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """x [N, in] @ weight [in, out] (+ bias [out])."""
+    """x [N, in] @ weight [in, out]."""
 
-    def __init__(self, weight: Any, bias: Any = None) -> None:
+    def __init__(self, weight: Any) -> None:
         super().__init__()
         self.weight = weight
-        self.has_bias = bias is not None
-        self.bias = bias
         self.matmul = ops.MatMul()
 
     def construct(self, x: Any) -> Any:
-        y = self.matmul(x, self.weight)
-        if self.has_bias:
-            y = y + self.bias
-        return y
-
-
-class VocabParallelEmbedding(nn.Cell):
-    """tokens int32 [N] -> float32 [N, hidden]; each rank knows the rows from `first_token` on."""
-
-    def __init__(self, table: Any, first_token: int, group: Group) -> None:
-        super().__init__()
-        self.table = table
-        self.alone = group.size == 1
-        self.first = first_token
-        self.rows = table.shape[0]
-        self.reduce = ReduceFrom(group)
-
-    def construct(self, tokens: Any) -> Any:
-        if self.alone:
-            return ops.gather(self.table, tokens, 0)
-        local = tokens - self.first
-        mine = ops.logical_and(local >= 0, local < self.rows)
-        rows = ops.gather(self.table, ops.clamp(local, 0, self.rows - 1), 0)
-        return self.reduce(rows * ops.expand_dims(mine.astype(ms.float32), 1))
+        return self.matmul(x, self.weight)
 
 
 class GatherColumns(nn.Cell):
@@ -92,8 +67,8 @@ class GatherColumns(nn.Cell):
         super().__init__()
         self.alone = group.size == 1
         self.total = group.sum_cell()
-        place = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
-        self.place = Tensor(place, ms.float32)
+        position = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
+        self.place = Tensor(position, ms.float32)
 
     def construct(self, x: Any) -> Any:
         x = ops.expand_dims(x, 1)

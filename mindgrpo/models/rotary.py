@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder_config import DecoderConfig
 
 
-def rotary_table(config: DecoderConfig, num_positions: int) -> np.ndarray:
-    """float32 [num_positions, 2 * head_dim]: cos of each angle, then sin; both halves of a head turn alike."""
+def rotary_table(config: DecoderConfig, num_positions: int, is_local: bool = False) -> np.ndarray:
+    """float32 [num_positions, 2 * head_dim]: cos of each angle, then sin; both halves of a head turn alike.
+
+    `is_local`: of the model's local layers.
+    """
+    theta = config.local_rope_theta if is_local else config.rope_theta
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequencies = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    if config.rope_scaling is not None:
+    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    if config.rope_scaling is not None and not is_local:
         frequencies = _llama3(frequencies, config.rope_scaling)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
     angles = np.concatenate([angles, angles], axis=1)

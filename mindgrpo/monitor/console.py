@@ -73,15 +73,15 @@ class Console:
     def step_line(self, metrics: Mapping[str, Any], num_steps: int | None = None) -> None:
         """One line with the figures that matter, then a hint where one of them asks for it."""
         total = "" if num_steps is None else f"/{num_steps}"
-        parts = [self._bold(f"step {metrics['step']}{total}")]
+        words = [self._bold(f"step {metrics['step']}{total}")]
         for key, word, style in FIGURES:
             if key in metrics:
-                parts.append(f"{word} {_figure(metrics[key], style)}")
+                words.append(f"{word} {_figure(metrics[key], style)}")
             if key == "reward/mean":
-                parts += _function_means(metrics, "reward/")
+                words += _function_means(metrics, "reward/")
         if "time/step" in metrics:
-            parts[-1] += " s"
-        self.line("  ".join(parts))
+            words[-1] += " s"
+        self.line("  ".join(words))
         evaluation = _function_means(metrics, "eval/")
         if evaluation:
             self.line("  held out:  " + "  ".join(evaluation))

@@ -69,9 +69,9 @@ def _first_after(path: Path, step: int) -> tuple[int, int]:
 
 
 def _step_of(row: bytes) -> float:
-    found = _STEP.match(row)
-    if found:
-        return int(found[1])
+    match = _STEP.match(row)
+    if match:
+        return int(match[1])
     try:
         return float(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError):
@@ -80,14 +80,14 @@ def _step_of(row: bytes) -> float:
 
 def put_earlier_aside(directory: Path) -> Path | None:
     """Moves what a run left here that never came to a checkpoint into a folder of its own; None where nothing is."""
-    found = [directory / name for name in RUN_FILES if (directory / name).exists()]
-    if not found:
+    leftover = [directory / name for name in RUN_FILES if (directory / name).exists()]
+    if not leftover:
         return None
     number = 1
     while (aside := directory / f"earlier_{number}").exists():
         number += 1
     aside.mkdir()
-    for path in found:
+    for path in leftover:
         path.rename(aside / path.name)
     return aside
 

@@ -121,13 +121,13 @@ class HostMemoryMonitor:
             self._warned = False
 
     def _rss(self) -> dict[int, int]:
-        found = {}
+        bytes_by_rank = {}
         for rank, process in self._processes.items():
             try:
-                found[rank] = int(process.memory_info().rss)
+                bytes_by_rank[rank] = int(process.memory_info().rss)
             except psutil.Error:
-                found[rank] = 0
-        return found
+                bytes_by_rank[rank] = 0
+        return bytes_by_rank
 
     def _write(self, memory: HostMemory, rss: Mapping[int, int]) -> None:
         row = {

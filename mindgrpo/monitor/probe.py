@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import TrainBatch
 
 
 def load_saver() -> Any:
@@ -23,28 +23,29 @@ def load_saver() -> Any:
 
 
 def key_data(
-    samples: Samples,
+    batch: TrainBatch,
     rewards: Mapping[str, np.ndarray],
     policy_logps: Mapping[int, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
 
-    def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
 
+    rollout = batch.rollout
     data = {
-        "prompt_lengths": np.array([len(tokens) for tokens in samples.prompts], np.int32),
-        "prompt_tokens": joined(samples.prompts),
-        "completion_lengths": samples.completion_lengths.astype(np.int32),
-        "completion_tokens": joined(samples.completions),
-        "generator_logps": joined(samples.generator_logps),
+        "prompt_lengths": np.array([len(tokens) for tokens in rollout.prompt_ids], np.int32),
+        "prompt_tokens": joined(rollout.prompt_ids),
+        "completion_lengths": rollout.completion_lengths.astype(np.int32),
+        "completion_tokens": joined(rollout.completion_ids),
+        "generator_logps": joined(rollout.generator_logps),
         "policy_logps": joined([policy_logps[i] for i in sorted(policy_logps)]),
-        "advantages": samples.advantages,
+        "advantages": batch.advantages,
     }
-    if samples.reference_logps is not None:
-        data["reference_logps"] = joined(samples.reference_logps)
-    if samples.old_logps is not None:
-        data["old_logps"] = joined(samples.old_logps)
+    if batch.reference_logps is not None:
+        data["reference_logps"] = joined(batch.reference_logps)
+    if batch.old_logps is not None:
+        data["old_logps"] = joined(batch.old_logps)
     return data | {f"reward_{name}": values for name, values in rewards.items()}
 
 

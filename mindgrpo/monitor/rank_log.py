@@ -1,4 +1,4 @@
-"""The log file that launch.sh gave this rank, kept small: full ones move aside, and the oldest goes.
+"""The log file that the launcher gave this rank, kept small: full ones move aside, and the oldest goes.
 
 What was written stays whole: the file is renamed, not cut, and the next line goes to a new one. Refuses to touch
 output that goes anywhere else: a terminal, a pipe, a file of the user's.

@@ -48,26 +48,26 @@ def check_free(directory: Path | str) -> None:
         )
 
 
-def own_place(given: Path | str, name: str, taken: str, key: str) -> Path:
+def own_folder(asked: Path | str, name: str, taken: str, key: str) -> Path:
     """`given` itself where nothing in it matches `taken` (a glob), else a new folder in it called `name`.
 
     `key` is the setting that `given` came from. Raises UserError for what cannot be made.
     """
-    place = Path(given)
+    folder = Path(asked)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        if any(place.glob(taken)):
-            return _make_fresh(place, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.glob(taken)):
+            return _make_fresh(folder, name)
     except OSError as error:
         raise UserError(
-            f"{key} '{given}' cannot be made or read as a folder ({error.strerror}): name a folder "
+            f"{key} '{asked}' cannot be made or read as a folder ({error.strerror}): name a folder "
             "that can be written, or leave it out."
         ) from error
-    if not os.access(place, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(
-            f"{key} '{given}' cannot be written: name a folder that can, or leave it out."
+            f"{key} '{asked}' cannot be written: name a folder that can, or leave it out."
         )
-    return place
+    return folder
 
 
 def _make_fresh(parent: Path, name: str) -> Path:

@@ -204,18 +204,18 @@ class Layout:
 
     @cached_property
     def _boxes(self) -> dict[SplitRule, tuple[Box, ...]]:
-        ways = self.grid.model_parallel
+        num_shards = self.grid.model_parallel
         rules = {spec.split_rule: spec for spec in self.specs}
         return {
-            rule: tuple(box_of(spec, ways, index) for index in range(ways))
+            rule: tuple(box_of(spec, num_shards, index) for index in range(num_shards))
             for rule, spec in rules.items()
         }
 
     @cached_property
     def _held(self) -> list[list[dict[str, Box]]]:
         """By [stage][model index]: the data axis repeats these."""
-        ways = range(self.grid.model_parallel)
-        held: list[list[dict[str, Box]]] = [[{} for _ in ways] for _ in self.stage_layers]
+        num_shards = range(self.grid.model_parallel)
+        held: list[list[dict[str, Box]]] = [[{} for _ in num_shards] for _ in self.stage_layers]
         for spec in self.specs:
             for index, box in enumerate(self._boxes[spec.split_rule]):
                 if box.size:
@@ -247,6 +247,3 @@ class Layout:
             for model, rank in enumerate(row)
             if boxes[model].size
         ]
-
-    def bytes_of(self, rank: int, itemsize: int) -> int:
-        return sum(box.size for box in self.held_by(rank).values()) * itemsize

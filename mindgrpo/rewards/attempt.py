@@ -1,7 +1,4 @@
-"""Tries a reward on samples, all together or one at a time, and says how it went.
-
-Refuses nothing: whatever the user's function does short of ending or stopping its process is an outcome.
-"""
+"""Calls a reward on samples, all together or one at a time; whatever it raises or returns is an outcome."""
 
 from __future__ import annotations
 
@@ -9,21 +6,9 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.call import (
-    BadResult,
-    Samples,
-    call_reward,
-    is_usable,
-)
+from mindgrpo.rewards.call import BadResult, Samples, call_reward, is_usable
 from mindgrpo.rewards.load import RewardFunction, describe
-from mindgrpo.rewards.outcome import (
-    BAD_RESULT,
-    MEMORY,
-    NOT_FINITE,
-    RAISED,
-    REFUSED,
-    Failure,
-)
+from mindgrpo.rewards.outcome import BAD_RESULT, MEMORY, NOT_FINITE, RAISED, REFUSED, Failure
 
 if TYPE_CHECKING:
     import asyncio
@@ -37,7 +22,7 @@ class Attempts:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def together(self, samples: Samples) -> list[float | None] | Failure:
-        """Values, those that are not finite included, or why there are none."""
+        """Return values, those that are not finite included, or why there are none."""
         try:
             return call_reward(self.function, samples, self._wait_for)
         except UserError as error:
@@ -49,8 +34,8 @@ class Attempts:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's own code
             return Failure(RAISED, describe(error))
 
-    def alone(self, samples: Samples, place: int) -> float | None | Failure:
-        result = self.together(samples.part([place]))
+    def alone(self, samples: Samples, index: int) -> float | None | Failure:
+        result = self.together(samples.select([index]))
         return result if isinstance(result, Failure) else judged(result[0])
 
     def _wait_for(self, waiting: Awaitable[Any]) -> Any:

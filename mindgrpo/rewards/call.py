@@ -1,7 +1,7 @@
 """One call of a reward: which arguments it takes, and whether what it returns keeps the contract.
 
 Passes the completions first, `answers`, columns and facts by name and only if the signature accepts
-them. Refuses a parameter that nothing can fill, and a result that is not one number or None a sample.
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import RewardFunction
+from mindgrpo.rewards.outcome import Score
 from mindgrpo.rewards.spec import WHERE
 
 Columns = Mapping[str, Sequence[Any]]
@@ -28,10 +29,6 @@ VARIADIC = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
 
 class BadResult(Exception):
     """A reward returned something else than the contract says."""
-
-
-class NotFinite(BadResult):
-    """A reward returned NaN or a number beyond float32 for a sample."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def part(self, places: Iterable[int]) -> Samples:
-        chosen = list(places)
+    def select(self, indices: Iterable[int]) -> Samples:
+        chosen = list(indices)
         columns = {name: [values[i] for i in chosen] for name, values in self.columns.items()}
         return Samples(
             [self.completions[i] for i in chosen],
@@ -62,7 +59,7 @@ class Samples:
         )
 
     def only(self, names: Iterable[str]) -> Samples:
-        """With the columns and facts of these names only: what need not be carried is not."""
+        """Return them with the columns and facts of these names only, which is less to send."""
         wanted = set(names)
         return Samples(
             self.completions,
@@ -107,7 +104,7 @@ class Signature:
         )
 
     def accepted(self, samples: Samples) -> list[str]:
-        """Names to pass. Facts, token ids and other words for answers go to those that ask for them."""
+        """Return names to pass. Facts, token ids and other words for answers go to those that ask for them."""
         offered = ["answers", *samples.columns]
         if self.names is None:
             return ["answers"]
@@ -146,7 +143,7 @@ def own_columns(
     completion_ids: Sequence[Sequence[int]],
     finish_reasons: Sequence[str],
 ) -> dict[str, list[Any]]:
-    """What a run knows of its samples beside the data set's columns."""
+    """Return what a run knows of its samples beside the data set's columns."""
     return {
         "prompts": list(prompts),
         "completion_ids": [list(ids) for ids in completion_ids],
@@ -158,7 +155,7 @@ def own_columns(
 def call_reward(
     function: RewardFunction, samples: Samples, wait_for: Callable[[Awaitable[Any]], Any]
 ) -> list[float | None]:
-    """Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
+    """Call it. Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
     signature = Signature.of(function)
     offered: dict[str, Sequence[Any]] = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
     offered |= samples.columns
@@ -190,6 +187,8 @@ def checked(returned: object, num_samples: int) -> list[float | None]:
 
 
 def as_float(value: Any) -> float:
+    if isinstance(value, Score):
+        return value
     item = getattr(value, "item", None)  # a NumPy or tensor scalar
     if callable(item):
         value = item()

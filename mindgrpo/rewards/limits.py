@@ -1,4 +1,4 @@
-"""How long and how large scoring may get. Refuses to know where the numbers come from."""
+"""How long and how large scoring may get."""
 
 from __future__ import annotations
 

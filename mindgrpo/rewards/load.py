@@ -1,7 +1,7 @@
 """From what the user wrote to something that can be called: imports the user's module.
 
 Whatever goes wrong there is one sentence. A class is made into an object once and that object is
-called. Refuses to guess which function was meant.
+called.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.rewards.spec import (
-    WHERE,
-    Spec,
-    nearest,
-    parse,
-)
+from mindgrpo.rewards.spec import WHERE, Spec, nearest, parse
 
 
 @dataclass(frozen=True)
@@ -36,10 +31,10 @@ class RewardFunction:
     bound: frozenset[str] = field(default_factory=frozenset)
 
 
-def resolve(given: str | Spec | Callable[..., Any]) -> RewardFunction:
-    if not isinstance(given, str | Spec):
-        return from_callable(given)
-    spec = parse(given) if isinstance(given, str) else given
+def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
+    if not isinstance(reward, str | Spec):
+        return from_callable(reward)
+    spec = parse(reward) if isinstance(reward, str) else reward
     if not spec.source:
         return with_arguments(spec, BUILTINS[spec.name].load())
     is_file = spec.source.endswith(".py")
@@ -52,41 +47,40 @@ def resolve(given: str | Spec | Callable[..., Any]) -> RewardFunction:
     return with_arguments(spec, vars(module)[spec.name])
 
 
-def with_arguments(spec: Spec, found: Any) -> RewardFunction:
+def with_arguments(spec: Spec, reward: Any) -> RewardFunction:
     """A class gets the arguments when it is made, a function at every call."""
-    if isinstance(found, type):
-        return RewardFunction(spec.name, instance_of(found, spec.text, spec.arguments))
-    called = instance_of(found, spec.text, {})
+    if isinstance(reward, type):
+        return RewardFunction(spec.name, instance_of(reward, spec.text, spec.arguments))
+    called = instance_of(reward, spec.text, {})
     if spec.arguments:
         called = functools.partial(called, **spec.arguments)
     return RewardFunction(spec.name, called, frozenset(spec.arguments))
 
 
-def from_callable(given: object) -> RewardFunction:
-    called = instance_of(given, given, {})
-    return RewardFunction(name_of(given), called)
+def from_callable(reward: object) -> RewardFunction:
+    return RewardFunction(name_of(reward), instance_of(reward, reward, {}))
 
 
-def name_of(given: object) -> str:
-    return str(getattr(given, "__name__", type(given).__name__))
+def name_of(reward: object) -> str:
+    return str(getattr(reward, "__name__", type(reward).__name__))
 
 
-def instance_of(found: object, spec: object, arguments: dict[str, Any]) -> Callable[..., Any]:
-    if isinstance(found, type):
+def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Callable[..., Any]:
+    if isinstance(reward, type):
         try:
-            found = found(**arguments)
+            reward = reward(**arguments)
         except Exception as error:  # the user's own constructor
-            given = f"with {arguments}" if arguments else "without arguments"
+            how = f"with {arguments}" if arguments else "without arguments"
             raise UserError(
-                f"reward class {spec!r} cannot be made {given}: {describe(error)}; "
+                f"reward class {spec!r} cannot be made {how}: {describe(error)}; "
                 f"give its parameters defaults or values ({WHERE})"
             ) from error
-    if not callable(found):
+    if not callable(reward):
         raise UserError(
-            f"reward function {spec!r} is a {type(found).__name__}; it must be callable as "
+            f"reward function {spec!r} is a {type(reward).__name__}; it must be callable as "
             f"reward(completions, answers, **columns) ({WHERE})"
         )
-    return found
+    return reward
 
 
 def load_file(spec: Spec) -> ModuleType:
@@ -98,13 +92,13 @@ def load_file(spec: Spec) -> ModuleType:
             f"{nearest(path.name, here)}; correct {WHERE}"
         )
     name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
         raise UserError(f"reward function {spec.text!r}: {path} is not a Python file ({WHERE})")
-    module = importlib.util.module_from_spec(found)
+    module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     with searching(path.parent), one_sentence(spec.text):
-        found.loader.exec_module(module)
+        module_spec.loader.exec_module(module)
     return module
 
 
@@ -115,7 +109,7 @@ def load_module(spec: Spec) -> ModuleType:
 
 @contextmanager
 def searching(folder: Path) -> Iterator[None]:
-    """A reward finds the modules beside it, as a script would, and when it imports in a call, too."""
+    """Let a reward find the modules beside it, as a script would, later imports in a call included."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     yield
@@ -133,16 +127,16 @@ def one_sentence(spec: str) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """The kind of error, its first line, and the deepest place outside the import machinery."""
+    """Return the kind of error, its first line, and the deepest line outside this room and importlib."""
     text = (str(error).strip().splitlines() or ["no message"])[0]
-    place = ""
+    location = ""
     trace = error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if Path(__file__).parent not in Path(file).parents and "importlib" not in file:
-            place = f" at {file}:{trace.tb_lineno}"
+            location = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
-    return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{place}"
+    return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{location}"
 
 
 LONGEST_MESSAGE = 300

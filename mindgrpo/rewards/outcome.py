@@ -1,13 +1,11 @@
-"""How scoring a sample can end: a number, None, or one of a few kinds of failure.
-
-Refuses to turn a failure into a number.
-"""
+"""How scoring a sample can end: a number, None, or one of a few kinds of failure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 RAISED, BAD_RESULT, NOT_FINITE = "exceptions", "bad_results", "nan"
 TIMEOUT, EXIT, MEMORY = "timeouts", "exits", "memory"
@@ -23,55 +21,95 @@ IN_WORDS = {
 }
 
 
+class Score(float):
+    """A reward with counts of what happened on the way, which become metrics of its function."""
+
+    counts: Mapping[str, int]
+
+    def __new__(cls, value: float, counts: Mapping[str, int]) -> Score:
+        score = super().__new__(cls, value)
+        score.counts = counts
+        return score
+
+
 @dataclass(frozen=True)
 class Failure:
     kind: str
     message: str
 
 
+def to_json(outcome: float | None | Failure) -> dict[str, Any]:
+    if isinstance(outcome, Failure):
+        return {"failed": [outcome.kind, outcome.message]}
+    return {"value": outcome, "counts": getattr(outcome, "counts", None)}
+
+
+def from_json(message: Mapping[str, Any]) -> float | None | Failure:
+    """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
+    if "failed" in message:
+        return Failure(*message["failed"])
+    value, counts = message["value"], message["counts"]
+    return value if counts is None else Score(value, dict(counts))
+
+
 @dataclass
-class Tally:
-    """What became of a function's samples, by place. `whole` is why they could not be scored together."""
+class RewardResult:
+    """What became of a function's samples, by index.
+
+    `together_failure` is why they could not be scored in one call; `seconds` the time until the last was scored.
+    """
 
     values: dict[int, float | None] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
-    whole: Failure | None = None
+    together_failure: Failure | None = None
     printed: str = ""
     printed_bytes: int = 0
     seconds: float = 0.0
     restarts: int = 0
 
-    def rest(self, places: Sequence[int]) -> list[int]:
-        return [i for i in places if i not in self.values and i not in self.failures]
+    def record(self, index: int, outcome: float | None | Failure) -> None:
+        if isinstance(outcome, Failure):
+            self.failures[index] = outcome
+        else:
+            self.values[index] = outcome
 
-    def fail(self, places: Sequence[int], failure: Failure) -> None:
-        self.failures |= dict.fromkeys(self.rest(places), failure)
+    def rest(self, indices: Sequence[int]) -> list[int]:
+        """Return those without an outcome."""
+        return [i for i in indices if i not in self.values and i not in self.failures]
 
-    def add(self, other: Tally) -> None:
+    def fail(self, indices: Sequence[int], failure: Failure) -> None:
+        """Give `failure` to those without an outcome."""
+        self.failures |= dict.fromkeys(self.rest(indices), failure)
+
+    def add(self, other: RewardResult) -> None:
         self.values |= other.values
         self.failures |= other.failures
-        self.whole = self.whole or other.whole
+        self.together_failure = self.together_failure or other.together_failure
         self.printed += other.printed
         self.printed_bytes += other.printed_bytes
         self.restarts += other.restarts
         self.seconds = max(self.seconds, other.seconds)
 
     def counts(self) -> dict[str, int]:
-        """Failures by kind, with `errors` their sum, and `none` where the function did not apply."""
-        found = Counter(failure.kind for failure in self.failures.values())
-        counts = {"errors": len(self.failures), **{kind: found[kind] for kind in KINDS}}
-        counts[RAISED] += found[REFUSED]
+        """Count failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own."""
+        by_kind = Counter(failure.kind for failure in self.failures.values())
+        counts = {"errors": len(self.failures), **{kind: by_kind[kind] for kind in KINDS}}
+        counts[RAISED] += by_kind[REFUSED]
         counts |= {"restarts": self.restarts, "printed_bytes": self.printed_bytes}
-        return counts | {"none": sum(value is None for value in self.values.values())}
+        counts["none"] = sum(value is None for value in self.values.values())
+        own = Counter[str]()
+        for value in self.values.values():
+            own.update(value.counts if isinstance(value, Score) else {})
+        return {**own, **counts}
 
     def in_one_line(self) -> str:
-        """Each kind of failure with its number and one example; else why a second try was needed; else ""."""
+        """Return each kind of failure with its number and one example; else why a second try was needed; else ""."""
         examples: dict[str, str] = {}
         for failure in self.failures.values():
             examples.setdefault(failure.kind, failure.message)
         counts = Counter(failure.kind for failure in self.failures.values())
-        if not counts and self.whole is not None:
-            return f"all together: {self.whole.message}; each apart went well"
+        if not counts and self.together_failure is not None:
+            return f"all together: {self.together_failure.message}; each apart went well"
         return "; ".join(
             f"{counts[kind]} {IN_WORDS.get(kind, kind)}: {message}"
             for kind, message in examples.items()

@@ -1,9 +1,9 @@
 """Scores completions with several rewards and adds them up with weights.
 
 A reward is called as `reward(completions, answers=..., **columns)` with the columns that its signature
-accepts. None means "does not apply". Files, modules and slow built-ins are scored in worker processes,
-quick built-ins in place, what is given in code in a thread unless its module and name lead to it.
-Refuses to let a failure become a 0: it is counted under the function's name and left out of the sum.
+accepts. None means "does not apply". Files, modules and slow built-ins are called in worker processes, quick
+built-ins and callables that no other process can import in threads. A failure never becomes a 0: it is counted
+under the function's name and left out of the sum.
 """
 
 from __future__ import annotations
@@ -16,33 +16,17 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.rewards.call import (
-    CONTRACT,
-    Columns,
-    Samples,
-    Signature,
-)
-from mindgrpo.rewards.lanes import (
-    DirectLane,
-    Lane,
-    ThreadLane,
-    run_all,
-    wait_for_any,
-)
+from mindgrpo.rewards.call import CONTRACT, Columns, Samples
+from mindgrpo.rewards.executors import Executor, ThreadExecutor, wait_all
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.load import from_callable, name_of, resolve
-from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, Tally
+from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
-from mindgrpo.rewards.spec import (
-    WHERE,
-    Spec,
-    parse,
-    reference_to,
-)
-from mindgrpo.rewards.workers.pool import Pool
-from mindgrpo.rewards.workers.process_lane import ProcessLane
+from mindgrpo.rewards.spec import WHERE, Spec, parse, reference_to
+from mindgrpo.rewards.workers.executor import WorkerExecutor
+from mindgrpo.rewards.workers.pool import WorkerPool
 
-Given = str | Callable[..., Any]
+Reward = str | Callable[..., Any]
 
 
 class Scorer:
@@ -53,7 +37,7 @@ class Scorer:
 
     def __init__(
         self,
-        functions: Sequence[Given],
+        functions: Sequence[Reward],
         weights: Sequence[float] | None = None,
         limits: Limits | None = None,
         facts: Mapping[str, Any] | None = None,
@@ -63,84 +47,81 @@ class Scorer:
         sources = [source_of(function) for function in functions]
         self.names = [name for name, _ in sources]
         self.weights = check_weights(self.names, weights)
-        self._pool = Pool(self.limits.memory)
-        self._lanes: dict[str, list[Lane]] = {}
+        self._pool = WorkerPool(self.limits.memory)
+        self._executors: dict[str, list[Executor]] = {name: [] for name in self.names}
         try:
             for name, source in sources:
-                self._lanes[name] = self._lanes_of(source)
+                self._start_executors(self._executors[name], source)
         except BaseException:
             self.close()
             raise
 
-    def _lanes_of(self, source: Spec | Callable[..., Any]) -> list[Lane]:
+    def _start_executors(
+        self, executors: list[Executor], source: Spec | Callable[..., Any]
+    ) -> None:
         if not isinstance(source, Spec):
-            return [ThreadLane(from_callable(source), self.limits)]
-        if not source.source and BUILTINS[source.name].quick:
-            return [DirectLane(resolve(source))]
-        one_by_one = not source.source
-        return [
-            ProcessLane(source, self._pool, self.limits, one_by_one)
-            for _ in range(self.limits.workers)
-        ]
+            executors.append(ThreadExecutor(from_callable(source), self.limits.deadline))
+        elif not source.source and BUILTINS[source.name].quick:
+            executors.append(ThreadExecutor(resolve(source), math.inf))
+        else:
+            for _ in range(self.limits.workers):
+                executors.append(WorkerExecutor(source, self._pool, self.limits))
 
     def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
-        """Two samples through every function; what would fail on every step fails here.
+        """Score two samples with every function; what would fail on every step fails here.
 
         Waits for functions that are still loading. Raises UserError.
         """
         samples = Samples(list(completions), list(answers), columns, self.facts)
-        few = samples.part(range(min(2, len(samples))))
-        for name in self.names:
-            self._signature(name).check(name, few)
-        firsts = {name: lanes[0] for name, lanes in self._lanes.items()}
-        for lane in firsts.values():
-            lane.begin(few, range(len(few)), patient=True)
-        run_all(list(firsts.values()))
-        for name, lane in firsts.items():
-            refuse_what_cannot_work(name, lane.tally, len(few))
-
-    def _signature(self, name: str) -> Signature:
-        lane = self._lanes[name][0]
-        while True:
-            signature = lane.signature()
-            if signature is not None:
-                return signature
-            wait_for_any([lane])
+        few = samples.select(range(min(2, len(samples))))
+        firsts = [executors[0] for executors in self._executors.values()]
+        for executor in firsts:
+            executor.signature().check(executor.name, few)
+        for executor in firsts:
+            executor.start(few, range(len(few)), patient=True)
+        wait_all(firsts)
+        for executor in firsts:
+            refuse_what_cannot_work(executor.name, executor.result(), len(few))
 
     def score(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> Scores:
-        """Never raises for what a function does, and is back soon after the deadline whatever that is."""
+        """Score a step's samples within a few seconds more than the deadline.
+
+        Never raises for what a function does.
+        """
         samples = Samples(list(completions), list(answers), columns, self.facts)
-        lanes = [lane for several in self._lanes.values() for lane in several]
-        for several in self._lanes.values():
-            shares = np.array_split(np.arange(len(samples)), len(several))
-            for lane, share in zip(several, shares, strict=True):
-                lane.begin(samples, share.tolist())
-        run_all(lanes)
-        tallies = {name: merged(several) for name, several in self._lanes.items()}
-        return added_up(tallies, self.weights, len(samples))
+        for executors in self._executors.values():
+            shares = np.array_split(np.arange(len(samples)), len(executors))
+            for executor, share in zip(executors, shares, strict=True):
+                executor.start(samples, share.tolist())
+        wait_all([executor for executors in self._executors.values() for executor in executors])
+        results = {name: RewardResult() for name in self.names}
+        for name, executors in self._executors.items():
+            for executor in executors:
+                results[name].add(executor.result())
+        return added_up(results, self.weights, len(samples))
 
     def close(self) -> None:
-        """Ends the worker processes and whatever they started."""
-        for several in self._lanes.values():
-            for lane in several:
-                lane.close()
-        self._lanes = {}
+        """End the worker processes and whatever they started."""
         self._pool.close()
+        for executors in self._executors.values():
+            for executor in executors:
+                executor.close()
+        self._executors = {}
 
 
-def source_of(given: Given) -> tuple[str, Spec | Callable[..., Any]]:
-    """The name that a function is reported under, and where it is."""
-    if isinstance(given, str):
-        spec = parse(given)
+def source_of(reward: Reward) -> tuple[str, Spec | Callable[..., Any]]:
+    """Return the name that a function is reported under, and where it is."""
+    if isinstance(reward, str):
+        spec = parse(reward)
         return spec.name, spec
-    reference = reference_to(given)
+    reference = reference_to(reward)
     if reference is not None:
         return reference.name, reference
-    return name_of(given), given
+    return name_of(reward), reward
 
 
-def check_weights(names: Sequence[str], given: Sequence[float] | None) -> list[float]:
-    weights = [1.0] * len(names) if given is None else [float(weight) for weight in given]
+def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list[float]:
+    weights = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
     if not names:
         raise UserError(f"there is no reward function; name at least one in {WHERE}")
     if len(set(names)) < len(names):
@@ -158,14 +139,14 @@ def check_weights(names: Sequence[str], given: Sequence[float] | None) -> list[f
     return weights
 
 
-def refuse_what_cannot_work(name: str, tally: Tally, num_samples: int) -> None:
-    whole, failures = tally.whole, list(tally.failures.values())
-    for failure in [*([whole] if whole else []), *failures]:
+def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -> None:
+    together, failures = result.together_failure, list(result.failures.values())
+    for failure in [*([together] if together else []), *failures]:
         if failure.kind == REFUSED:
             raise UserError(failure.message)
-    if whole is not None and whole.kind == BAD_RESULT:
+    if together is not None and together.kind == BAD_RESULT:
         raise UserError(
-            f"reward function {name} {whole.message} where {num_samples} completions were given; it "
+            f"reward function {name} {together.message} where {num_samples} completions were given; it "
             f"must return {CONTRACT} ({WHERE})"
         )
     if len(failures) == num_samples:
@@ -173,10 +154,3 @@ def refuse_what_cannot_work(name: str, tally: Tally, num_samples: int) -> None:
             f"reward function {name} fails on each of {num_samples} samples: {failures[0].message}; "
             f"it must return {CONTRACT} ({WHERE})"
         )
-
-
-def merged(lanes: Sequence[Lane]) -> Tally:
-    tally = Tally()
-    for lane in lanes:
-        tally.add(lane.tally)
-    return tally

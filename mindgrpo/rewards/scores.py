@@ -1,6 +1,6 @@
-"""What scoring a step's samples has given: numbers by function, their weighted total, and what went wrong.
+"""The scores of a step's samples: numbers by function, their weighted total, and what went wrong.
 
-Refuses to hide a failure: it is nan in its function's values and counted in its report.
+A failure is nan in its function's values and counted in its report.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindgrpo.rewards.outcome import Tally
+from mindgrpo.rewards.outcome import RewardResult
 
 Figure = float | int | None
 
@@ -20,7 +20,7 @@ Figure = float | int | None
 class Report:
     """One function: `counts` by metric, `line` for the console ("" if all went well), what it printed.
 
-    `failed` are the places of the samples that it failed on.
+    `failed` are the indices of the samples that it failed on.
     """
 
     counts: Mapping[str, int]
@@ -30,12 +30,12 @@ class Report:
     failed: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, tally: Tally) -> Report:
-        failed = frozenset(tally.failures)
-        return cls(tally.counts(), tally.in_one_line(), tally.printed, tally.seconds, failed)
+    def of(cls, result: RewardResult) -> Report:
+        failed = frozenset(result.failures)
+        return cls(result.counts(), result.in_one_line(), result.printed, result.seconds, failed)
 
     def plus(self, other: Report) -> Report:
-        """Of both calls together; which places failed is known of a single call only."""
+        """Return the report of both calls; which samples failed is known of a single call only."""
         names = {**self.counts, **other.counts}
         return Report(
             {name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in names},
@@ -68,18 +68,13 @@ class Scores:
         """One line for each function that failed on a sample, or had to be called a second time."""
         return {name: report.line for name, report in self.reports.items() if report.line}
 
-    @property
-    def num_unscored(self) -> int:
-        """Samples for which no reward gave a number: their total says nothing."""
-        return int(np.isnan(np.stack(list(self.per_function.values()))).all(axis=0).sum())
-
     def means(self) -> dict[str, float | None]:
-        """Of what each function scored; None where that is nothing."""
-        given = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
-        return {name: float(v.mean()) if v.size else None for name, v in given.items()}
+        """Return the mean of what each function scored; None where that is nothing."""
+        scored = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
+        return {name: float(v.mean()) if v.size else None for name, v in scored.items()}
 
     def figures(self) -> dict[str, Figure]:
-        """As metrics name them: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
+        """Return metrics: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
         figures: dict[str, Figure] = {}
         for name, mean in self.means().items():
             figures[f"reward/{name}/mean"] = mean
@@ -89,7 +84,7 @@ class Scores:
         return figures
 
     def filled(self, groups: Sequence[int]) -> Scores:
-        """With the mean of its group's others as the total of a failed sample.
+        """Give each failed sample the mean total of its group's others.
 
         So it gets no advantage and changes nobody's: half a sum would look like a bad completion.
         `groups` is each sample's. Where all of a group have failed, their totals are 0.
@@ -103,9 +98,9 @@ class Scores:
             total[(numbers == group) & self.failed] = mean
         return replace(self, total=total.astype(np.float32))
 
-    def with_replaced(self, places: Sequence[int], fresh: Scores) -> Scores:
-        """`fresh`'s samples at `places`, in order; failures of the samples that were there stay counted."""
-        total, failed, chosen = self.total.copy(), self.failed.copy(), list(places)
+    def with_replaced(self, indices: Sequence[int], fresh: Scores) -> Scores:
+        """Put `fresh`'s samples at `indices`, in order; failures of the samples that were there stay counted."""
+        total, failed, chosen = self.total.copy(), self.failed.copy(), list(indices)
         total[chosen], failed[chosen] = fresh.total, fresh.failed
         per_function = {name: values.copy() for name, values in self.per_function.items()}
         for name, values in fresh.per_function.items():
@@ -114,16 +109,18 @@ class Scores:
         return Scores(per_function, total, failed, reports)
 
 
-def added_up(tallies: Mapping[str, Tally], weights: Sequence[float], num_samples: int) -> Scores:
-    """`weights` in the order of `tallies`."""
+def added_up(
+    results: Mapping[str, RewardResult], weights: Sequence[float], num_samples: int
+) -> Scores:
+    """Weigh and add; `weights` are in the order of `results`."""
     total, failed = np.zeros(num_samples), np.zeros(num_samples, bool)
     per_function = {}
-    for (name, tally), weight in zip(tallies.items(), weights, strict=True):
+    for (name, result), weight in zip(results.items(), weights, strict=True):
         values = np.full(num_samples, math.nan)
-        for place, value in tally.values.items():
-            values[place] = math.nan if value is None else value
+        for index, value in result.values.items():
+            values[index] = math.nan if value is None else value
         per_function[name] = values
-        failed[list(tally.failures)] = True
+        failed[list(result.failures)] = True
         total += weight * np.nan_to_num(values, nan=0.0)
-    reports = {name: Report.of(tally) for name, tally in tallies.items()}
+    reports = {name: Report.of(result) for name, result in results.items()}
     return Scores(per_function, total.astype(np.float32), failed, reports)

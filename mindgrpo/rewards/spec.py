@@ -1,7 +1,4 @@
-"""What a user wrote for a reward: a name, its place and its arguments, without importing anything.
-
-Refuses arguments that are not plain values.
-"""
+"""Reads what a user wrote for a reward: where it is, its name and its arguments. Imports nothing of the user's."""
 
 from __future__ import annotations
 
@@ -34,16 +31,16 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """`name`, `module:name` or `file.py:name`, each with `(key=value, ...)` behind it or not."""
-    place, arguments = text.strip(), {}
-    found = CALL.fullmatch(place)
-    if found:
-        place, arguments = found["name"], read_arguments(found["arguments"], text)
-    if place in BUILTINS:
-        return Spec(text, "", place, arguments)
-    source, colon, name = place.rpartition(":")
+    """Read `name`, `module:name` or `file.py:name`, each with `(key=value, ...)` behind it or not."""
+    target, arguments = text.strip(), {}
+    call = CALL.fullmatch(target)
+    if call:
+        target, arguments = call["name"], read_arguments(call["arguments"], text)
+    if target in BUILTINS:
+        return Spec(text, "", target, arguments)
+    source, colon, name = target.rpartition(":")
     if not (colon and source and name):
-        raise unknown_name(place)
+        raise unknown_name(target)
     return Spec(text, source, name, arguments)
 
 
@@ -61,26 +58,26 @@ def read_arguments(written: str, text: str) -> dict[str, Any]:
         ) from None
 
 
-def reference_to(given: Callable[..., Any]) -> Spec | None:
-    """How another process finds what was given in code: its module and name, or None.
+def reference_to(reward: Callable[..., Any]) -> Spec | None:
+    """Return how another process finds a callable: its module and name, or None.
 
     None for closures, lambdas, bound methods and whatever the program itself defines.
     """
-    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", "")
+    module, name = getattr(reward, "__module__", None), getattr(reward, "__qualname__", "")
     if module in (None, "__main__", "builtins") or "." in name or not name.isidentifier():
         return None
-    if getattr(sys.modules.get(module), name, None) is not given:
+    if getattr(sys.modules.get(module), name, None) is not reward:
         return None
     return Spec(f"{module}:{name}", module, name)
 
 
-def unknown_name(place: str) -> UserError:
-    if place.endswith(".py"):
+def unknown_name(target: str) -> UserError:
+    if target.endswith(".py"):
         return UserError(
-            f"reward function {place!r} names a file only; write {place}:function in {WHERE}"
+            f"reward function {target!r} names a file only; write {target}:function in {WHERE}"
         )
     return UserError(
-        f"reward function {place!r} is not built in{nearest(place, BUILTINS)}; use one of "
+        f"reward function {target!r} is not built in{nearest(target, BUILTINS)}; use one of "
         f"{', '.join(BUILTINS)}, package.module:function or path/to/file.py:function in {WHERE}"
     )
 

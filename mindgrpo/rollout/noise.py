@@ -1,7 +1,7 @@
 """Defines the noise of sampling: Gumbel variates of (seed, purpose, step, sample, position, token), never of a rank.
 
 Counters are hashed, no generator keeps a state. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) makes a 64-bit key of
-all but the token: its finalizer chains seed, purpose, step and sample, and its stream from there has one key a position.
+all but the token: its finalizer chains seed, purpose, step and sample, and its stream has one key a position.
 triple32 (C. Wellons, hash-prospector, 2018) makes 32 bits of a token, with half of the key added before its first and
 half before its second round. native/gumbel.h computes the same, bit for bit.
 """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Usage:
+class RolloutStats:
     """`tokens` that were asked for, `rows` computed for them, `places` in slots over all steps, `prompt_tokens`
     computed."""
 
@@ -17,7 +17,7 @@ class Usage:
     prompt_tokens: int
 
     @classmethod
-    def total(cls, usages: Sequence[Usage]) -> Usage:
+    def total(cls, usages: Sequence[RolloutStats]) -> RolloutStats:
         columns = zip(*((u.tokens, u.rows, u.places, u.prompt_tokens) for u in usages), strict=True)
         return cls(*(sum(column) for column in columns))
 

@@ -1,7 +1,7 @@
-"""A batch with a number that is not finite, in a folder: all that its update was made of, to look at and make again.
+"""Keeps a batch with a number that is not finite in a folder: all that its update was made of, to make it again.
 
 batch.json, batch.safetensors, config_resolved.yaml and, where asked for, the weights as hf/. A folder is there whole
-or not at all. Refuses folders that lack something, and never overwrites one.
+or not at all, and none is overwritten.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.errors import UserError
 
-FORMAT = "mindgrpo dump 1"
+FORMAT = "mindgrpo dump 2"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
-BY_TOKEN = ("generator_logps", "reference_logps", "old_logps", "token_advantages", "factors")
-BY_SAMPLE = ("advantages", "counted")
+IDS = ("prompt_ids", "completion_ids")
+ROLLOUT_BY_TOKEN = ("generator_logps", "action_mask", "weights_version")
+BATCH_BY_TOKEN = ("reference_logps", "old_logps", "token_advantages", "rollout_is_weights")
+BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
 class About(BaseModel):
@@ -50,7 +52,7 @@ class Dump:
     """`rewards` float32 [samples] by function and under "total"."""
 
     about: About
-    samples: Samples
+    batch: TrainBatch
     rewards: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -68,18 +70,17 @@ def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
 
 
 def _arrays(dump: Dump) -> dict[str, np.ndarray]:
-    samples = dump.samples
+    batch = dump.batch
     arrays = {f"rewards.{name}": np.asarray(values) for name, values in dump.rewards.items()}
-    arrays |= {name: getattr(samples, name) for name in BY_SAMPLE}
+    arrays |= {name: getattr(batch, name) for name in BATCH_BY_SAMPLE}
     lists: dict[str, Sequence[np.ndarray] | None] = {
-        "prompts": samples.prompts,
-        "completions": samples.completions,
+        name: getattr(batch.rollout, name) for name in (*IDS, *ROLLOUT_BY_TOKEN)
     }
-    lists |= {name: getattr(samples, name) for name in BY_TOKEN}
-    for name, parts in lists.items():
-        if parts is not None:
-            arrays[name] = np.concatenate([*parts, np.zeros(0, parts[0].dtype)])
-            arrays[f"{name}.lengths"] = np.array([len(part) for part in parts], np.int64)
+    lists |= {name: getattr(batch, name) for name in BATCH_BY_TOKEN}
+    for name, rows in lists.items():
+        if rows is not None:
+            arrays[name] = np.concatenate([*rows, np.zeros(0, rows[0].dtype)])
+            arrays[f"{name}.lengths"] = np.array([len(row) for row in rows], np.int64)
     return {name: np.ascontiguousarray(v) for name, v in arrays.items() if v is not None}
 
 
@@ -109,19 +110,25 @@ def read(folder: Path) -> Dump:
 
 def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
     count = len(about.groups)
-    fields: dict[str, Any] = {}
-    for name in ("prompts", "completions", *BY_TOKEN):
-        if name in arrays:
+
+    def by_token(names: Sequence[str]) -> dict[str, Any]:
+        rows = {}
+        for name in (name for name in names if name in arrays):
             lengths = arrays[f"{name}.lengths"]
             if lengths.size != count or lengths.sum() != arrays[name].size:
                 raise ValueError(f"{name} has not the lengths of {count} samples")
-            fields[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
-    for name in BY_SAMPLE:
-        if name in arrays:
-            fields[name] = arrays[name]
+            rows[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
+        return rows
+
+    rollout = Rollout(
+        finish_reasons=about.finish_reasons,
+        group_ids=about.groups,
+        **by_token((*IDS, *ROLLOUT_BY_TOKEN)),
+    )
+    by_sample: dict[str, Any] = {n: arrays[n] for n in BATCH_BY_SAMPLE if n in arrays}
+    batch = TrainBatch(rollout, **by_sample, **by_token(BATCH_BY_TOKEN))
     if about.members and not 0 <= min(about.members) <= max(about.members) < count:
         raise ValueError(f"members are not among {count} samples")
-    samples = Samples(finish_reasons=about.finish_reasons, groups=about.groups, **fields)
     prefix = "rewards."
     rewards = {n.removeprefix(prefix): v for n, v in arrays.items() if n.startswith(prefix)}
-    return Dump(about, samples, rewards)
+    return Dump(about, batch, rewards)

@@ -12,11 +12,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.keep import to_delete
-from mindgrpo.checkpoint.manifest import Identity, Manifest, StoredAdapters
+from mindgrpo.checkpoint.folders import check_seen, to_delete
+from mindgrpo.checkpoint.format import Best, Identity, Manifest, RunState, StoredAdapters
 from mindgrpo.checkpoint.save import NotWritten, Saver
-from mindgrpo.checkpoint.seen import check_seen
-from mindgrpo.checkpoint.state import Best, RunState
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
@@ -53,8 +51,10 @@ class RunCheckpoints:
             check_seen(record.directory, self._backend)
 
     def _still_there(self, best: Best | None) -> Best | None:
-        found = best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
-        return best if self._backend.world.gather_objects(found)[0] else None
+        is_there = (
+            best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
+        )
+        return best if self._backend.world.gather_objects(is_there)[0] else None
 
     @property
     def newest(self) -> int:

@@ -47,7 +47,7 @@ def details(outcome: Outcome) -> dict[str, Any]:
         "completion_tokens": outcome.num_tokens,
         "seconds": outcome.seconds,
         "tokens_per_s": outcome.tokens_per_second,
-        "scored": {name: found.num_scored for name, found in outcome.by_function.items()},
+        "scored": {name: scores.num_scored for name, scores in outcome.by_function.items()},
     }
 
 
@@ -69,7 +69,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         for first, *cells in rows:
             right = [cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True)]
             lines.append("  ".join(["", first.ljust(widths[0]), *right]))
-        count = len(outcome.samples)
+        count = len(outcome.rollout)
         lines.append(
             f"  {count // n} prompts, {count} completions of {outcome.num_tokens} tokens, "
             f"{outcome.truncated_fraction:.1%} truncated, {outcome.tokens_per_second:.0f} tokens/s"

@@ -16,6 +16,7 @@ import psutil
 from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.memory import format_bytes
 from mindgrpo.run.machine_checks import Finding, needs
 
@@ -29,24 +30,24 @@ COPIES_IN_A_CHECKPOINT = 3
 
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None) -> None:
     """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
-    found = [*needs(), *findings(plan, ranks_here)]
-    for finding in found:
+    checks = [*needs(), *findings(plan, ranks_here)]
+    for finding in checks:
         if finding.level == "error":
             raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
-    for finding in found:
+    for finding in checks:
         if finding.level == "warn":
             print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
 
 
 def findings(plan: RunPlan, ranks_here: int | None) -> list[Finding]:
-    found = [disk(plan), descriptors(plan.world_size)]
+    checks = [disk(plan), descriptors(plan.world_size)]
     if ranks_here is not None and keeps_weights_on_host(plan.config.context.device_target):
-        found.append(memory(plan, ranks_here))
-    return found
+        checks.append(memory(plan, ranks_here))
+    return checks
 
 
 def memory(plan: RunPlan, ranks: int) -> Finding:
-    most = max((total for _, total, _ in plan.memory()), default=0)
+    most = max((row.total for row in plan.memory()), default=0)
     needed = ranks * (most + RANK_BYTES)
     host = psutil.virtual_memory()
     what = (
@@ -61,7 +62,7 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
 
 def disk(plan: RunPlan) -> Finding:
     config = plan.config
-    model = plan.model.num_parameters * FLOAT_BYTES
+    model = num_parameters(plan.model) * FLOAT_BYTES
     kept = 0
     if config.rl_config.save_ckpt_interval:
         kept = (
@@ -87,7 +88,9 @@ def disk(plan: RunPlan) -> Finding:
 
 def nearest_folder(path: Path) -> Path:
     """The folder itself, or the one in which it would be made."""
-    return next((place for place in (path, *path.absolute().parents) if place.is_dir()), Path("/"))
+    return next(
+        (folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/")
+    )
 
 
 def descriptors(ranks: int) -> Finding:

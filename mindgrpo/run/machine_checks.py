@@ -6,6 +6,7 @@ Versions come from the installed packages' metadata, so it also works where an i
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import socket
@@ -31,7 +32,6 @@ MIN_DESCRIPTORS = 1024
 TESTED_MINDSPORE = "2.9.0"
 TESTED_OPTIONAL = {  # package: (tested version, what it is for)
     "mindformers": ("1.9.0", "an independent reference model"),
-    "transformers": ("4.57.1", "golden values and checks of exported models"),
     "vllm": ("0.31.0", "the optional rollout engine"),
 }
 
@@ -63,7 +63,8 @@ def findings() -> list[Finding]:
 
 def needs() -> list[Finding]:
     """What every run needs, whatever its plan; its preflight looks at these, too."""
-    return [_python(), _mindspore(), _numpy(), _meeting_place(), *_variables(os.environ)]
+    versions = [_python(), _mindspore(), _numpy(), _transformers()]
+    return [*versions, _meeting_place(), *_variables(os.environ)]
 
 
 def _version(package: str) -> str | None:
@@ -100,6 +101,18 @@ def _numpy() -> Finding:
         what = f"numpy {version}, but mindspore is built against numpy 1"
         return Finding("error", what, install)
     return Finding("ok", f"numpy {version}")
+
+
+def _transformers() -> Finding:
+    version = _version("transformers")
+    install = "pip install transformers==4.57.1"
+    if version is None:
+        return Finding(
+            "error", "transformers is not installed, which renders chat templates", install
+        )
+    if not (4, 52) <= tuple(map(int, re.findall(r"\d+", version)[:2])) < (6, 0):
+        return Finding("error", f"transformers {version}, but 4.52 to 5 render templates", install)
+    return Finding("ok", f"transformers {version}")
 
 
 def _kernels() -> Finding:
@@ -173,8 +186,8 @@ def _meeting_place() -> Finding:
 
 def _variables(environment: Mapping[str, str]) -> list[Finding]:
     wrong = wrong_variables(environment)
-    told = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
-    return told or [Finding("ok", "the environment's variables can be used")]
+    errors = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
+    return errors or [Finding("ok", "the environment's variables can be used")]
 
 
 def _disk() -> Finding:

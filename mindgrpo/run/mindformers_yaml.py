@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from mindgrpo.config.source import MAX_YAML_BYTES, plain_yaml
+from mindgrpo.config.yaml_file import MAX_YAML_BYTES, parse_yaml
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.models.decoder_config import ROPE_FACTORS, DecoderConfig, decoder_config
 from mindgrpo.strict_files import read_text
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."
@@ -51,7 +51,7 @@ COMPARED = (
 def read_model_yaml(path: str | Path) -> DecoderConfig:
     """Raises UserError where the file does not give a decoder's dimensions."""
     try:
-        document = plain_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
+        document = parse_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -1,6 +1,6 @@
-"""Updates that were not made for a number that is not finite: counted, their batch kept, and an end after too many.
+"""Counts updates that were not made because a number is not finite, keeps their batch, and ends a run after too many.
 
-Refuses to keep more than a few batches of a run: they are large, and alike.
+No more than MOST_DUMPS batches of a run are kept: they are large, and alike.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
-from mindgrpo.grpo.step import Skip, StepOutcome
+from mindgrpo.grpo.outcome import SkippedUpdate, StepOutcome
 from mindgrpo.run import batch_dump as dump
 
 MOST_DUMPS = 5
@@ -21,7 +21,7 @@ class TooManySkipped(RuntimeError):
     """Nothing is learnt any more."""
 
 
-class SkippedUpdates:
+class NanGuard:
     """`directory` is the run's; `write_weights` writes the policy's into a new folder, all ranks together."""
 
     def __init__(
@@ -36,29 +36,32 @@ class SkippedUpdates:
         self._say, self._write_weights = say, write_weights
         self._in_a_row = self._dumps = 0
 
-    def step_done(
-        self, step: int, outcome: StepOutcome, num_updates: int, version: int
-    ) -> dict[str, Any]:
-        """Figures of step number `step` (from 0) of `num_updates`; all ranks. Raises TooManySkipped."""
+    def step_done(self, step: int, outcome: StepOutcome, version: int) -> dict[str, Any]:
+        """Metrics of step number `step` (from 0); all ranks together. Raises TooManySkipped."""
+        num_updates = len(outcome.reports) + len(outcome.skipped)
         skipped = {skip.update: skip for skip in outcome.skipped}
         if skipped:
             self._tell(step, list(skipped.values()), num_updates)
-            place = self._keep(step, outcome, version)
+            dump_folder = self._keep(step, outcome, version)
         for update in range(num_updates):
             self._in_a_row = self._in_a_row + 1 if update in skipped else 0
             if self._in_a_row > self._rl.max_skipped_updates:
                 raise TooManySkipped(
                     f"{self._in_a_row} updates in a row were skipped (rl_config.max_skipped_updates is "
-                    f"{self._rl.max_skipped_updates}), in step {step + 1} for {skipped[update].found}; "
-                    + (f"python -m mindgrpo replay {place} shows the batch" if place else "")
+                    f"{self._rl.max_skipped_updates}), in step {step + 1} for {skipped[update].cause}; "
+                    + (
+                        f"python -m mindgrpo replay {dump_folder} shows the batch"
+                        if dump_folder
+                        else ""
+                    )
                 )
         return {"skipped_updates": len(skipped)}
 
-    def _tell(self, step: int, skipped: Sequence[Skip], num_updates: int) -> None:
+    def _tell(self, step: int, skipped: Sequence[SkippedUpdate], num_updates: int) -> None:
         first = skipped[0]
         self._say(
             f"  warning: step {step + 1}: {len(skipped)} of {num_updates} updates skipped, weights stay as they were: "
-            f"{first.found}, first on rank {first.rank}"
+            f"{first.cause}, first on rank {first.rank}"
         )
 
     def _keep(self, step: int, outcome: StepOutcome, version: int) -> Path | None:
@@ -85,16 +88,16 @@ class SkippedUpdates:
         return folder
 
     def _dump(self, step: int, outcome: StepOutcome, version: int) -> dump.Dump:
-        skip, samples, scores = outcome.skipped[0], outcome.samples, outcome.scored.scores
+        skip, batch, scores = outcome.skipped[0], outcome.batch, outcome.scored.scores
         about = dump.About(
-            found=str(skip.found),
+            found=str(skip.cause),
             step=step + 1,
             update=skip.update,
             members=skip.members,
             lr=skip.lr,
             weights_version=version,
-            finish_reasons=samples.finish_reasons,
-            groups=samples.groups,
+            finish_reasons=list(batch.rollout.finish_reasons),
+            groups=list(batch.rollout.group_ids),
             texts=outcome.scored.texts,
         )
-        return dump.Dump(about, samples, {"total": scores.total, **scores.per_function})
+        return dump.Dump(about, batch, {"total": scores.total, **scores.per_function})

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import continuing, run_directory
 
 
 @dataclass(frozen=True)
-class Places:
+class OutputPaths:
     """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of places of the user's."""
 
     directory: Path
@@ -41,21 +41,21 @@ def label_of(directory: Path) -> str:
     return "-".join(directory.absolute().parts[-2:]).strip("/")
 
 
-def make_places(config: Config, name: str, start: Start | None) -> Places:
+def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
     """Raises UserError for what cannot be made or written."""
     directory = _directory(config.output_dir, name, start)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
-    told: list[str] = []
+    notes: list[str] = []
 
-    def outside(given: str, taken: str, key: str, kept: str) -> Path:
-        known = Path(start.places[kept]) if start is not None and kept in start.places else None
+    def outside(asked: str, taken: str, key: str, kept: str) -> Path:
+        known = Path(start.output_paths[kept]) if start and kept in start.output_paths else None
         if known is not None and known.is_dir():
-            place = known
+            path = known
         else:
-            place = run_directory.own_place(given, label, taken, f"rl_config.{key}")
-        told.append(f"{key}: {place}")
-        return place
+            path = run_directory.own_folder(asked, label, taken, f"rl_config.{key}")
+        notes.append(f"{key}: {path}")
+        return path
 
     board: Path | None = None
     if rl.tensorboard:
@@ -65,19 +65,19 @@ def make_places(config: Config, name: str, start: Start | None) -> Places:
     completions: Path | None = None
     if rl.save_prompt_completions_data:
         completions = directory
-        given = rl.save_prompt_completions_dir
-        if given:
+        asked = rl.save_prompt_completions_dir
+        if asked:
             key = "save_prompt_completions_dir"
-            completions = outside(given, "completions.jsonl", key, "completions")
+            completions = outside(asked, "completions.jsonl", key, "completions")
     model = directory / "hf"
     if save:
-        model = run_directory.own_place(save, label, "*", "actor_config.save")
-    return Places(directory, model, completions, board, told)
+        model = run_directory.own_folder(save, label, "*", "actor_config.save")
+    return OutputPaths(directory, model, completions, board, notes)
 
 
-def _directory(given: str | None, name: str, start: Start | None) -> Path:
+def _directory(asked: str | None, name: str, start: Start | None) -> Path:
     if start is None or start.output is None:
-        return run_directory.create(given, name)
+        return run_directory.create(asked, name)
     # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
     return run_directory.create(
         start.output, name, goes_on=start.output == start.source or not start.candidates
@@ -85,15 +85,15 @@ def _directory(given: str | None, name: str, start: Start | None) -> Path:
 
 
 def continue_files(
-    places: Places, start: Start | None, chosen: Candidate | None, keep_model: bool
+    paths: OutputPaths, start: Start | None, chosen: Candidate | None, keep_model: bool
 ) -> list[str]:
     """Makes the files those of the end of the chosen checkpoint's step; lines for the user. Raises UserError."""
     try:
-        folders.remove_left_overs(places.directory)
+        folders.remove_left_overs(paths.directory)
         if start is None:
             return []
         if chosen is None:
-            aside = continuing.put_earlier_aside(places.directory)
+            aside = continuing.put_earlier_aside(paths.directory)
             return [f"what an earlier run left is in {aside}"] if aside else []
         state = chosen.manifest.state
         # A row that is still open is written again.
@@ -103,37 +103,37 @@ def continue_files(
             rows = (
                 continuing.head(source / "metrics.jsonl", rows_until) if source is not None else b""
             )
-            (places.directory / "metrics.jsonl").write_bytes(rows)
+            (paths.directory / "metrics.jsonl").write_bytes(rows)
             return []
-        return _go_on(places, step, rows_until, keep_model)
+        return _go_on(paths, step, rows_until, keep_model)
     except OSError as error:
         raise UserError(
-            f"The run in {places.directory} cannot be gone on with: {error.filename or ''}: {error.strerror}; make it "
+            f"The run in {paths.directory} cannot be gone on with: {error.filename or ''}: {error.strerror}; make it "
             "writable or name another --output_dir."
         ) from error
 
 
-def _go_on(places: Places, step: int, rows_until: int, keep_model: bool) -> list[str]:
-    told = []
+def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
+    notes = []
     label = f"until_step_{step}"
     for path, last in (
-        *((places.directory / name, rows_until) for name in continuing.ROWS),
-        ((places.completions or places.directory) / "completions.jsonl", step),
+        *((paths.directory / name, rows_until) for name in continuing.ROWS),
+        ((paths.completions or paths.directory) / "completions.jsonl", step),
     ):
         rows = continuing.cut_after(path, last) if path.exists() else 0
         if rows:
             aside = f"{path.name}.after_step_{last}"
-            told.append(f"{rows} rows of {path} after step {last} are now in {aside}")
-    continuing.rename_aside(places.directory / "config_resolved.yaml", label)
+            notes.append(f"{rows} rows of {path} after step {last} are now in {aside}")
+    continuing.rename_aside(paths.directory / "config_resolved.yaml", label)
     if not keep_model:
-        for folder in (places.directory / "hf", places.directory / "adapter"):
+        for folder in (paths.directory / "hf", paths.directory / "adapter"):
             renamed = continuing.rename_aside(folder, label)
-            told += [f"{folder.name} of an earlier end is now {renamed.name}"] if renamed else []
-    for later in folders.steps_in(places.directory):
+            notes += [f"{folder.name} of an earlier end is now {renamed.name}"] if renamed else []
+    for later in folders.steps_in(paths.directory):
         if later > step:
-            moved = folders.set_aside(places.directory, later)
-            told.append(f"checkpoint step_{later:06d} is now {moved.name}")
-    return told
+            moved = folders.set_aside(paths.directory, later)
+            notes.append(f"checkpoint step_{later:06d} is now {moved.name}")
+    return notes
 
 
 def run_name(path: Path) -> str:

@@ -10,16 +10,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.directories import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
-from mindgrpo.data.records import RowForm, parse_key_map
-from mindgrpo.data.sources import ALONE, Ranks, open_records
+from mindgrpo.data.sources import (
+    ALONE,
+    FOR_EVALUATION,
+    FOR_TRAINING,
+    Ranks,
+    SplitChoice,
+    open_examples,
+)
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.models.families import DecoderConfig, parameter_specs, read_config
+from mindgrpo.grpo.settings import device_budget, sampling_settings
+from mindgrpo.memory.account import check_budget
+from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -119,6 +127,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
+    check_budget(plan.memory(), device_budget(config))
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))
@@ -130,25 +139,8 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     )
     held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
-    notes = (*_stop_notes(sampling, model.vocab_size),)
+    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
-
-
-def runtime_settings(config: Config) -> RuntimeSettings:
-    """What of `context` the device's backend sets up."""
-    context = config.context
-    budget = context.max_device_memory
-    return RuntimeSettings(
-        compiled=context.mode == 0,
-        deterministic=config.rl_config.deterministic == "ON",
-        jit_level=context.jit_config.jit_level,
-        max_call_depth=context.max_call_depth,
-        save_graphs=context.save_graphs,
-        save_graphs_path=context.save_graphs_path,
-        memory_optimize_level=context.memory_optimize_level,
-        max_device_bytes=memory_bytes(budget) if budget else None,
-        precision_mode=context.ascend_config.precision_mode,
-    )
 
 
 def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
@@ -162,22 +154,6 @@ def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
         f"the model's {vocab_size} tokens and ends no sample"
         + ("" if left else ", nor does any other id; leave the key out for the model's own")
     ]
-
-
-def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
-    given = config.generate_config.sampling_config
-    stops = given.eos_token_id
-    stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
-    return SamplingSettings(
-        temperature=given.temperature,
-        top_k=max(0, given.top_k),
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        min_tokens=given.min_tokens,
-        max_tokens=given.max_tokens,
-        stop_ids=stop_ids,
-    )
 
 
 def scorer_of(
@@ -217,14 +193,14 @@ def _prompts(
         )
     rl = config.rl_config
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
-    records = open_records(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     form = PromptForm(
         tokenizer,
         config.generate_config.max_prompt_length,
         rl.prompt_overflow,
         rl.system_prompt or "",
     )
-    return PromptSet(records, form, ranks)
+    return PromptSet(examples, form, ranks)
 
 
 def _check_save(config: Config) -> None:

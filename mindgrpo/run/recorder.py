@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mindgrpo
-from mindgrpo.algorithm.types import Samples
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Candidate, Start
-from mindgrpo.checkpoint.state import RunState
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
@@ -24,8 +23,9 @@ from mindgrpo.grpo.evaluation import (
     figure,
     number,
 )
-from mindgrpo.grpo.rollout import Scored
+from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
@@ -33,10 +33,10 @@ from mindgrpo.monitor.metrics import MetricsWriter
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run.evaluation_log import write_evaluation
 from mindgrpo.run.output_paths import (
-    Places,
+    OutputPaths,
     continue_files,
     label_of,
-    make_places,
+    make_output_paths,
 )
 from mindgrpo.run.preflight import Inputs
 
@@ -64,9 +64,9 @@ class RunRecord:
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
         # All are made now: a folder that cannot be written is better told before a run than after it.
-        made = make_places(loaded.config, name, start) if self._is_writer else None
-        self._places: Places = backend.world.gather_objects(made)[0]
-        self.directory, self.model_directory = self._places.directory, self._places.model
+        made = make_output_paths(loaded.config, name, start) if self._is_writer else None
+        self._paths: OutputPaths = backend.world.gather_objects(made)[0]
+        self.directory, self.model_directory = self._paths.directory, self._paths.model
         backend.compile_log.listener = self._compiling
 
     @property
@@ -82,20 +82,20 @@ class RunRecord:
             self._first_step_seconds = self._earlier.first_step_seconds
         if not self._is_writer:
             return
-        for line in continue_files(self._places, self._start, chosen, is_complete):
+        for line in continue_files(self._paths, self._start, chosen, is_complete):
             self.console.line(f"  {line}")
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
         self._metrics = MetricsWriter(
             self.directory,
-            self._places.tensorboard,
+            self._paths.tensorboard,
             rl.tensorboard_queue_size,
             self._earlier.step,
         )
         self._completions = None
-        if self._places.completions is not None:
+        if self._paths.completions is not None:
             self._completions = CompletionsWriter(
-                self._places.completions / "completions.jsonl",
+                self._paths.completions / "completions.jsonl",
                 rl.save_prompt_completions_interval,
             )
 
@@ -106,7 +106,7 @@ class RunRecord:
             "seconds": self._seconds(),
             "first_step_seconds": self._first_step_seconds,
             "compiles": self._compiles(),
-            "places": self._places.outside,
+            "places": self._paths.outside,
         }
 
     def _seconds(self) -> float:
@@ -140,7 +140,7 @@ class RunRecord:
             (
                 "model",
                 [
-                    f"{name}: {plan.model.model_type}, {plan.model.num_parameters / 1e6:.2f} M parameters"
+                    f"{name}: {plan.model.model_type}, {num_parameters(plan.model) / 1e6:.2f} M parameters"
                 ],
             ),
             ("layouts", plan.layout_lines()),
@@ -154,8 +154,8 @@ class RunRecord:
         ]
         if backend.notices:
             sections.append(("kernels", backend.notices))
-        if self._places.elsewhere:
-            sections.append(("elsewhere", self._places.elsewhere))
+        if self._paths.elsewhere:
+            sections.append(("elsewhere", self._paths.elsewhere))
         if notes or self._loaded.notices:
             sections.append(("notes", [*notes, *self._loaded.notices]))
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
@@ -208,14 +208,13 @@ class RunRecord:
                     size = report.counts.get("printed_bytes", 0)
                     output.write(f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n")
 
-    def completions(
-        self, step: int, owners: Sequence[Prompt], samples: Samples, scored: Scored
-    ) -> None:
-        if not self._is_writer:
+    def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
+        """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
+        self.rewards(f"step {step}", outcome.scored.scores)
+        if not self._is_writer or self._completions is None:
             return
-        if self._completions is None:
-            return
-        per_function = scored.scores.per_function
+        batch, scored = outcome.batch, outcome.scored
+        rollout, per_function = batch.rollout, scored.scores.per_function
         self._completions.write(
             step,
             (
@@ -223,13 +222,13 @@ class RunRecord:
                     prompt=owners[i].text,
                     completion=scored.texts[i],
                     answer=owners[i].answer,
-                    finish_reason=samples.finish_reasons[i],
-                    length=len(samples.completions[i]),
+                    finish_reason=rollout.finish_reasons[i],
+                    length=len(rollout.completion_ids[i]),
                     rewards={name: number(values[i]) for name, values in per_function.items()},
-                    advantage=float(samples.advantages[i]),
-                    token_ids=samples.completions[i].tolist(),
+                    advantage=float(batch.advantages[i]),
+                    token_ids=rollout.completion_ids[i].tolist(),
                 )
-                for i in range(len(samples))
+                for i in range(len(rollout))
             ),
         )
 
@@ -239,8 +238,8 @@ class RunRecord:
             self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
         )
 
-    def close(self, num_steps: int, ended: str | None = None) -> None:
-        """`ended`: why the run ends after `num_steps` steps, before its last."""
+    def close(self, num_steps: int, engine: str, ended: str | None = None) -> None:
+        """`engine` drew the samples; `ended`: why the run ends after `num_steps` steps, before its last."""
         if not self._is_writer:
             return
         self._metrics.close()
@@ -252,6 +251,7 @@ class RunRecord:
             "compiles": self._compiles(),
             "eval_before": evaluations[0] if evaluations else {},
             "eval_after": evaluations[-1] if evaluations else {},
+            "engine": engine,
         }
         if ended is not None:
             summary["ended"] = ended

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.find import Candidate, Start
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import DamagedCheckpoint, Identity
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.manifest import DamagedCheckpoint, Identity
-from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.checkpoint.shards import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
@@ -34,8 +34,8 @@ def on_first_rank(backend: Backend, work: Callable[[], Result]) -> Result:
     result, refused = backend.world.gather_objects(outcome)[0]
     if refused is not None:
         raise UserError(refused)
-    found: Result = result
-    return found
+    shared: Result = result
+    return shared
 
 
 def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
@@ -106,7 +106,7 @@ def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) 
             load_role(folder, manifest, role, weights)
     except DamagedCheckpoint as damaged:
         error = str(damaged)
-    error = next((told for told in backend.world.gather_objects(error) if told), None)
+    error = next((message for message in backend.world.gather_objects(error) if message), None)
     if error is not None:
         return error
     for role, weights in saved.items():

@@ -16,8 +16,8 @@ SOURCES = (".py", ".c", ".h")
 
 def check_same_start(config: Config, backend: Backend) -> None:
     """All ranks together, before anything else is agreed. Raises UserError on all of them."""
-    told = {key: repr(value) for key, value in values_by_key(config).items()}
-    by_rank = backend.world.gather_objects((told, code_digest()))
+    values = {key: repr(value) for key, value in values_by_key(config).items()}
+    by_rank = backend.world.gather_objects((values, code_digest()))
     check_configurations([values for values, _ in by_rank])
     others = different_ranks([code for _, code in by_rank])
     if others:

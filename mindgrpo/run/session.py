@@ -7,38 +7,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindgrpo.checkpoint.find import Start
-from mindgrpo.data.cursor import Cursor
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.run.checkpoints import Phase, RunCheckpoints
-from mindgrpo.run.preflight import Inputs
-from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.checkpoints import RunCheckpoints
+from mindgrpo.run.open_run import OpenRun
 from mindgrpo.run.resume import restore, unsaved_digests
 from mindgrpo.run.start import identity_of
-from mindgrpo.run.stop_signals import Stop, Stopping
+from mindgrpo.run.stop_signals import Stop
 
 
 class Session:
-    """Begins where `start` says, or at the beginning, with roles and cursor set to that; opens the record's files.
+    """Begins where the run's `start` says, or at the beginning: sets roles and sampler to that, opens the files.
 
     `done` steps are done. `open_row` has the figures of the last of them while its evaluation is being made.
     """
 
     def __init__(
         self,
-        inputs: Inputs,
+        run: OpenRun,
         roles: Roles,
-        record: RunRecord,
-        cursor: Cursor,
-        start: Start | None,
-        stopping: Stopping,
-        num_steps: int,
-        phase: Phase,
     ) -> None:
-        """`phase` surrounds what is named, for whoever watches."""
-        self.stopping, self.num_steps = stopping, num_steps
-        self._record, self._cursor = record, cursor
-        config = inputs.plan.config
+        self.num_steps = run.num_steps
+        self._record, self._sampler = record, sampler = run.record, run.prompts.sampler
+        config, inputs, start = run.config, run.inputs, run.start
         identity = identity_of(config, inputs)
         if config.rl_config.saves_checkpoints:
             identity = identity_of(config, inputs, unsaved_digests(config, roles))
@@ -50,20 +40,20 @@ class Session:
                 chosen = restore(start, config, roles, identity, record.console.line)
         if chosen is not None:
             state = chosen.manifest.state
-            self.done, self.open_row, cursor.position = state.step, state.open_row, state.prompts
+            self.done, self.open_row, sampler.position = state.step, state.open_row, state.prompts
             record.console.line(
-                f"  resumed from {chosen.folder}: {self.done} of {num_steps} steps are done"
+                f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )
-        self._taken = cursor.position
-        is_over = self.done >= num_steps and self.open_row is None
+        self._taken = sampler.position
+        is_over = self.done >= run.num_steps and self.open_row is None
         self.has_model = is_over and (record.model_directory / "config.json").exists()
         record.begin(chosen, self.has_model)
-        self.checkpoints = RunCheckpoints(config, roles, record, identity, state, phase)
+        self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
     def step_done(self, figures: dict[str, Any]) -> None:
-        """The weights and the cursor are those after one more step; its row is still open."""
+        """The weights and the sampler are those after one more step; its row is still open."""
         self.done += 1
-        self._taken = self._cursor.position
+        self._taken = self._sampler.position
         self.open_row = figures
 
     def write_row(self, evaluation: dict[str, Any]) -> None:

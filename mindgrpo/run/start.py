@@ -12,8 +12,8 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.checkpoint import differences
-from mindgrpo.checkpoint.find import Candidate, Start, find
-from mindgrpo.checkpoint.manifest import Identity
+from mindgrpo.checkpoint.folders import Candidate, Start, find
+from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs
@@ -28,10 +28,10 @@ def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:
 
 
 def compare(candidate: Candidate, config: Config, now: Identity) -> list[str]:
-    found = differences.differences(candidate.manifest.identity, now)
+    changes = differences.differences(candidate.manifest.identity, now)
     if not now.unsaved:  # weights are compared when they have been read
-        found = [one for one in found if not one.key.startswith("weights.")]
-    return differences.check(found, config.rl_config.resume_changed, str(candidate.folder))
+        changes = [one for one in changes if not one.key.startswith("weights.")]
+    return differences.check(changes, config.rl_config.resume_changed, str(candidate.folder))
 
 
 def identity_of(

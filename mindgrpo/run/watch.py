@@ -18,13 +18,13 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
-from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.health.watchdog import Watchdog
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
-from mindgrpo.monitor.run_directory import own_place
+from mindgrpo.monitor.run_directory import own_folder
 from mindgrpo.monitor.trace import PhaseTrace, write_trace
-from mindgrpo.presence.watchman import Watchman
 from mindgrpo.run.recorder import RunRecord
 
 
@@ -47,8 +47,8 @@ class Watch:
         if settings.seconds is None:
             return None
         here, rank = socket.gethostname(), self._backend.rank
-        found = enumerate(self._backend.world.gather_objects((here, os.getpid())))
-        processes = {other: pid for other, (host, pid) in found if host == here}
+        hosts = enumerate(self._backend.world.gather_objects((here, os.getpid())))
+        processes = {other: pid for other, (host, pid) in hosts if host == here}
         if rank != min(processes):
             return None
         name = "host_memory.jsonl" if rank == 0 else f"host_memory_rank_{rank}.jsonl"
@@ -60,11 +60,11 @@ class Watch:
         return monitor
 
     def _watch_deadlines(self) -> None:
-        settings, presence = self._config.monitor_config, self._backend.presence
-        presence.tell_directory(self._record.directory)
+        settings, health = self._config.monitor_config, self._backend.health
+        health.tell_output_directory(self._record.directory)
         if settings.phase_deadline_action != "off":
-            watchman = Watchman(presence, settings.deadlines, settings.phase_deadline_action)
-            presence.every_beat(watchman.look)
+            watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
+            health.on_beat(watchdog.check)
 
     def _make_probe(self) -> Probe | None:
         settings = self._config.msprobe_config
@@ -79,7 +79,7 @@ class Watch:
             )
             return None
         key = "msprobe_config.dump_path"
-        folder = own_place(settings.dump_path, self._record.label, "*", key)
+        folder = own_folder(settings.dump_path, self._record.label, "*", key)
         probe = Probe(saver, folder, self._record.console.line)
         if settings.configurations_dump:
             probe.configuration(values_by_key(self._config))
@@ -88,7 +88,7 @@ class Watch:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Step number `step`, counted from 0."""
-        self._backend.presence.at_step(step + 1)
+        self._backend.health.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
         self._rotate_log()
@@ -104,7 +104,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        with self._backend.presence.phase(name), self._profile.phase(name):
+        with self._backend.health.phase(name), self._profile.phase(name):
             yield
 
     def dump(self, outcome: StepOutcome) -> None:
@@ -117,7 +117,7 @@ class Watch:
             # What an update saw before it; of several passes the first.
             logps |= report.logps
         self._probe.step(
-            key_data(outcome.samples, {"total": scores.total, **scores.per_function}, logps)
+            key_data(outcome.batch, {"total": scores.total, **scores.per_function}, logps)
         )
 
     def memory_exceeded(self) -> str | None:
@@ -144,11 +144,11 @@ class Profile:
         self._window = ExitStack()
         if not settings.profile:
             return
-        place = None
+        folder = None
         if backend.rank == 0:
             key = "profiler_config.profile_save_path"
-            place = own_place(settings.profile_save_path, record.label, "*", key)
-        self._folder: Path = backend.world.gather_objects(place)[0]
+            folder = own_folder(settings.profile_save_path, record.label, "*", key)
+        self._folder: Path = backend.world.gather_objects(folder)[0]
         self._trace = PhaseTrace(
             backend.rank,
             settings.phases,
@@ -163,11 +163,11 @@ class Profile:
             )
 
     def _hear_compiling(self) -> None:
-        told = self._backend.compile_log.listener
+        listener = self._backend.compile_log.listener
 
         def compiling(name: str, seconds: float | None) -> None:
-            if told is not None:
-                told(name, seconds)
+            if listener is not None:
+                listener(name, seconds)
             if seconds is not None and self._active and self._trace is not None:
                 self._trace.bar(f"compile {name}", "compile", seconds)
 

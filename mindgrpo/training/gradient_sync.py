@@ -1,6 +1,6 @@
 """Makes a rank's accumulated gradients those of the whole batch and the whole model, between graphs.
 
-Which gradients are partial follows from the layout alone. Refuses to change weights.
+Which gradients are partial follows from the layout alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class GradientSync:
         self._gradients = gradients
         layout, rank = gradients.layout, gradients.rank
         grid = layout.grid
-        ways = grid.model_parallel
+        tp_size = grid.model_parallel
         model_ranks = grid.model_group(rank)
         index = grid.coordinates(rank).model
         shared: dict[tuple[int, ...], list[str]] = {}
@@ -30,8 +30,8 @@ class GradientSync:
             if spec.name not in gradients.parts:
                 continue
             stages = layout.stages_of(spec.name)
-            self._copies[spec.name] = num_replicas(spec, ways) * len(stages)
-            for ranks in self._sharers(spec, ways, index, model_ranks):
+            self._copies[spec.name] = num_replicas(spec, tp_size) * len(stages)
+            for ranks in self._sharers(spec, tp_size, index, model_ranks):
                 shared.setdefault(ranks, []).append(spec.name)
             if len(stages) > 1:
                 ends = grid.stage_group(rank)
@@ -55,13 +55,13 @@ class GradientSync:
 
     @staticmethod
     def _sharers(
-        spec: ParameterSpec, ways: int, index: int, ranks: Sequence[int]
+        spec: ParameterSpec, tp_size: int, index: int, ranks: Sequence[int]
     ) -> list[tuple[int, ...]]:
-        if ways == 1:
+        if tp_size == 1:
             return []
         if spec.partial_gradient:
             return [tuple(ranks)]
-        replicas = num_replicas(spec, ways)
+        replicas = num_replicas(spec, tp_size)
         if spec.replicate and replicas > 1:
             first = index // replicas * replicas
             return [tuple(ranks[first : first + replicas])]

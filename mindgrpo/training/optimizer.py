@@ -1,6 +1,6 @@
 """AdamW with decoupled weight decay (arXiv:1711.05101) over a rank's runs of parameters: a kernel, or one graph.
 
-Refuses to synchronise or to clip: it is given the factor that clipping asks for.
+Gradients arrive summed over ranks; the factor that clipping asks for is an argument.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights.
-
-Refuses to judge a gradient. Roles' memory is handed out by the trainer's residency.
-"""
+"""The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights."""
 
 from __future__ import annotations
 
@@ -11,18 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.finite import NonFinite, in_arrays
-from mindgrpo.algorithm.loss_config import Objective
+from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import Adapters, Recompute, Shard
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder import Recompute
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
+from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.gradient_sync import GradientSync
 from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
-from mindgrpo.training.pipeline import Pipeline, StepResult
+from mindgrpo.training.pipeline import StepResult, forward_backward
 from mindgrpo.training.stage_graphs import FirstBackward, LossStep, MiddleBackward
 from mindgrpo.weights.local_weights import Weights
 
@@ -35,7 +34,7 @@ class UpdateSettings:
     num_positions: int
     temperature: float
     recompute: Recompute
-    objective: Objective
+    loss_config: LossConfig
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
@@ -61,7 +60,7 @@ class Policy:
         self.gradients = Weights(self.trained.layout, backend.rank, backend)
         self.shard = Shard(config, self.weights, backend, "policy", self.adapters)
         self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
-        self.pipeline = Pipeline(
+        self.pipeline = ForwardPipeline(
             self.shard,
             backend,
             "policy",
@@ -91,19 +90,23 @@ class Policy:
             accumulators = list(self._gradient_shard.parameters.values())
             net = self.pipeline.net
             if net is not None:
-                loss = PolicyLoss(self.settings.objective, has_old)
+                loss = PolicyLoss(self.settings.loss_config, has_old)
                 cell = LossStep(net, loss, parameters, accumulators)
             else:
-                kind = FirstBackward if self.pipeline.place == 0 else MiddleBackward
+                kind = FirstBackward if self.pipeline.stage_index == 0 else MiddleBackward
                 cell = kind(self.pipeline.stage, parameters, accumulators)
             self._backward[has_old] = self.backend.graph(cell, "policy backward")
         return self._backward[has_old]
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], extras: Sequence[tuple[np.ndarray, ...]], has_old: bool
+        self,
+        batches: Sequence[MicroBatch],
+        loss_inputs: Sequence[tuple[np.ndarray, ...]],
+        has_old: bool,
     ) -> list[StepResult] | None:
-        """Adds the micro-batches' gradients; `extras[i]` are the loss's inputs [M] after the entropy."""
-        return self.pipeline.train(batches, self._backward_graph(has_old), extras)
+        """Adds the micro-batches' gradients; `loss_inputs[i]` are what the loss takes [M] after the entropy."""
+        backward = self._backward_graph(has_old)
+        return forward_backward(self.pipeline, batches, backward, loss_inputs)
 
     def gradient_norm(self) -> float:
         """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""

@@ -1,6 +1,6 @@
 """A pipeline stage's graphs: forward, backward with accumulation, and on the last stage the loss.
 
-Each is compiled once for one micro-batch shape. Refuses to schedule or to communicate between graphs.
+Each is compiled once for one micro-batch shape; between graphs pipeline.py schedules and communicates.
 """
 
 from __future__ import annotations

@@ -138,21 +138,19 @@ class _InRounds:
         return kept.num_elements + sum(self._round(i) for i in range(len(self._rounds)))
 
     def _round(self, index: int) -> int:
-        rank, pieces = self._backend.rank, self._rounds[index]
+        rank, chunks = self._backend.rank, self._rounds[index]
 
         def fill(bucket: np.ndarray) -> int:
             if index == len(self._fills):
-                given = [piece for piece in pieces if piece.move.source == rank]
-                pairs = [
-                    (_place(bucket, p), _view(self._source, p.move.name, p.box)) for p in given
-                ]
+                sent = [piece for piece in chunks if piece.move.source == rank]
+                pairs = [(_place(bucket, p), _view(self._source, p.move.name, p.box)) for p in sent]
                 self._fills.append(Copies(pairs, read_soon=True))
             self._fills[index].run()
-            return max((_stop(piece) for piece in pieces if piece.move.source == rank), default=0)
+            return max((_stop(piece) for piece in chunks if piece.move.source == rank), default=0)
 
         def drain(bucket_of: Callable[[int], np.ndarray]) -> None:
             if index == len(self._drains):
-                wanted = [piece for piece in pieces if piece.move.target == rank]
+                wanted = [piece for piece in chunks if piece.move.target == rank]
                 pairs = [
                     (_view(self._target, p.move.name, p.box), _place(bucket_of(p.move.source), p))
                     for p in wanted

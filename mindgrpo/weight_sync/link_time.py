@@ -46,17 +46,17 @@ def busiest_link(plan: Plan, links: Links) -> Busiest:
     source_host, target_host = source // links.ranks_per_host, target // links.ranks_per_host
     leaves = source_host != target_host
     name = "rank" if links.ranks_per_host == 1 else "host"
-    found = [
+    loads = [
         _most(name, "sends", source_host[leaves], sizes[leaves], hosts, links.bytes_per_s),
         _most(name, "receives", target_host[leaves], sizes[leaves], hosts, links.bytes_per_s),
     ]
     if links.local_bytes_per_s is not None:
         stays, speed = ~leaves, links.local_bytes_per_s
-        found += [
+        loads += [
             _most("rank", "sends", source[stays], sizes[stays], plan.num_ranks, speed),
             _most("rank", "receives", target[stays], sizes[stays], plan.num_ranks, speed),
         ]
-    return max(found, key=lambda one: one.seconds)
+    return max(loads, key=lambda one: one.seconds)
 
 
 def _most(
@@ -69,6 +69,6 @@ def _most(
 ) -> Busiest:
     totals = np.zeros(num_places, np.int64)
     np.add.at(totals, places, sizes)
-    place = int(totals.argmax())
-    num_bytes = int(totals[place])
-    return Busiest(num_bytes / bytes_per_s, f"{name} {place}", direction, num_bytes)
+    busiest = int(totals.argmax())
+    num_bytes = int(totals[busiest])
+    return Busiest(num_bytes / bytes_per_s, f"{name} {busiest}", direction, num_bytes)

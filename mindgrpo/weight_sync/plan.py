@@ -175,10 +175,10 @@ class _BoxCutter:
         """(part, its size, the held box it comes from), together exactly `wanted`."""
         if (key := (wanted, held)) not in self._known:
             cuts = [(wanted.intersect(box), box) for box in held]
-            parts = [(part, part.size, box) for part, box in cuts if part is not None]
-            if sum(size for _, size, _ in parts) != wanted.size:
+            cut = [(part, part.size, box) for part, box in cuts if part is not None]
+            if sum(size for _, size, _ in cut) != wanted.size:
                 raise AssertionError(f"{wanted} is not covered exactly once by {held}")
-            self._known[key] = parts
+            self._known[key] = cut
         return self._known[key]
 
 

@@ -45,15 +45,15 @@ def rounds(
     capacity = bucket_bytes // itemsize
     result: list[list[Piece]] = []
     for sender, targets_by_part in _gifts(plan):
-        parts = [plan.parts[index] for index in targets_by_part]
+        sent = [plan.parts[index] for index in targets_by_part]
         for part, targets, places in zip(
-            parts, targets_by_part.values(), _pack(parts, capacity), strict=True
+            sent, targets_by_part.values(), _pack(sent, capacity), strict=True
         ):
             seen = targets if rank in (None, sender) else [t for t in targets if t == rank]
             moves = [Move(part.name, sender, target, part.box) for target in seen]
-            for place in places:
-                result.extend([] for _ in range(place.round + 1 - len(result)))
-                result[place.round] += [Piece(move, place.box, place.offset) for move in moves]
+            for slot in places:
+                result.extend([] for _ in range(slot.round + 1 - len(result)))
+                result[slot.round] += [Piece(move, slot.box, slot.offset) for move in moves]
     return result
 
 
@@ -68,10 +68,10 @@ def _gifts(plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
     yield from gifts.items()
 
 
-def _pack(parts: Sequence[Part], capacity: int) -> Iterator[list[_Place]]:
+def _pack(sent: Sequence[Part], capacity: int) -> Iterator[list[_Place]]:
     """Fills one sender's buckets row by row, each to the brim before the next is begun."""
     current, used = 0, 0
-    for part in parts:
+    for part in sent:
         places = []
         first, last, row_size = _rows(part)
         while first < last:

@@ -1,22 +1,23 @@
-"""The policy's weights as other roles want them: resharded into their layout, adapters added in.
-
-Refuses to say when: weights have to be on the device on both sides.
-"""
+"""Gives the policy's weights to another role: resharded into its layout, adapters added in."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder import Adapters
+from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.models.lora import merge
+from mindgrpo.models.shard import Adapters
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 from mindgrpo.weights.local_weights import Weights
 
 
-class Delivery:
-    """Repeats one way from `source` and its adapters to `target`, whose layout may be any; `plan` is the base's."""
+class WeightSyncer:
+    """Repeats one transfer from `source` and its adapters to `target`, whose layout may be any.
+
+    `plan` is that of the base weights (None: computed here). `copies` are the pools that the transfer needs on the
+    device besides the weights on both sides: the adapters in the target's layout.
+    """
 
     def __init__(
         self,
@@ -26,23 +27,22 @@ class Delivery:
         backend: Backend,
         plan: Plan | None = None,
     ) -> None:
-        self._target, self._given = target, adapters
+        self._target, self._adapters = target, adapters
         plan = plan or plan_reshard(source.layout, target.layout)
         self._base = Resharder(plan, source, target, backend)
-        self._adapters: Weights | None = None
+        self.copies: list[Pool] = []
         if adapters is not None:
             own = adapters.weights
             layout = replace(target.layout, specs=own.layout.specs)
-            self._adapters = Weights(layout, backend.rank, backend)
-            plan = plan_reshard(own.layout, layout)
-            self._low_rank = Resharder(plan, own, self._adapters, backend)
+            self._copy = Weights(layout, backend.rank, backend, on_host=target.on_host)
+            self.copies.append(self._copy.pool)
+            self._low_rank = Resharder(plan_reshard(own.layout, layout), own, self._copy, backend)
 
     def run(self) -> Traffic:
-        """All ranks together."""
+        """Transfers once; all ranks together, with the weights of both sides and `copies` on the device."""
         traffic = self._base.run()
-        if self._given is None or self._adapters is None:
+        if self._adapters is None:
             return traffic
         more = self._low_rank.run()
-        merge(self._target, self._adapters, self._given.settings)
-        self._adapters.pool.release()
+        merge(self._target, self._copy, self._adapters.settings)
         return Traffic(traffic.bytes_received + more.bytes_received, traffic.seconds + more.seconds)

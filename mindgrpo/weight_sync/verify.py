@@ -62,11 +62,11 @@ class WeightCheck:
                 f"the generator was to be given the policy's weights of version {version}, but the last that it was "
                 f"given are {had}: they are stale"
             )
-        found = self._sums(generator, "generator's")
+        sums = self._sums(generator, "generator's")
         wrong = [
             name
             for name, value in self._kept.sums.items()
-            if name not in self._adapted and found.get(name) != value
+            if name not in self._adapted and sums.get(name) != value
         ]
         if wrong:
             most = len(wrong) > len(self._kept.sums) // 2

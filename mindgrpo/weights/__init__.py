@@ -1,4 +1,6 @@
-"""Reads and writes model weights: safetensors, MindSpore's .ckpt, names of Hugging Face and MindFormers.
+"""Weights on one rank and in model files: the arrays that a role computes with, readers and a writer.
 
-`local_weights.py` holds one rank's tensors, `pretrained.py` fills them. Checkpoints of a run are in checkpoint/.
+Entry points: `local_weights.Weights`, `pretrained.load_weights`, `pretrained.open_weights` (safetensors or MindSpore's
+.ckpt, Hugging Face's or MindFormers' names), `safetensors_writer.SafetensorsWriter`, `checksum.part_sums`. Run state
+is in `checkpoint`, moving weights between ranks in `weight_sync`.
 """

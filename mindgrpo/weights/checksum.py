@@ -1,7 +1,7 @@
-"""Sums over weights' bits that do not depend on the layout: what two layouts hold is the same, or the sums differ.
+"""Sums over weights' bits that do not depend on the layout: equal sums show that two layouts hold the same values.
 
-An element counts with a factor that depends on its global row and column, modulo 2^64, so that parts that changed
-places show as well. Refuses to move weights: they have to be at hand.
+An element is multiplied by a factor of its global row and column, modulo 2^64, so that slices which were exchanged
+change the sum as well. The weights must be in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def part_sums(weights: Weights) -> dict[str, int]:
-    """Parameter -> the sum of this rank's part of it."""
+    """Returns the sum of this rank's slice of each parameter."""
     return {name: _sum(part, weights.boxes[name]) for name, part in weights.parts.items()}
 
 
@@ -49,7 +49,7 @@ def _factors(start: int, stop: int, dim: int) -> np.ndarray:
 def total_sums(
     layout: Layout, by_rank: Sequence[dict[str, int]]
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Parameter -> its whole sum, and parameter -> ranks whose copy differs from the first holder's.
+    """Returns each parameter's whole sum, and the ranks whose copy differs from the first holder's, by parameter.
 
     `by_rank[i]` are rank i's `part_sums` of `layout`. Of ranks that hold the same box one is counted.
     """

@@ -1,8 +1,7 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
-Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up side by side in one
-matrix; `parts` shows each as its Hugging Face tensor's slice, [out, in], as a view. Refuses to move bytes between
-ranks or roles; reshard/ and residency.py do.
+Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up concatenated in one
+matrix; `parts` has each as a view of its Hugging Face tensor's slice, [out, in].
 """
 
 from __future__ import annotations
@@ -13,12 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mindgrpo.backend.contract import Backend, PeerView, Pool
-from mindgrpo.parallel.sharding import (
-    Box,
-    Layout,
-    ParameterSpec,
-    local_shape,
-)
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 FUSED = (
     ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -30,8 +24,8 @@ FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of the pool: `parts` lie side by side along its last dim."""
+class FusedParameter:
+    """One tensor of the pool: `parts` are concatenated along its last dim, `widths[i]` of part i."""
 
     key: str
     parts: tuple[ParameterSpec, ...]
@@ -46,53 +40,44 @@ class Stored:
 
 
 def _fused_key(name: str) -> str:
-    for key, parts in FUSED:
-        for part in parts:
-            if f".{part}." in name:
-                return name.replace(part, key)
+    for key, modules in FUSED:
+        for module in modules:
+            name = name.replace(f".{module}.", f".{key}.")
     return name
 
 
 def is_transposed(name: str, num_dims: int) -> bool:
-    """Whether parameter `name` is stored with its dims the other way round."""
+    """Tells whether parameter `name` is stored [in, out]."""
     return num_dims == 2 and name not in UNTRANSPOSED
 
 
-def arrange(layout: Layout, rank: int) -> tuple[Stored, ...]:
-    """Where each of the rank's tensors lies in its pool: those that decay first, so that both kinds are one run."""
+def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
+    """Lays out the rank's tensors in its pool: those with weight decay first, so that each kind is one flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.grid.holds(rank):
         stage = layout.grid.coordinates(rank).stage
         for spec in layout.specs:
             if stage in layout.stages_of(spec.name):
                 groups.setdefault(_fused_key(spec.name), []).append(spec)
-    stored: list[Stored] = []
+    stored: list[FusedParameter] = []
     offset = 0
-    for decay in (True, False):
-        for key, parts in groups.items():
-            if parts[0].decay is not decay:
-                continue
-            entry = _stored(key, parts, layout, offset)
-            stored.append(entry)
-            offset += entry.size
+    for key, specs in sorted(groups.items(), key=lambda group: not group[1][0].decay):
+        shapes = [local_shape(spec, layout.grid.model_parallel) for spec in specs]
+        if is_transposed(specs[0].name, len(specs[0].shape)):
+            shapes = [shape[::-1] for shape in shapes]
+        widths = tuple(shape[-1] for shape in shapes)
+        shape = (*shapes[0][:-1], sum(widths))
+        stored.append(FusedParameter(key, tuple(specs), shape, widths, offset, specs[0].decay))
+        offset += stored[-1].size
     return tuple(stored)
-
-
-def _stored(key: str, parts: list[ParameterSpec], layout: Layout, offset: int) -> Stored:
-    shapes = [local_shape(spec, layout.grid.model_parallel) for spec in parts]
-    if is_transposed(parts[0].name, len(parts[0].shape)):
-        shapes = [shape[::-1] for shape in shapes]
-    widths = tuple(shape[-1] for shape in shapes)
-    shape = (*shapes[0][:-1], sum(widths))
-    return Stored(key, tuple(parts), shape, widths, offset, parts[0].decay)
 
 
 class Weights:
     """Arrays of `layout` on `rank`; also used for gradients and moments, which have the same arrangement.
 
     `tensors[key]` float32 as stored; `parts[name]` float32 [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `runs` the (decaying, not decaying) stretches of the pool, 1-dim. `shared` lets other ranks
-    read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
+    Hugging Face tensor; `runs` the two 1-dim ranges of the pool, with and without weight decay. `shared` lets other
+    ranks read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
     """
 
     def __init__(
@@ -103,6 +88,7 @@ class Weights:
         shared: bool = False,
         on_host: bool = False,
     ) -> None:
+        self.on_host = on_host
         self.stored = arrange(layout, rank)
         num_bytes = sum(entry.size for entry in self.stored) * FLOAT_BYTES
         self.pool: Pool = (
@@ -112,7 +98,7 @@ class Weights:
 
     @classmethod
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> Weights:
-        """Rank `rank`'s weights of `layout`, to be read where they are."""
+        """Views the weights that another rank of this host holds in shared memory, without a copy."""
         weights = cls.__new__(cls)
         weights.stored = arrange(layout, rank)
         weights._arrange(layout, rank, pool)
@@ -124,18 +110,15 @@ class Weights:
         size = sum(entry.size for entry in self.stored)
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
         self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.stored}
-        self.parts = dict(self._parts())
+        self.parts = dict(self._views())
         decaying = sum(entry.size for entry in self.stored if entry.decay)
-        self.runs = (
-            pool.view(0, (decaying,)),
-            pool.view(decaying, (size - decaying,)),
-        )
+        self.runs = pool.view(0, (decaying,)), pool.view(decaying, (size - decaying,))
 
     @property
     def num_bytes(self) -> int:
         return self.pool.num_bytes
 
-    def _parts(self) -> Iterator[tuple[str, np.ndarray]]:
+    def _views(self) -> Iterator[tuple[str, np.ndarray]]:
         for entry in self.stored:
             start = 0
             for spec, width in zip(entry.parts, entry.widths, strict=True):

@@ -1,16 +1,19 @@
-"""MindFormers' names of a decoder's tensors and Hugging Face's, both ways. The values are the same, [out, in].
+"""Translates a decoder's tensor names between MindFormers and Hugging Face. The values are the same, [out, in].
 
-Refuses tensors that MindFormers has laid side by side (qkv_concat), whose order depends on its version.
+Tensors that MindFormers has concatenated (qkv_concat) are an error: their order depends on its version.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from mindgrpo.errors import UserError
 
-# Hugging Face's -> MindFormers', as whole parts of a dotted name.
-PARTS = {
+# Values of model_type whose tensors have names in MindFormers.
+FAMILIES = ("qwen2", "llama", "qwen3")
+# Hugging Face's -> MindFormers': whole names, or the modules before the last word of one.
+MINDFORMERS = {
     "model.embed_tokens.weight": "model.tok_embeddings.embedding_weight",
     "model.norm.weight": "model.norm_out.weight",
     "input_layernorm": "attention_norm",
@@ -25,40 +28,33 @@ PARTS = {
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
 }
-BACK = {theirs: ours for ours, theirs in PARTS.items()}
-SIDE_BY_SIDE = ("w_qkv", "w_gate_hidden")
-EMBEDDING = PARTS["model.embed_tokens.weight"]
+HUGGINGFACE = {theirs: ours for ours, theirs in MINDFORMERS.items()}
+CONCATENATED = ("w_qkv", "w_gate_hidden")
 
 
 def _renamed(name: str, table: dict[str, str]) -> str:
-    if name in table:
-        return table[name]
-    head, _, kind = name.rpartition(".")  # model.layers.3.self_attn.q_proj, weight
-    parts = head.split(".")
-    for length in (2, 1):
-        tail = ".".join(parts[-length:])
-        if tail in table and len(parts) > length:
-            return ".".join((*parts[:-length], table[tail], kind))
-    return name
+    # model.layers.3.self_attn.q_proj.weight: the one or two modules before the last word.
+    modules = rf"(?<=\.)({'|'.join(map(re.escape, table))})(?=\.\w+$)"
+    return table.get(name) or re.sub(modules, lambda match: table[match[1]], name)
 
 
 def to_mindformers(name: str) -> str:
-    return _renamed(name, PARTS)
+    return _renamed(name, MINDFORMERS)
 
 
 def to_huggingface(name: str) -> str:
-    return _renamed(name, BACK)
+    return _renamed(name, HUGGINGFACE)
 
 
 def are_mindformers(names: Iterable[str]) -> bool:
-    return EMBEDDING in names
+    return MINDFORMERS["model.embed_tokens.weight"] in names
 
 
-def check_apart(names: Iterable[str], where: str) -> None:
-    """Raises UserError for tensors that are several of ours side by side."""
+def check_not_concatenated(names: Iterable[str], directory: str) -> None:
+    """Raises UserError for tensors that are several of Hugging Face's in one."""
     for name in names:
-        if set(name.split(".")) & set(SIDE_BY_SIDE):
+        if set(name.split(".")) & set(CONCATENATED):
             raise UserError(
-                f"'{where}' holds {name}, which is several matrices in one (MindFormers' qkv_concat); save the model "
-                "with qkv_concat: False."
+                f"'{directory}' holds {name}, which is several matrices in one (MindFormers' qkv_concat); save the "
+                "model with qkv_concat: False."
             )

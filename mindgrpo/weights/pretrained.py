@@ -1,6 +1,6 @@
-"""A Hugging Face directory into a rank's weights: each rank reads only its slices. Also random weights, for benches.
+"""Opens a model directory and loads it into a rank's weights: each rank reads only its slices.
 
-Refuses a directory whose tensors are not exactly those of its config.json.
+Also random weights, for benches.
 """
 
 from __future__ import annotations
@@ -13,26 +13,44 @@ import numpy as np
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import ParameterSpec
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.model_files import WeightFiles, open_weights
+from mindgrpo.weights.mindformers_names import (
+    are_mindformers,
+    check_not_concatenated,
+    to_huggingface,
+)
+from mindgrpo.weights.mindspore_ckpt import open_ckpt
+from mindgrpo.weights.model_files import ModelFiles
+from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
-def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> WeightFiles:
-    """The directory's files, after comparing every name and shape with the model's. Raises UserError."""
+def open_weights(directory: str | Path) -> ModelFiles:
+    """Opens safetensors if there are any, else .ckpt files, by Hugging Face's names. Raises UserError."""
+    folder = Path(directory)
+    is_ckpt = any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*"))
+    files = open_ckpt(folder) if is_ckpt else SafetensorsDirectory(folder)
+    if not are_mindformers(files.names):
+        return files
+    check_not_concatenated(files.names, str(directory))
+    return ModelFiles(folder, {to_huggingface(name): t for name, t in files.tensors.items()})
+
+
+def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
+    """Opens the directory's files and compares every name, shape and dtype with the model's. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
-    found = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
+    present = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
     if "lm_head.weight" not in wanted:
-        found.discard("lm_head.weight")
-    missing = [name for name in wanted if name not in found]
+        present.discard("lm_head.weight")
+    missing = [name for name in wanted if name not in present]
     if missing:
         raise UserError(
             f"The model directory '{directory}' lacks {len(missing)} tensors that its config.json asks for "
             f"(first: {missing[0]}); restore its safetensors files."
         )
-    extra = sorted(found - set(wanted))
+    extra = sorted(present - set(wanted))
     if extra:
         raise UserError(
             f"The model directory '{directory}' has {len(extra)} tensors that its config.json has no place for "
@@ -56,7 +74,7 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
 
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
-    """The same random model under every layout: each tensor's noise depends on the seed and its name alone."""
+    """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
     for spec in weights.specs():
         part = weights.parts.get(spec.name)
         if part is None:

@@ -1,16 +1,16 @@
-"""Hugging Face weight directories, written: shards of safetensors and their index.
+"""Writes Hugging Face weight directories: shards of safetensors and their index.
 
-Never writes over a model that is already there, and refuses values that the chosen dtype cannot
-express rather than writing infinities.
+Values that the chosen dtype cannot express are an error, never written as infinities.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,9 @@ _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class SafetensorsWriter:
     """Writes tensors, in the order they are added, into shards and their index.
 
-    A shard is kept in memory until it is full. Nothing has its final name before `close`, and
-    the index comes last; leaving a `with` block by an exception removes what was written.
+    A shard is kept in memory until it is full. Files get their final names in `close`, the index
+    last; leaving a `with` block by an exception removes what was written. A directory that holds
+    weights already is a UserError.
     """
 
     def __init__(
@@ -43,10 +44,7 @@ class SafetensorsWriter:
         self._max_shard_bytes = max_shard_bytes
         self._dtype = dtype
         self._pending: dict[str, NDArray[Any]] = {}
-        self._shards: list[tuple[Path, list[str]]] = []
-        self._total_bytes = 0
-        self._names: set[str] = set()
-        self._closed = False
+        self._shards: dict[Path, dict[str, int]] = {}  # each tensor's name and bytes
         self.directory.mkdir(parents=True, exist_ok=True)
         old = sorted(p.name for p in self.directory.glob("*.safetensors*") if p.name[0] != ".")
         if old:
@@ -56,40 +54,41 @@ class SafetensorsWriter:
             )
 
     def add(self, name: str, array: NDArray[Any]) -> None:
-        if name in self._names:
+        if name in self._pending or any(name in names for names in self._shards.values()):
             raise ValueError(f"{name} was added before")
         if array.dtype not in (np.float32, np.float16):
             raise TypeError(f"{name} has the dtype {array.dtype}, but float32 is written")
         stored = _as_stored(array, self._dtype, name)
         pending_bytes = sum(tensor.nbytes for tensor in self._pending.values())
         if self._pending and pending_bytes + stored.nbytes > self._max_shard_bytes:
-            self._flush()
-        self._names.add(name)
+            self._write_pending()
         self._pending[name] = stored
 
     def close(self) -> list[Path]:
-        """Gives the files their names; the returned list ends with the index, if there is one."""
-        self._flush()
+        """Names and returns the files, the index last if there is one."""
+        if self._pending:
+            self._write_pending()
         if not self._shards:
             raise ValueError("no tensor was added")
         count = len(self._shards)
-        files: list[Path] = []
-        weight_map: dict[str, str] = {}
-        for number, (written, names) in enumerate(self._shards, start=1):
-            final = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE_FILE
-            os.replace(written, self.directory / final)
-            files.append(self.directory / final)
-            weight_map.update(dict.fromkeys(names, final))
-        self._shards, self._closed = [], True
+        files = [self.directory / SINGLE_FILE]
         if count > 1:
-            files.append(self._write_index(weight_map))
+            names = (f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+            files = [self.directory / name for name in names]
+        for written, final in zip(self._shards, files, strict=True):
+            os.replace(written, final)
+        if count > 1:
+            weight_map = {
+                name: final.name
+                for final, sizes in zip(files, self._shards.values(), strict=True)
+                for name in sizes
+            }
+            total = sum(sum(sizes.values()) for sizes in self._shards.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            written = self.directory / f".{INDEX_FILE}.{os.getpid()}.part"
+            written.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            files.append(written.replace(self.directory / INDEX_FILE))
         return files
-
-    def discard(self) -> None:
-        """Removes what has been written and not yet been named."""
-        for written, _ in self._shards:
-            written.unlink(missing_ok=True)
-        self._shards, self._pending = [], {}
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -100,46 +99,43 @@ class SafetensorsWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:
-            self.discard()
-        elif not self._closed:
+        if kind is None:
             self.close()
-
-    def _flush(self) -> None:
-        if not self._pending:
             return
+        for written in self._shards:
+            written.unlink(missing_ok=True)
+
+    def _write_pending(self) -> None:
         written = self.directory / f".{SINGLE_FILE}.{os.getpid()}.{len(self._shards)}.part"
-        self._shards.append((written, list(self._pending)))
+        sizes = {name: (tensor.shape, tensor.nbytes) for name, tensor in self._pending.items()}
+        self._shards[written] = {name: tensor.nbytes for name, tensor in self._pending.items()}
         with written.open("wb") as stream:
-            _write_shard(stream, self._pending, _DTYPE_CODES[self._dtype])
-        self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
+            stream.write(header_of(sizes, _DTYPE_CODES[self._dtype], "pt")[0])
+            for tensor in self._pending.values():
+                stream.write(tensor.data)
         self._pending = {}
 
-    def _write_index(self, weight_map: dict[str, str]) -> Path:
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        written = self.directory / f".{INDEX_FILE}.{os.getpid()}.part"
-        written.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        final = self.directory / INDEX_FILE
-        os.replace(written, final)
-        return final
 
+def header_of(
+    sizes: Mapping[str, tuple[Sequence[int], int]], dtype: str, metadata: str
+) -> tuple[bytes, list[int]]:
+    """Returns what a safetensors file begins with, and the offset of each tensor after it.
 
-def _write_shard(stream: BinaryIO, tensors: dict[str, NDArray[Any]], code: str) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        place = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": place}
-        offset = place[1]
+    `sizes` has each tensor's shape and number of bytes, in the order of the file.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": metadata}}
+    offsets = [0]
+    for name, (shape, num_bytes) in sizes.items():
+        stop = offsets[-1] + num_bytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offsets[-1], stop]}
+        offsets.append(stop)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        stream.write(tensor.data)
+    return len(text).to_bytes(8, "little") + text, offsets[:-1]
 
 
 def _as_stored(array: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
-    """A contiguous little-endian copy in the file's dtype, rounded to nearest, ties to even."""
+    """Copies to contiguous little-endian values of `dtype`, rounded to nearest, ties to even."""
     exact = np.array(array, dtype="<f4", order="C")
     if dtype == "float32":
         return exact

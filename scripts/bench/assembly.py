@@ -11,14 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from work import Work
+import numpy as np
+from work import Work, random_rewards
 
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.build import make_roles, make_stepper
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.models.families import DecoderConfig, decoder_config, read_config
+from mindgrpo.grpo.scoring import Scored
+from mindgrpo.grpo.step import Stepper
+from mindgrpo.models.decoder_config import (
+    DecoderConfig,
+    decoder_config,
+    read_config,
+)
+from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
 BETA = 0.01
@@ -103,8 +114,39 @@ def model_of(work: Work, directory: Path | None = None) -> DecoderConfig:
     return decoder_config(work.model, "the work file's model")
 
 
-def roles_of(plan: RunPlan, backend: Backend, **sampling: Any) -> Roles:
-    """Random weights unless the configuration names a directory; no stop ids, so completions run to their limits."""
+def sampling_of(plan: RunPlan, **drawing: Any) -> SamplingSettings:
+    """No stop ids, so completions run to their limits."""
     longest = plan.config.generate_config.sampling_config.max_tokens
-    settings = SamplingSettings(max_tokens=longest, stop_ids=(), **sampling)
-    return Roles(plan, backend, settings, random_weights=not plan.config.actor_config.load)
+    return SamplingSettings(max_tokens=longest, stop_ids=(), **drawing)
+
+
+def roles_of(plan: RunPlan, backend: Backend, sampling: SamplingSettings | None = None) -> Roles:
+    """Random weights unless the configuration names a directory."""
+    sampling = sampling or sampling_of(plan)
+    return make_roles(plan, backend, sampling, random_weights=not plan.config.actor_config.load)
+
+
+class RandomTask:
+    """A step's prompts and rewards at random, functions of the step's number alone."""
+
+    def __init__(self, work: Work) -> None:
+        self._work, self._step = work, 0
+
+    def begin_step(self, step: int) -> list[np.ndarray]:
+        self._step = step
+        return list(self._work.prompt_ids(step))
+
+    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+        raise NotImplementedError("a bench replaces no groups")
+
+    def owners(self, rollout: Rollout) -> list[Prompt]:
+        return []
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
+        rewards = random_rewards(self._step, self._work.samples)
+        return Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
+
+
+def stepper_of(roles: Roles, work: Work) -> Stepper:
+    task = RandomTask(work)
+    return make_stepper(roles, sampling_of(roles.plan), task, task, lambda update: 1e-6)

@@ -23,10 +23,9 @@ import numpy as np
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.checkpoint.format import Identity, Manifest, RunState, read_manifest
 from mindgrpo.checkpoint.load import load_role
-from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
-from mindgrpo.checkpoint.state import RunState
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

@@ -21,8 +21,10 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
     from mindgrpo.backend.connect import connect
-    from mindgrpo.models.decoder import Shard, Stage
-    from mindgrpo.models.families import parameter_specs, read_config
+    from mindgrpo.models.decoder import Stage
+    from mindgrpo.models.decoder_config import read_config
+    from mindgrpo.models.parameters import parameter_specs
+    from mindgrpo.models.shard import Shard
     from mindgrpo.parallel.mesh import Grid
     from mindgrpo.parallel.sharding import Layout, layers_of_stage
     from mindgrpo.weights.local_weights import Weights

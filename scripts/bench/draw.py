@@ -2,7 +2,7 @@
 
 draw.py [--vocabularies 2048,152064] [--rows 32] [--tokens 64] [--repeats 15] prints one JSON line: `us` has the median
 by vocabulary, logits and rules. The decoding graph is a run's but for its layers, of which there are none, and its
-hidden size, which is 1: a logit costs one multiplication. Logits are normal, with a deviation of 1 (flat) or 6 (peaked).
+hidden size, which is 1. Logits are normal, with a deviation of 1 (flat) or 6 (peaked).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, task: Generation) -> None:
     import assembly
 
-    from mindgrpo.rollout.embedded.engine import Draw, Request
+    from mindgrpo.rollout.engine import Request, SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
     backend = assembly.join_ranks()
@@ -39,9 +39,10 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
         task.work, (1, 1, 1), (1, 1), rows, given.slots, beta=0.0, directory=given.model
     )
     plan = assembly.plan_of(config, assembly.model_of(task.work, given.model), 1)
-    roles = assembly.roles_of(plan, backend, **task.drawing)
-    roles.refresh_generator()
-    roles.enter("rollout")
+    sampling = assembly.sampling_of(plan, **task.drawing)
+    roles = assembly.roles_of(plan, backend, sampling)
+    roles.refresh_engine()
+    version = roles.enter_rollout()
 
     def run(number: int) -> float:
         requests = [
@@ -49,7 +50,8 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
             for i, ids in enumerate(task.work.prompt_ids(number))
         ]
         started = time.perf_counter()
-        done = roles.generator.generate(requests, Draw(0, ROLLOUT, number), roles.policy.version)
+        key = SeedKey(0, ROLLOUT, number)
+        done = roles.engine.generate(requests, sampling, key, version)
         seconds = time.perf_counter() - started
         task.check([len(c.tokens) for c in done])
         assert all(len(c.logps) == len(c.tokens) for c in done)
@@ -66,7 +68,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
             "compile_s": first,
             "compiles": compiles,
             "late_compiles": late,
-            "usage": dataclasses.asdict(roles.generator.usage),
+            "usage": dataclasses.asdict(roles.engine.stats),
             "seconds": seconds,
             **task.described(),
         }

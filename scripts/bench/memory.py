@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
-from work import random_rewards, read_work
+from work import read_work
 
 FIELDS = ("Rss", "Pss")
 
@@ -70,10 +70,6 @@ class Watch(threading.Thread):
 def measure(given: argparse.Namespace) -> None:
     import assembly
 
-    from mindgrpo.grpo.rollout import Scored
-    from mindgrpo.grpo.step import Stepper
-    from mindgrpo.rewards.score import Scores
-
     work = read_work(given.work)
     backend = assembly.join_ranks()
     if backend is None:
@@ -86,19 +82,13 @@ def measure(given: argparse.Namespace) -> None:
     )
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
     roles = assembly.roles_of(plan, backend)
-    stepper = Stepper(roles, lambda index: 1e-6)
-
-    def step(number: int) -> None:
-        rewards = random_rewards(number, work.samples)
-        scored = Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
-        stepper.run(number, list(work.prompt_ids(number)), lambda samples: scored)
-
-    step(0)  # compiles
+    stepper = assembly.stepper_of(roles, work)
+    stepper.run(0)  # compiles
     watch = Watch(pids, lambda: roles.residency.phase)
     if backend.rank == 0:
         watch.start()
     for number in range(1, given.steps + 1):
-        step(number)
+        stepper.run(number)
         time.sleep(0.2)  # so that the update's end is read too
         backend.world.barrier()
     by_role = {name: role.num_bytes for name, role in roles.residency.roles.items()}

@@ -16,12 +16,8 @@ import numpy as np
 from work import read_work
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.families import (
-    DecoderConfig,
-    decoder_config,
-    parameter_specs,
-    read_config,
-)
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 

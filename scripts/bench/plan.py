@@ -15,12 +15,8 @@ from typing import Any
 
 from launching import degrees
 
-from mindgrpo.models.families import (
-    DecoderConfig,
-    decoder_config,
-    parameter_specs,
-    read_config,
-)
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weight_sync.plan import plan_reshard
@@ -69,7 +65,7 @@ def figures(model: DecoderConfig, train: Grid, infer: Grid) -> dict[str, Any]:
         "bytes_lower_bound": lower_bound,
         "moves": len(plan.part_of_move),
         "ranks": plan.num_ranks,
-        "parameters": model.num_parameters,
+        "parameters": num_parameters(model),
         "train": str(train),
         "infer": str(infer),
     }

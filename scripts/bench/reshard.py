@@ -28,6 +28,7 @@ def main() -> None:
 def measure(given) -> None:  # type: ignore[no-untyped-def]
     import assembly
 
+    from mindgrpo.models.parameters import num_parameters
     from mindgrpo.weight_sync.execute import Resharder, checksums
     from mindgrpo.weight_sync.plan import plan_reshard
     from mindgrpo.weights.local_weights import Weights
@@ -70,7 +71,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
                 "fresh_of_memcpy": medians["fresh_memcpy"] / medians["fresh_reshard"],
                 "extra_bytes_peak": max(extra for _, _, extra in told),
                 "bit_exact": all(exact for _, exact, _ in told),
-                "model_bytes": model.num_parameters * 4,
+                "model_bytes": num_parameters(model) * 4,
                 "rss_before_bytes": before * 1024,
                 "train": str(source.layout.grid),
                 "infer": str(target.layout.grid),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
-from work import Work, random_rewards, read_work, refuse
+from work import Work, read_work, refuse
 
 
 def options() -> argparse.Namespace:
@@ -38,10 +38,6 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
-    from mindgrpo.grpo.rollout import Scored
-    from mindgrpo.grpo.step import StepOutcome, Stepper
-    from mindgrpo.rewards.scores import Scores
-
     backend = assembly.join_ranks()
     if backend is None:
         return
@@ -49,27 +45,22 @@ def measure(given: argparse.Namespace, work: Work) -> None:
     rows = assembly.Rows(given.row_samples or rows.samples, given.micro_rows or rows.count)
     config = assembly.configuration(work, given.train, given.infer, rows)
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
-    stepper = Stepper(assembly.roles_of(plan, backend), lambda index: 1e-6)
-
-    def step(number: int) -> StepOutcome:
-        rewards = random_rewards(number, work.samples)
-        scored = Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
-        return stepper.run(number, list(work.prompt_ids(number)), lambda samples: scored)
-
-    first = step(0)
+    stepper = assembly.stepper_of(assembly.roles_of(plan, backend), work)
+    first = stepper.run(0)
     compiles = len(backend.compile_log.entries)
-    outcomes = [step(number) for number in range(1, given.steps + 1)]
+    outcomes = [stepper.run(number) for number in range(1, given.steps + 1)]
     late = len(backend.compile_log.entries) - compiles
     own = [outcome.seconds for outcome in outcomes]
     by_rank = backend.world.gather_objects(own)
     if backend.rank == 0:
         for outcome in outcomes:
-            check_tokens(outcome.samples.completion_lengths.tolist(), work)
+            check_tokens(outcome.batch.rollout.completion_lengths.tolist(), work)
+        rollout = outcomes[-1].batch.rollout
         launching.give_figures(
             figures(by_rank, first.seconds["step"], compiles, late)
             | {
-                "tokens_per_step": int(outcomes[-1].samples.total_lengths.sum()),
-                "new_tokens_per_step": int(outcomes[-1].samples.completion_lengths.sum()),
+                "tokens_per_step": int(rollout.total_lengths.sum()),
+                "new_tokens_per_step": int(rollout.completion_lengths.sum()),
                 "padding_share": outcomes[-1].reports[-1].padding_share,
                 "grad_norm": outcomes[-1].reports[-1].grad_norm,
                 "rows": [rows.samples, rows.count],

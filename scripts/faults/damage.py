@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm import losses
 from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
 from mindgrpo.grpo.step import Stepper
-from mindgrpo.training import update as batches
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 
 Change = Callable[[Any], Any]
 
@@ -68,11 +68,11 @@ def nan_rewards(at: int) -> None:
 
 
 def nan_advantages(at: int) -> None:
-    def change(result: Any, samples: Any, *_: Any) -> Any:
-        samples.advantages[2] = np.nan
+    def change(result: Any, *_: Any) -> Any:
+        result[0].advantages[2] = np.nan
         return result
 
-    after(step, "assign_credit", at, change)
+    after(step, "compute_advantages", at, change)
 
 
 def nan_logps(at: int) -> None:
@@ -80,11 +80,11 @@ def nan_logps(at: int) -> None:
         logps[3][0] = np.nan
         return logps
 
-    after(step, "sample_logps", at, change)
+    after(step, "compute_log_probs", at, change)
 
 
 def nan_loss(at: int) -> None:
-    after(batches.loss, "policy_loss", at, lambda *_: float("nan"))
+    after(losses, "policy_loss", at, lambda *_: float("nan"))
 
 
 def nan_gradient(at: int) -> None:
@@ -102,25 +102,25 @@ def nan_gradient(at: int) -> None:
 def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = next(iter(delivery._target.parts.values()))
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = next(iter(syncer._target.parts.values()))
         part.view(np.uint32)[0, 0] ^= 1
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
-    def change(traffic: Any, delivery: Any) -> Any:
-        part = delivery._target.parts["model.layers.0.mlp.down_proj.weight"]
+    def change(traffic: Any, syncer: Any) -> Any:
+        part = syncer._target.parts["model.layers.0.mlp.down_proj.weight"]
         part[[0, 1]] = part[[1, 0]]
-        delivery._target.pool.push()
+        syncer._target.pool.push()
         return traffic
 
-    after(Delivery, "run", at, change)
+    after(WeightSyncer, "run", at, change)
 
 
 def replica_weight(at: int) -> None:
@@ -136,23 +136,23 @@ def replica_weight(at: int) -> None:
 
 def stale_generator(at: int) -> None:
     """No weights are delivered, on any rank, and the generator is told that they were."""
-    original = Delivery.run
+    original = WeightSyncer.run
 
-    def changed(delivery: Delivery) -> Any:
-        return Traffic(0, 0.0) if Clock.step >= at else original(delivery)
+    def changed(syncer: WeightSyncer) -> Any:
+        return Traffic(0, 0.0) if Clock.step >= at else original(syncer)
 
-    put(Delivery, "run", changed)
+    put(WeightSyncer, "run", changed)
 
 
 def token(at: int) -> None:
     """One drawn token."""
-    from mindgrpo.rollout.embedded.engine import Generator
+    from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 
     def change(completions: list[Any], *_: Any) -> Any:
         completions[0].tokens[0] ^= 1
         return completions
 
-    after(Generator, "generate", at, change)
+    after(EmbeddedEngine, "generate", at, change)
 
 
 def noise(at: int) -> None:

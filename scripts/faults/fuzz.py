@@ -34,7 +34,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import inputs  # noqa: E402
 from seeds import ROOT, make_seeds  # noqa: E402
 
-DEADLINE = 20.0
+DEADLINE = 40.0
 MEMORY = 1 << 30  # beyond what the imports hold
 PR_SET_CHILD_SUBREAPER = 36
 SPARSE_PARTS = (0, 16 << 20, 48 << 20)
@@ -221,6 +221,7 @@ def warm_up() -> None:
         "mindgrpo.monitor.run_directory",
         "mindgrpo.config.reference",
         "mindgrpo.data.convert",
+        "mindgrpo.data.rendering",
     ):
         importlib.import_module(name)
 

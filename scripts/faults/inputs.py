@@ -41,7 +41,7 @@ def of_file(
 
 def checkpoint(folder: Path, draw: random.Random) -> list[str]:
     """Manifests that are signed again, too: what is wrong in them must be found by looking."""
-    from mindgrpo.checkpoint.manifest import _digest
+    from mindgrpo.checkpoint.format import _digest
 
     if draw.random() < 0.15:
         of_file(f"{STEP}/rank_00000.safetensors", hostile.mutated_bytes)(folder, draw)

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from mindgrpo.presence.record import Reader, Snapshot, path_of  # noqa: E402
+from mindgrpo.health.heartbeat import Heartbeat, heartbeat_path, read_heartbeat  # noqa: E402
 
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 PROGRAM = "examples/grpo/qwen_grpo_tutorial/main.py"
@@ -99,7 +99,7 @@ class Job:
             stdout=self._screen,
             stderr=subprocess.STDOUT,
         )
-        self._readers: dict[int, Reader] = {}
+        self._status: Path | None = None
 
     def __enter__(self) -> Job:
         return self
@@ -119,18 +119,16 @@ class Job:
         new = sorted(set((self.folder / "logs").iterdir()) - self._known_logs)
         return new[-1] / "status" if new else None
 
-    def where(self, rank: int) -> Snapshot | None:
-        folder = self.status_folder if rank not in self._readers else None
-        if folder is not None and path_of(folder, rank).exists():
-            self._readers[rank] = Reader(path_of(folder, rank))
-        return self._readers[rank].read() if rank in self._readers else None
+    def where(self, rank: int) -> Heartbeat | None:
+        self._status = self._status or self.status_folder
+        return read_heartbeat(heartbeat_path(self._status, rank)) if self._status else None
 
-    def stop_in(self, rank: int, kind: str, occurrence: int, seconds: float) -> Snapshot | None:
+    def stop_in(self, rank: int, kind: str, occurrence: int, seconds: float) -> Heartbeat | None:
         """Stops the rank (SIGSTOP) when it is in phase `kind` for the `occurrence`th time; None if it never was."""
         with quick():
             return self._stop_in(rank, kind, occurrence, seconds)
 
-    def _stop_in(self, rank: int, kind: str, occurrence: int, seconds: float) -> Snapshot | None:
+    def _stop_in(self, rank: int, kind: str, occurrence: int, seconds: float) -> Heartbeat | None:
         until = time.monotonic() + seconds
         seen, last = 0, None
         while time.monotonic() < until and self.process.poll() is None:

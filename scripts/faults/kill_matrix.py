@@ -122,7 +122,7 @@ def strike(case: Case, job: Job) -> tuple[Ended | None, str]:
         return None, ""
     struck_at = time.monotonic()
     os.kill(stopped.pid, signal.SIGKILL)
-    return job.end(struck_at, case.limit + 60.0), stopped.place
+    return job.end(struck_at, case.limit + 60.0), stopped.position
 
 
 def run_case(

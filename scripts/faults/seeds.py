@@ -44,8 +44,9 @@ def make_seeds(folder: Path) -> None:
 
 def make_models(folder: Path) -> None:
     """A model in one file and in shards."""
-    from mindgrpo.models.families import decoder_config, parameter_specs
-    from mindgrpo.weights.safetensors_files import SafetensorsWriter
+    from mindgrpo.models.decoder_config import decoder_config
+    from mindgrpo.models.parameters import parameter_specs
+    from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
     for name, most in (("model", 1 << 30), ("sharded", 4000)):
         model = folder / name
@@ -85,8 +86,8 @@ def make_pair(folder: Path) -> None:
 
 def make_data(folder: Path) -> None:
     """Four rows as data sets of several kinds."""
+    from mindgrpo.data.examples import single_turn
     from mindgrpo.data.mindrecord import write_mindrecord
-    from mindgrpo.data.records import asked
 
     rows: list[dict[str, Any]] = [
         {"question": f"{n} + 1 = ?", "answer": str(n + 1), "kind": {"a": [n]}} for n in range(4)
@@ -98,7 +99,9 @@ def make_data(folder: Path) -> None:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     write_mindrecord(
-        folder / "rows.mindrecord", [asked(r["question"], r["answer"], {"k": 1}) for r in rows], ""
+        folder / "rows.mindrecord",
+        [single_turn(r["question"], r["answer"], {"k": 1}) for r in rows],
+        "",
     )
     saved = folder / "saved"
     (saved / "data").mkdir(parents=True)
@@ -152,12 +155,11 @@ def make_texts(folder: Path) -> None:
 
 def make_checkpoint(folder: Path) -> None:
     """As a run of the configuration would have written it, from the folder that it works in."""
-    from mindgrpo.checkpoint.manifest import Manifest, StoredTensor, write_manifest
-    from mindgrpo.checkpoint.plan import Piece
-    from mindgrpo.checkpoint.shard import write_shard
-    from mindgrpo.checkpoint.state import RunState
+    from mindgrpo.checkpoint.format import Manifest, RunState, StoredTensor, write_manifest
+    from mindgrpo.checkpoint.plan import Chunk
+    from mindgrpo.checkpoint.shards import write_shard
     from mindgrpo.config import load_config
-    from mindgrpo.models.families import parameter_specs
+    from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.parallel.sharding import Box
     from mindgrpo.run.preflight import prepare
     from mindgrpo.run.start import identity_of
@@ -171,16 +173,16 @@ def make_checkpoint(folder: Path) -> None:
     finally:
         os.chdir(here)
     specs = parameter_specs(inputs.plan.model)
-    pieces = [Piece("policy", spec.name, Box((0,) * len(spec.shape), spec.shape)) for spec in specs]
+    chunks = [Chunk("policy", spec.name, Box((0,) * len(spec.shape), spec.shape)) for spec in specs]
     (folder / STEP).mkdir(parents=True)
     shard = write_shard(
         folder / STEP / "rank_00000.safetensors",
-        pieces,
-        lambda piece: np.zeros(piece.box.shape, "<f4"),
+        chunks,
+        lambda chunk: np.zeros(chunk.box.shape, "<f4"),
     )
     tensors = {
-        piece.name: StoredTensor(shape=piece.box.shape, dtype="F32", pieces=[stored])
-        for piece, stored in zip(pieces, shard.stored, strict=True)
+        chunk.name: StoredTensor(shape=chunk.box.shape, dtype="F32", chunks=[stored])
+        for chunk, stored in zip(chunks, shard.stored, strict=True)
     }
     manifest = Manifest(
         layout="one",

@@ -224,7 +224,7 @@ def strike(
     ended_well = all(one.status not in (0, None) and one.seconds <= limit for one in ended)
     return {
         "good": reached and ended_well and all(named) and not left,
-        "in": place.place if place else "",
+        "in": place.position if place else "",
         "seconds": [round(one.seconds, 2) for one in ended],
         "status": [one.status for one in ended],
         "named": named,

@@ -51,6 +51,21 @@ class Counter:
         return [float(self.calls)] * len(completions)
 
 
+class PickyCounter(Counter):
+    def __call__(self, completions):
+        scores = super().__call__(completions)
+        return [score / (text != "x") for score, text in zip(scores, completions, strict=True)]
+
+
+def writes_half_a_message(completions):
+    while "3" in completions:
+        for descriptor in os.listdir("/proc/self/fd"):
+            if "socket:" in os.path.realpath(f"/proc/self/fd/{descriptor}"):
+                os.write(int(descriptor), b"\0\0\xff\xff")
+        time.sleep(10**9)
+    return [1.0] * len(completions)
+
+
 async def waits(completions):
     await asyncio.sleep(0.01)
     return [1.0] * len(completions)

@@ -30,6 +30,18 @@ _SMALL: dict[str, Any] = {
 }
 QWEN2 = {"model_type": "qwen2", **_SMALL}
 QWEN3 = {"model_type": "qwen3", **_SMALL, "head_dim": 8}
+# Norms over projections whose heads lie on several ranks, behind their biases.
+OLMO2 = {"model_type": "olmo2", **_SMALL, "tie_word_embeddings": False, "attention_bias": True}
+# Of two stages the second has no full attention.
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    **_SMALL,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 20,  # the longest sequence
+    "rope_local_base_freq": 50.0,
+}
 # Only moved, never computed with: 5 layers make stages of 3 + 2 and of 2 + 1 + 1 + 1.
 MOVED = QWEN2 | {"num_hidden_layers": 5, "num_attention_heads": 8}
 
@@ -46,7 +58,7 @@ WEIGHT_DECAY = 0.1
 ADAM_EPS = 1e-4
 MAX_GRAD_NORM = 0.5
 TEMPERATURE = 0.9
-OBJECTIVE: dict[str, Any] = {
+LOSS: dict[str, Any] = {
     "epsilon_low": 0.1,
     "epsilon_high": 0.15,
     "beta": 0.05,
@@ -59,34 +71,38 @@ INITIAL_SCALE = 0.2
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained; `sampling` and `objective` add to the settings above, `credit` to Credit's defaults."""
+    """What is trained; `sampling`, `loss_config` and `advantages` add to the settings above and to the defaults."""
 
     model: dict[str, Any]
     num_iterations: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     lora: tuple[int, float] | None = None  # rank and alpha
-    objective: dict[str, Any] = field(default_factory=dict)
-    credit: dict[str, Any] = field(default_factory=dict)
-    refill_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
+    loss_config: dict[str, Any] = field(default_factory=dict)
+    advantages: dict[str, Any] = field(default_factory=dict)
+    resampling_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
+    in_loop: bool = True  # the decode loop in C computes the model
 
 
 RECIPES = {
     "one update": Recipe(QWEN2),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
+    "olmo2": Recipe(OLMO2, in_loop=False),
+    # Its distributions are sharp: with more stop ids some completions end early.
+    "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
     "dapo": Recipe(
         QWEN2,
         num_iterations=2,
         sampling={"stop_ids": tuple(range(12))},  # some completions stop and some are truncated
-        objective={
+        loss_config={
             "loss_type": "dapo",
             "delta": 1.3,
             "kl_estimator": "k2",
             "entropy_coef": 0.02,
             "corrected": True,
         },
-        credit={
+        advantages={
             "scale_rewards": "batch",
             "correction": "token_truncate",
             "correction_cap": 1.1,
@@ -96,7 +112,7 @@ RECIPES = {
     "gspo": Recipe(
         QWEN2,
         num_iterations=2,
-        objective={
+        loss_config={
             "loss_type": "dr_grpo",
             "importance_sampling_level": "sequence",
             "epsilon_low": 0.01,
@@ -105,7 +121,7 @@ RECIPES = {
             "beta": 0.0,
             "corrected": True,
         },
-        credit={
+        advantages={
             "advantage_estimator": "rloo",
             "reward_beta": 0.05,
             "correction": "sequence_mask",
@@ -115,13 +131,13 @@ RECIPES = {
     "cispo": Recipe(
         QWEN2,
         num_iterations=2,
-        objective={"loss_type": "cispo", "beta": 0.0},
-        credit={
+        loss_config={"loss_type": "cispo", "beta": 0.0},
+        advantages={
             "advantage_estimator": "reinforce_plus_plus",
             "reward_beta": 0.05,
             "kl_estimator": "k1",
         },
-        refill_rounds=2,
+        resampling_rounds=2,
     ),
 }
 
@@ -142,6 +158,10 @@ class Case:
         return data * model * stage, self.transport
 
     @property
+    def in_loop(self) -> bool:
+        return self.transport == "shared_memory" and RECIPES[self.recipe].in_loop
+
+    @property
     def name(self) -> str:
         train, infer = "x".join(map(str, self.train)), "x".join(map(str, self.infer))
         over = "" if self.transport == "shared_memory" else f", {self.transport}"
@@ -153,9 +173,11 @@ SPREAD = (
     Case("one update", (2, 1, 1), (1, 2)),
     Case("one update", (1, 1, 2), (2, 1)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
+    Case("gemma3", (1, 1, 2), (1, 2)),
     Case("gspo", (2, 1, 1), (1, 2)),
     Case("cispo", (1, 1, 2), (2, 1)),
     Case("one update", (1, 4, 1), (2, 2)),
+    Case("olmo2", (1, 4, 1), (2, 2), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("one update", (1, 4, 2), (2, 4)),
     Case("two iterations", (2, 2, 2), (8, 1)),

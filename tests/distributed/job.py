@@ -23,33 +23,38 @@ import numpy as np
 from carried import communication, sum_in_graph
 from saving import saved_and_loaded
 
-from mindgrpo.algorithm.credit import assign_credit
-from mindgrpo.algorithm.loss_config import Credit, Objective
-from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.types import Samples
+from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.train_batch import compute_advantages
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
-from mindgrpo.grpo.dynamic_sampling import refill
-from mindgrpo.grpo.rollout import Scored, generate, sample_logps
-from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Shard
-from mindgrpo.models.families import DecoderConfig, decoder_config, parameter_specs
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.rollout import Replicas, compute_log_probs
+from mindgrpo.grpo.scoring import Scored
+from mindgrpo.grpo.step import Stepper, StepSettings
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.embedded.engine import Draw, Generator
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import Room
-from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
+from mindgrpo.rollout.engine import SeedKey
+from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings
-from mindgrpo.training.pipeline import Pipeline
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weight_sync.execute import Resharder, checksums
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import Delivery
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -71,20 +76,41 @@ def prompts() -> list[np.ndarray]:
     ]
 
 
-def rewards(samples: Samples) -> np.ndarray:
+def rewards(rollout: Rollout) -> np.ndarray:
     """float64 [samples], a function of the tokens alone."""
-    return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in samples.completions])
+    ids = rollout.completion_ids
+    return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in ids])
 
 
-def hits(samples: Samples) -> np.ndarray:
+def hits(rollout: Rollout) -> np.ndarray:
     """float64 [samples] of 0 and 1, in some groups all equal."""
-    return np.array([float(tokens[0] % 3 == 0) for tokens in samples.completions])
+    return np.array([float(tokens[0] % 3 == 0) for tokens in rollout.completion_ids])
 
 
-def as_of_another_engine(samples: Samples) -> list[np.ndarray]:
-    """The generator's log-probs with an error that is a function of the tokens alone, so that factors are not 1."""
-    pairs = zip(samples.generator_logps, samples.completions, strict=True)
+def as_of_another_engine(rollout: Rollout) -> list[np.ndarray]:
+    """The generator's log-probs with an error that is a function of the tokens alone, so that no weight is 1."""
+    pairs = zip(rollout.generator_logps, rollout.completion_ids, strict=True)
     return [logps + np.float32(0.1) * np.sin(tokens.astype(np.float32)) for logps, tokens in pairs]
+
+
+class Task:
+    """Every step's prompts, and rewards; a group that is replaced gets its prompt read backwards."""
+
+    def __init__(self, has_hits: bool) -> None:
+        self._reward = hits if has_hits else rewards
+
+    def begin_step(self, step: int) -> list[np.ndarray]:
+        return prompts()
+
+    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+        return [prompts()[group][::-1] for group in groups]
+
+    def owners(self, rollout: Rollout) -> list[Prompt]:
+        return []
+
+    def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
+        earned = self._reward(rollout)
+        return Scored(Scores({}, earned, earned < 0), [])
 
 
 class Run:
@@ -101,8 +127,23 @@ class Run:
         self.reference = self._reference()
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
-        self.delivery = Delivery(self.policy.weights, adapters, target, backend, plan)
+        self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
+        self.replicas = Replicas(self.generator, self.infer.grid, backend)
+        self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
+        self.stepper = self._stepper()
         self.replaced: list[int] = []
+
+    def _stepper(self) -> Stepper:
+        """Of which only the collecting is used: this run is what it takes for its roles."""
+        settings = StepSettings(
+            num_generations=c.NUM_GENERATIONS,
+            seed=SEED,
+            sampling=self.generator.settings,
+            advantages=self.advantages,
+            resampling_rounds=self.recipe.resampling_rounds,
+        )
+        task = Task(has_hits=self.recipe.resampling_rounds > 0)
+        return Stepper(settings, self, self.replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -110,7 +151,7 @@ class Run:
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
-            objective=Objective(**(c.OBJECTIVE | self.recipe.objective)),
+            loss_config=LossConfig(**(c.LOSS | self.recipe.loss_config)),
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         )
@@ -121,7 +162,7 @@ class Run:
             fill_adapters(policy.adapters.weights, SEED)
         return policy
 
-    def _generator(self) -> Generator:
+    def _generator(self) -> EmbeddedEngine:
         settings: dict[str, Any] = {
             "temperature": c.TEMPERATURE,
             "min_tokens": 2,
@@ -130,13 +171,13 @@ class Run:
         }
         sampling = SamplingSettings(**(settings | self.recipe.sampling))
         room = Room(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
-        return Generator(self.config, self.infer, self.backend, sampling, room)
+        return EmbeddedEngine(self.config, self.infer, self.backend, sampling, room)
 
-    def _reference(self) -> Pipeline:
+    def _reference(self) -> ForwardPipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""
         weights = Weights(self.infer, self.backend.rank, self.backend)
         fill_random(weights, SEED + 1, c.INITIAL_SCALE)
-        return Pipeline(
+        return ForwardPipeline(
             Shard(self.config, weights, self.backend, "reference"),
             self.backend,
             "reference",
@@ -145,92 +186,57 @@ class Run:
             c.TEMPERATURE,
         )
 
+    def refresh_engine(self) -> None:
+        if self.generator.version != self.policy.version:
+            self.generator.publish(self.syncer.run, self.policy.version)
+
+    def enter_rollout(self) -> int:
+        return self.policy.version
+
     def step(self, number: int) -> dict[str, Any]:
-        self.delivery.run()
-        self.generator.version = self.policy.version
-        samples = self._generate(number, prompts())
-        earned = rewards(samples)
-        if self.recipe.refill_rounds:
-            earned = self._refill(number, samples)
-        samples.reference_logps = self._logps(self.reference, self.infer, samples)
+        rollout, scored, resampling = self.stepper.collect(number)
+        if resampling is not None:
+            self.replaced.append(resampling.groups)
+        packed = PackedRollout(rollout)
+        reference = compute_log_probs(self.reference, self.infer.grid, self.backend, packed)
+        old = None
         if self.recipe.num_iterations > 1:
-            samples.old_logps = self._logps(self.policy.pipeline, self.train, samples)
-        given = replace(samples, generator_logps=as_of_another_engine(samples))
-        assign_credit(given, earned, Credit(c.NUM_GENERATIONS, **self.recipe.credit))
-        everyone = range(len(samples))
+            pipeline, grid = self.policy.pipeline, self.train.grid
+            old = compute_log_probs(pipeline, grid, self.backend, packed)
+        corrected = replace(rollout, generator_logps=as_of_another_engine(rollout))
+        earned = scored.scores.total
+        batch, _ = compute_advantages(corrected, earned, self.advantages, old, reference)
+        everyone = range(len(batch))
         reports = [
-            update(self.policy, given, everyone, c.LEARNING_RATE)
+            update(self.policy, batch, packed, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
-        return _figures(samples, reports)
-
-    def _generate(self, number: int, given: list[np.ndarray], first: int = 0) -> Samples:
-        return generate(
-            self.generator,
-            self.infer,
-            self.backend,
-            given,
-            c.NUM_GENERATIONS,
-            Draw(SEED, ROLLOUT, number),
-            self.policy.version,
-            first,
-        )
-
-    def _refill(self, number: int, samples: Samples) -> np.ndarray:
-        """Groups of equal hits give way to others, whose prompts are the same read backwards; the hits then."""
-
-        def scored(of: Samples) -> Scored:
-            return Scored(Scores({}, hits(of), hits(of) < 0), [])
-
-        def draw(turn: int, groups: Sequence[int]) -> tuple[Samples, Scored]:
-            given = [prompts()[group][::-1] for group in groups]
-            fresh = self._generate(number, given, turn * len(samples))
-            fresh.groups = [group for group in groups for _ in range(c.NUM_GENERATIONS)]
-            return fresh, scored(fresh)
-
-        rounds = self.recipe.refill_rounds
-        found, told = refill(samples, scored(samples), c.NUM_GENERATIONS, rounds, draw)
-        self.replaced.append(told.groups)
-        return found.scores.total
+        return _figures(rollout, reports)
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
-        self.delivery.run()
-        self.generator.version = self.policy.version
+        self.refresh_engine()
         settings = replace(self.generator.settings, temperature=0.0)
-        draw, given = Draw(SEED, EVALUATION, c.NUM_STEPS), prompts()
-        samples = generate(
-            self.generator,
-            self.infer,
-            self.backend,
-            given,
-            1,
-            draw,
-            self.policy.version,
-            0,
-            settings,
-        )
-        return [zlib.crc32(tokens.tobytes()) for tokens in samples.completions]
-
-    def _logps(self, pipeline: Pipeline, layout: Layout, samples: Samples) -> list[np.ndarray]:
-        return sample_logps(pipeline, layout, self.backend, samples)
+        key = SeedKey(SEED, EVALUATION, c.NUM_STEPS)
+        rollout = self.replicas.generate(prompts(), 1, settings, key, self.policy.version)
+        return [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids]
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The policy's, whole, on rank 0; nothing on the others."""
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
-        Delivery(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
+        WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
         return {name: np.array(part) for name, part in weights.parts.items()}
 
 
-def _figures(samples: Samples, reports: list[UpdateReport]) -> dict[str, Any]:
+def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
     first = reports[0].logps
-    gaps = [np.abs(first[i] - logps).max() for i, logps in enumerate(samples.generator_logps)]
+    gaps = [np.abs(first[i] - logps).max() for i, logps in enumerate(rollout.generator_logps)]
     names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
     return {
-        "tokens": [zlib.crc32(tokens.tobytes()) for tokens in samples.completions],
-        "lengths": samples.completion_lengths.tolist(),
+        "tokens": [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids],
+        "lengths": rollout.completion_lengths.tolist(),
         "gap": float(max(gaps)),
         **{name: [float(getattr(report, name)) for report in reports] for name in names},
     }
@@ -242,7 +248,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     steps = [run.step(number) for number in range(c.NUM_STEPS)]
     parameters = run.parameters()
     # In plain operations other settings are another graph, which takes long to compile.
-    greedy = run.likeliest() if case.transport == "shared_memory" else []
+    greedy = run.likeliest() if case.in_loop else []
     result: dict[str, Any] = {
         "steps": steps,
         "replaced": run.replaced,

@@ -10,11 +10,10 @@ import cases as c
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.checkpoint.format import Identity, Manifest, RunState, read_manifest
 from mindgrpo.checkpoint.load import load_role
-from mindgrpo.checkpoint.manifest import Identity, Manifest, read_manifest
 from mindgrpo.checkpoint.save import Saver
-from mindgrpo.checkpoint.state import RunState
-from mindgrpo.checkpoint.sums import values_digest
+from mindgrpo.checkpoint.shards import values_digest
 from mindgrpo.weight_sync.execute import checksums
 from mindgrpo.weights.local_weights import Weights
 

@@ -1,12 +1,13 @@
-"""Makes tests/golden/<family>/: three tiny random models and what transformers computes with them.
+"""Makes tests/golden/<family>/: tiny random models and what transformers computes with them.
 
 Run by hand, in an environment with torch and transformers 4.57.1, when a family is added or a golden value is wanted:
-`python tests/golden/make_models.py`. Refuses golden tokens that a rounding error could change.
+`python tests/golden/make_models.py [FAMILY ...]`. Refuses golden tokens that a rounding error could change.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
+    Olmo2Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -48,7 +51,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, head_dim=12, rope_scaling=LLAMA3, rms_norm_eps=1e-5, attention_bias=False
     ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False),
+    # Without a padding id: transformers keeps the gradient of that token's embedding at zero.
+    "olmo2": Olmo2Config(
+        **SIZES, rope_theta=5e5, rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=None
+    ),
+    # A local base that turns heads otherwise at once; all sequences are shorter than the window.
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES,
+        head_dim=12,
+        query_pre_attn_scalar=24,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_theta=1e6,
+        rope_local_base_freq=100.0,
+        rms_norm_eps=1e-6,
+        pad_token_id=None,
+    ),
 }
+# Families whose norms multiply by 1 + weight.
+NORMS_AROUND_ZERO = ("gemma3_text",)
 ROWS, LENGTH = 2, 24
 PROMPT_LENGTHS = (3, 11, 7)
 NEW_TOKENS = 16
@@ -70,7 +91,8 @@ def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                centre = 0 if config.model_type in NORMS_AROUND_ZERO else 1
+                parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
             elif name.endswith(".bias"):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
             elif "embed_tokens" in name:
@@ -167,7 +189,7 @@ def make(family: str) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    for family in CONFIGS:
+    for family in sys.argv[1:] or CONFIGS:
         golden = make(family)
         np.savez_compressed(HERE / family / "golden.npz", **golden)
         lengths = {n: [len(golden[f"{n}/{i}"]) for i in range(3)] for n in GENERATIONS}

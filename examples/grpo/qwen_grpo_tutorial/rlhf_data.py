@@ -15,11 +15,10 @@ from dataclasses import replace
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.data.convert import ConversionReport, convert
-from mindgrpo.data.directories import FOR_TRAINING
+from mindgrpo.data.examples import DATASET_TYPES, RowForm, parse_key_map
 from mindgrpo.data.progress import progress_bar
 from mindgrpo.data.prompts import OVERFLOWS, PromptForm
-from mindgrpo.data.records import DATASET_TYPES, RowForm, parse_key_map
-from mindgrpo.data.sources import open_records
+from mindgrpo.data.sources import FOR_TRAINING, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 
@@ -100,7 +99,7 @@ def run(arguments: argparse.Namespace) -> ConversionReport:
     tokenizer = tokenizer_of(arguments).with_template(arguments.chat_template)
     columns = None if arguments.columns is None else words(arguments.columns)
     rows = RowForm(arguments.dataset_type, parse_key_map(words(arguments.map_keys)), columns)
-    records = open_records(
+    examples = open_examples(
         arguments.file_path,
         rows,
         replace(FOR_TRAINING, name=arguments.split, key="--split"),
@@ -111,7 +110,7 @@ def run(arguments: argparse.Namespace) -> ConversionReport:
         tokenizer, arguments.max_prompt_length, arguments.prompt_overflow, arguments.system_prompt
     )
     return convert(
-        records,
+        examples,
         arguments.output_path,
         form,
         source=str(arguments.file_path),

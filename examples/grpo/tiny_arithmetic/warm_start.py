@@ -24,21 +24,22 @@ sys.path.insert(0, str(HERE))
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 
-from mindgrpo.algorithm.loss_config import Objective  # noqa: E402
-from mindgrpo.algorithm.packing import MicroShape  # noqa: E402
+from mindgrpo.algorithm.loss_config import LossConfig  # noqa: E402
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
-from mindgrpo.algorithm.types import STOPPED, Samples  # noqa: E402
+from mindgrpo.algorithm.types import STOPPED, Rollout, TrainBatch  # noqa: E402
 from mindgrpo.backend.connect import connect  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.models.decoder import KEEP_ALL  # noqa: E402
-from mindgrpo.models.families import decoder_config, parameter_specs  # noqa: E402
+from mindgrpo.models.decoder_config import decoder_config  # noqa: E402
+from mindgrpo.models.parameters import parameter_specs  # noqa: E402
 from mindgrpo.parallel.mesh import Grid  # noqa: E402
 from mindgrpo.parallel.sharding import Layout, layers_of_stage  # noqa: E402
 from mindgrpo.training.optimizer import AdamWSettings  # noqa: E402
 from mindgrpo.training.policy import Policy, UpdateSettings  # noqa: E402
 from mindgrpo.training.update import update  # noqa: E402
 from mindgrpo.weights.pretrained import fill_random  # noqa: E402
-from mindgrpo.weights.safetensors_files import SafetensorsWriter  # noqa: E402
+from mindgrpo.weights.safetensors_writer import SafetensorsWriter  # noqa: E402
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -72,7 +73,7 @@ def batch_of(
     rng: random.Random,
     keep_out: set[tuple[int, ...]],
     shares: tuple[float, ...],
-) -> Samples:
+) -> TrainBatch:
     """As many samples as surely fit the rows."""
     prompts, completions, used = [], [], 0
     budget = int(ROWS * ROW_LENGTH * 0.85)
@@ -88,9 +89,10 @@ def batch_of(
         prompts.append(prompt)
         completions.append(completion)
     count = len(prompts)
-    ones = np.ones(count, np.float32)
-    groups = list(range(count))
-    return Samples(prompts, completions, [STOPPED] * count, [], groups=groups, advantages=ones)
+    logps = [np.zeros(tokens.size, np.float32) for tokens in completions]
+    reasons = [STOPPED] * count
+    rollout = Rollout.single_turn(prompts, completions, reasons, logps, range(count))
+    return TrainBatch(rollout, np.ones(count, np.float32))
 
 
 def train(policy: Policy, tokenizer: Tokenizer, num_steps: int, peak: float, seed: int) -> None:
@@ -100,9 +102,10 @@ def train(policy: Policy, tokenizer: Tokenizer, num_steps: int, peak: float, see
     started = time.time()
     for step in range(num_steps):
         shares = FINAL if step >= num_steps * (1 - FINAL_SHARE_OF_STEPS) else LEARNING
-        samples = batch_of(tokenizer, rng, keep_out, shares)
+        batch = batch_of(tokenizer, rng, keep_out, shares)
         lr = learning_rate(step, "cosine", peak, peak / 100, 50, num_steps)
-        report = update(policy, samples, range(len(samples)), lr)
+        packed = PackedRollout(batch.rollout)
+        report = update(policy, batch, packed, range(len(batch)), lr)
         if step % 20 == 0 or step == num_steps - 1:
             nll = -float(np.concatenate(list(report.logps.values())).mean())
             print(
@@ -126,7 +129,7 @@ def main() -> None:
         temperature=1.0,
         recompute=KEEP_ALL,
         # Every token alike: weighing samples alike would teach the short careless answers most.
-        objective=Objective(loss_type="bnpo", beta=0.0),
+        loss_config=LossConfig(loss_type="bnpo", beta=0.0),
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.98, 1e-8, 0.01),
     )

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -37,7 +38,7 @@ from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import needs_cluster
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
 GROUP_BUFFER_BYTES = 512 << 10
@@ -91,7 +92,7 @@ class CpuGroup(Group):
 
 
 class CpuGraph(Graph):
-    """A graph's kernels can only end with a number: if a rank is gone, this is why."""
+    """Its kernels can only end with a number: raises what `check` knows (a rank is gone), or the kernel kept."""
 
     def __init__(
         self, cell: Callable[..., Any], name: str, log: CompileLog, check: Callable[[], None]
@@ -102,9 +103,9 @@ class CpuGraph(Graph):
     def __call__(self, *inputs: Any) -> Any:
         try:
             return super().__call__(*inputs)
-        except RuntimeError:
+        except RuntimeError as error:
             self._check()
-            raise
+            raise native_library.kernel_error() or error from error
 
 
 class CpuLink(Link):
@@ -119,13 +120,13 @@ class CpuLink(Link):
 
 
 def _rank_told(environment: dict[str, str]) -> int:
-    told = environment.get("RANK_ID", "")
-    if not told.isdecimal():
+    rank = environment.get("RANK_ID", "")
+    if not rank.isdecimal():
         raise UserError(
-            f"RANK_ID is '{told}', but must be this process's number among MS_WORKER_NUM="
+            f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM="
             f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
         )
-    return int(told)
+    return int(rank)
 
 
 def _notices() -> tuple[str, ...]:
@@ -143,6 +144,7 @@ class CpuBackend(Backend):
     def __init__(self, environment: dict[str, str], transport: str, compiled: bool = True) -> None:
         self._transport = transport
         self.compile_log = CompileLog()
+        self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
         self._placement = Placement(0, 1, 1)
@@ -153,8 +155,8 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         if self.world_size > 1:
             self._join(environment)
-        self.presence = Presence.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.presence.compiling
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
@@ -200,13 +202,13 @@ class CpuBackend(Backend):
             return Host("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self._placement.per_host <= num_cores() else 0
         library, here = native_library.library(), self._placement.here
-        return Host(self._job, self.rank, self.world_size, library, spins, self.presence, here)
+        return Host(self._job, self.rank, self.world_size, library, spins, self.health, here)
 
     def _meet_hosts(self) -> FarHosts | None:
         if self._placement.num_hosts == 1:
             return None
         check_library(self._host)
-        return FarHosts(self._placement, self._host, self.presence)
+        return FarHosts(self._placement, self._host, self.health)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)
@@ -247,15 +249,17 @@ class CpuBackend(Backend):
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
         readable = shared and self.world_size > 1 and self._far is None
-        return SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        pool = SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
         if not isinstance(pool, SharedPool):
             return None
-        told = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
+        addresses = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
         peers: dict[int, PeerPool] = {}
         try:
-            for rank, address in enumerate(told):
+            for rank, address in enumerate(addresses):
                 if rank != self.rank:
                     peers[rank] = PeerPool(*address)
         except OSError:
@@ -264,7 +268,9 @@ class CpuBackend(Backend):
         return peers if all(complete) else None
 
     def host_pool(self, num_bytes: int) -> Pool:
-        return HostPool(num_bytes)
+        pool = HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)

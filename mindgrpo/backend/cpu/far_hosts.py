@@ -30,8 +30,8 @@ from mindgrpo.backend.cpu.host import Host, is_alive
 from mindgrpo.backend.cpu.network import Network
 from mindgrpo.backend.cpu.placement import Placement
 from mindgrpo.backend.cpu.shared_memory import Segment
-from mindgrpo.presence.rank import Presence
-from mindgrpo.presence.record import Mirror, Snapshot, path_of
+from mindgrpo.health.heartbeat import Heartbeat, HeartbeatFile, heartbeat_path
+from mindgrpo.health.rank_health import RankHealth
 
 BEAT_SECONDS = 1.0
 # Where a rank has ended, msrun soon ends all others of the host; the other hosts are to hear of it before.
@@ -75,7 +75,7 @@ class Verdict:
         return int(self._rank[0]) - 1 if self._rank[0] else None
 
 
-def _by_our_clock(state: Snapshot, later: float) -> Snapshot:
+def _by_our_clock(state: Heartbeat, later: float) -> Heartbeat:
     """0 stands for no time at all."""
     times = ("beat_at", "since", "graph_since", "waits_since")
     shifted = {name: getattr(state, name) + later for name in times if getattr(state, name)}
@@ -85,16 +85,16 @@ def _by_our_clock(state: Snapshot, later: float) -> Snapshot:
 class FarHosts:
     """Made by all ranks of the job together."""
 
-    def __init__(self, placement: Placement, host: Host, presence: Presence) -> None:
-        self.placement, self._host, self._presence = placement, host, presence
-        self.network = Network(placement, presence.say)
+    def __init__(self, placement: Placement, host: Host, health: RankHealth) -> None:
+        self.placement, self._host, self._health = placement, host, health
+        self.network = Network(placement, health.say)
         self.network.meet()
         self._verdict = Verdict(host, placement)
         host.far = self
         self._lines: dict[int, socket.socket] = {}  # by the other host's number
         self._closing = False
         self._told: set[int] = set()
-        self._mirrors: dict[int, Mirror] = {}
+        self._mirrors: dict[int, HeartbeatFile] = {}
         self._sending = threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="far hosts", daemon=True)
         if placement.leads:
@@ -127,12 +127,12 @@ class FarHosts:
             nonlocal told
             if not told:
                 told = True
-                self._presence.waits(time.monotonic())
+                self._health.waits(time.monotonic())
             self.check()
 
         yield wire.paced(check)
         if told:
-            self._presence.waits(0.0)
+            self._health.waits(0.0)
 
     def lost(self, rank: int | None) -> PeerLost:
         """For who saw a line to `rank` break: the first rank of this host may know why in a moment."""
@@ -197,7 +197,7 @@ class FarHosts:
 
     def _beat(self) -> dict[str, Any]:
         """Where this host's ranks are, by this host's clock."""
-        found = {rank: self._presence.of(rank) for rank in self.placement.here}
+        found = {rank: self._health.heartbeat_of(rank) for rank in self.placement.here}
         ranks = {str(rank): asdict(state) for rank, state in found.items() if state}
         return {"now": time.monotonic(), "ranks": ranks}
 
@@ -235,21 +235,21 @@ class FarHosts:
     def _understand(self, message: dict[str, Any]) -> bool:
         if "lost" in message:
             self._verdict.declare(int(message["lost"]), str(message["words"]))
-        folder = self._presence.folder
+        folder = self._health.folder
         if "ranks" in message and folder is not None:
             later = time.monotonic() - message["now"]
             for name, state in message["ranks"].items():
-                self._mirror(folder, int(name), _by_our_clock(Snapshot(**state), later))
+                self._mirror(folder, int(name), _by_our_clock(Heartbeat(**state), later))
         return "farewell" not in message
 
-    def _mirror(self, folder: Path, rank: int, state: Snapshot) -> None:
+    def _mirror(self, folder: Path, rank: int, state: Heartbeat) -> None:
         if rank not in self._mirrors:
-            self._mirrors[rank] = Mirror(path_of(folder, rank))
-        self._mirrors[rank].show(state)
+            self._mirrors[rank] = HeartbeatFile(heartbeat_path(folder, rank))
+        self._mirrors[rank].write(state)
 
     def _place_of(self, rank: int) -> str:
-        found = self._presence.of(rank) if rank in self._mirrors else None
-        return f" in {found.place}" if found else ""
+        found = self._health.heartbeat_of(rank) if rank in self._mirrors else None
+        return f" in {found.position}" if found else ""
 
     def _judge(self, host: int, error: OSError | None) -> None:
         if self._closing:

@@ -30,7 +30,7 @@ from mindgrpo.backend.cpu.waiting import (
 )
 from mindgrpo.backend.targets import BOARD_FOLDERS
 from mindgrpo.errors import UserError
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 PAGE_BYTES = 4096
 # Where a board may lie; the first that takes it.
@@ -43,15 +43,8 @@ MAX_OFFERS = 1000
 
 def job_name(environment: Mapping[str, str]) -> str:
     """Every rank of one msrun has the same parent, and two runs never share parent and port."""
-    given = environment.get("MINDGRPO_JOB")
-    return given or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
-
-
-def remove_board(environment: Mapping[str, str]) -> None:
-    """What ranks that were killed while they met have left behind."""
-    for folder in BOARD_FOLDERS:
-        for path in folder.glob(f"mindgrpo-{job_name(environment)}-board*"):
-            path.unlink(missing_ok=True)
+    job = environment.get("MINDGRPO_JOB")
+    return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
 
 def is_alive(pid: int) -> bool:
@@ -76,7 +69,7 @@ class Far(Protocol):
 class Host:
     """This rank among the ranks of `job` that share a host: `ranks`, all `world_size` unless told.
 
-    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `presence` knows
+    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `health` knows
     how a rank ended.
     """
 
@@ -87,16 +80,16 @@ class Host:
         world_size: int,
         library: ctypes.CDLL | None = None,
         spins: int = 0,
-        presence: Presence | None = None,
+        health: RankHealth | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self._presence = presence
-        self._waits: Waits = presence.waits if presence else unheard
-        if presence and library is not None:
+        self._health = health
+        self._waits: Waits = health.waits if health else unheard
+        if health and library is not None:
             library.group_tell_waits_at.argtypes = [ctypes.c_void_p]
-            library.group_tell_waits_at(presence.waits_address)
+            library.group_tell_waits_at(health.waits_address)
             # Writes there as long as it is loaded.
-            library.__dict__["waits_told_by"] = presence
+            library.__dict__["waits_written_by"] = health
         self.ranks = tuple(range(world_size) if ranks is None else ranks)
         self.far: Far | None = None
         self.job, self.rank, self.world_size = job, rank, world_size
@@ -133,7 +126,7 @@ class Host:
         rank = next((rank for rank, known in self._pids.items() if known == pid), None)
         if rank is None:
             return PeerLost(f"process {pid} of this job has ended; its log says why")
-        known = self._presence.ending_of(rank) if self._presence else ""
+        known = self._health.how_rank_ended(rank) if self._health else ""
         words = known or f"rank {rank} (process {pid}) has ended; its log says why"
         if self.far is not None:
             self.far.tell(rank, words)
@@ -275,8 +268,8 @@ class Board(Joined):
         wanted, seen, index = _hash(name), 0, self._index[rank]
         while True:
             self.counters.wait([index], seen + 1, self.check)
-            found, descriptor = self._offers[index, seen].tolist()
-            if found == wanted:
+            key, descriptor = self._offers[index, seen].tolist()
+            if key == wanted:
                 path = f"/proc/{self._host.pid_of(rank)}/fd/{descriptor}"
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)
             seen += 1

@@ -144,7 +144,7 @@ class Network:
             self._listener = Listener(address, port, self._placement.token, self._arrived)
         except OSError as error:
             raise UserError(
-                f"rank 0 cannot listen at {address} port {port} ({error.strerror or error}): give scripts/launch.sh "
+                f"rank 0 cannot listen at {address} port {port} ({error.strerror or error}): give mindgrpo launch "
                 "--master an address of the first host and a port that is free there, and the one after it too."
             ) from None
         refused = self._await_callers(deadline, f"{address} port {port}")
@@ -221,7 +221,7 @@ class Network:
                     "alike, with the same mindgrpo and the same --ranks and --hosts."
                 )
         if not 0 < hello["rank"] < self._placement.world_size:
-            return f"{source} is none of {self._placement.world_size} ranks: start it with scripts/launch.sh."
+            return f"{source} is none of {self._placement.world_size} ranks: start it with mindgrpo launch."
         return ""
 
     def _call(self, deadline: float) -> list[tuple[str, int, str]]:
@@ -231,7 +231,7 @@ class Network:
         except OSError as error:
             raise UserError(
                 f"the first host's address {address} is not known here ({error.strerror or error}): give "
-                "scripts/launch.sh --master an address that every host knows."
+                "mindgrpo launch --master an address that every host knows."
             ) from None
         line = self._reach(address, port, deadline)
         self._listener = Listener(line.getsockname()[0], 0, self._placement.token, self._arrived)
@@ -279,7 +279,7 @@ class Network:
             ) from None
         except wire.NotARank as why:
             raise UserError(
-                f"what answers at {where} is no rank of this job ({why}): give scripts/launch.sh --master a port "
+                f"what answers at {where} is no rank of this job ({why}): give mindgrpo launch --master a port "
                 "that is free on the first host, and the one after it too."
             ) from None
         except (OSError, EOFError) as error:

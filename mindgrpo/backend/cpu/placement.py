@@ -58,18 +58,18 @@ class Placement:
 
 
 def placement_of(environment: Mapping[str, str], rank: int, world_size: int) -> Placement:
-    """Reads what launch.sh and msrun set. Raises UserError."""
+    """Reads what the launcher and msrun set. Raises UserError."""
     told = environment.get("MINDGRPO_RANKS_PER_HOST") or environment.get("MS_LOCAL_WORKER_NUM")
     if told is None and environment.get("DEVICE_ID", str(rank)) != str(rank):
         raise UserError(
             f"msrun numbers this process rank {rank} and device {environment['DEVICE_ID']}, so it was started for "
-            "several hosts, but nothing tells how they meet; start it with scripts/launch.sh --hosts."
+            "several hosts, but nothing tells how they meet; start it with mindgrpo launch --hosts."
         )
     per_host = int(told or world_size)
     if world_size % per_host:
         raise UserError(
             f"{world_size} ranks cannot be {per_host} on each host: hosts have equally many; start so many with "
-            "scripts/launch.sh --ranks N --hosts H that H divides N."
+            "mindgrpo launch --ranks N --hosts H that H divides N."
         )
     if per_host == world_size:
         return Placement(rank, world_size, world_size)
@@ -89,7 +89,7 @@ def _master(environment: Mapping[str, str]) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise UserError(
             f"MS_SCHED_HOST is '{host}' and MS_SCHED_PORT is '{port}', but ranks of several hosts meet there; "
-            "start them with scripts/launch.sh --hosts, which has msrun set both."
+            "start them with mindgrpo launch --hosts, which has msrun set both."
         )
     return host, int(port) + 1
 

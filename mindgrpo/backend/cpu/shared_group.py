@@ -237,16 +237,16 @@ class PolledGroup(SharedGroup):
             np.add(out, view[share], out=out)
 
     def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        parts = [np.empty(size, np.uint8) for size in sizes]
+        arrays = [np.empty(size, np.uint8) for size in sizes]
         for start in range(0, int(sizes.max()), self._buffer_bytes):
             buffers = self._next_buffers()
             piece = mine[start : start + self._buffer_bytes]
             buffers[self.index][: piece.size] = piece
             self._post_and_wait()
-            for part, buffer in zip(parts, buffers, strict=True):
+            for part, buffer in zip(arrays, buffers, strict=True):
                 wanted = part[start : start + self._buffer_bytes]
                 np.copyto(wanted, buffer[: wanted.size])
-        return parts
+        return arrays
 
 
 def shared_group(host: Host, ranks: Sequence[int], buffer_bytes: int) -> SharedGroup:

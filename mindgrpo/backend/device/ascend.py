@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -29,7 +30,7 @@ from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.presence.rank import Presence
+from mindgrpo.health.rank_health import RankHealth
 
 
 def _result(output: Any) -> np.ndarray:
@@ -147,6 +148,7 @@ class AscendBackend(Backend):
         self, environment: dict[str, str], transport: str = "hccl", compiled: bool = True
     ) -> None:
         self.compile_log = CompileLog()
+        self.live_pools = WeakSet()
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         ms.set_device("Ascend")
         self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
@@ -154,8 +156,8 @@ class AscendBackend(Backend):
             init("hccl")
             ops.communication.set_comm_ops_inplace(False)
             self.rank, self.world_size = get_rank(), get_group_size()
-        self.presence = Presence.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.presence.compiling
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
         self._groups: dict[tuple[int, ...], AscendGroup] = {}
         self._pools: list[AscendPool] = []
 
@@ -173,11 +175,15 @@ class AscendBackend(Backend):
         return AscendLink(source, target)
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        self._pools.append(AscendPool(num_bytes))
-        return self._pools[-1]
+        pool = AscendPool(num_bytes)
+        self._pools.append(pool)
+        self.live_pools.add(pool)
+        return pool
 
     def host_pool(self, num_bytes: int) -> Pool:
-        return HostPool(num_bytes)
+        pool = HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
 
     def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
         parameter = Parameter(Tensor(array), name, requires_grad=requires_grad)

@@ -1,14 +1,14 @@
 """What a model computes beside its matrix products, as cells that a backend gives: the contract.
 
-A backend answers with MindSpore's own operations (plain_kernels.py, everywhere) or with kernels of its own
-(native_kernels.py). Both are held equal by tests. Refuses to communicate: sums over ranks are the caller's.
+A backend answers with MindSpore's own operations (mindspore_ops.py, everywhere: the definition) or with kernels of its
+own (native/kernels.py); tests hold them equal. No kernel communicates: sums over ranks are the caller's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -23,11 +23,17 @@ if TYPE_CHECKING:
     )
 
 
+Activation = Literal["silu", "gelu_tanh"]
+# Added to what must have no part in a softmax.
+NEVER = -1e30
+
+
 @dataclass(frozen=True)
 class Heads:
     """A rank's heads: `queries` a multiple of `kv`, each `dim` wide; `norm_eps` None without norms inside heads.
 
-    A row of a projection holds the queries, then the keys, then the values: [(queries + 2 kv) dim].
+    A row of a projection holds the queries, then the keys, then the values: [(queries + 2 kv) dim]. Scores are
+    multiplied by `query_scale`, by dim^-0.5 where it is None.
     """
 
     queries: int
@@ -35,6 +41,11 @@ class Heads:
     dim: int
     has_bias: bool = False
     norm_eps: float | None = None
+    query_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def width(self) -> int:
@@ -83,15 +94,18 @@ class Kernels(ABC):
         """(x [N, H], added [N, H], weight [H]) -> (x + added, the norm of that sum)."""
 
     @abstractmethod
-    def gated(self) -> nn.Cell:
-        """[N, 2 I], gate then up -> silu(gate) * up [N, I] (arXiv:2002.05202)."""
+    def glu(self, activation: Activation) -> nn.Cell:
+        """[N, 2 I], gate then up -> activation(gate) * up [N, I]: SwiGLU or GeGLU (arXiv:2002.05202).
+
+        silu(x) = x sigmoid(x); gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
+        """
 
     @abstractmethod
     def embedding(self, first_token: int) -> nn.Cell:
         """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
 
     @abstractmethod
-    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
 
         A span is (first column of a shared prefix, its length, first column of the token's own run): a token sees
@@ -101,10 +115,29 @@ class Kernels(ABC):
 
     @abstractmethod
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        """(qkv [N, heads.width], bias, q_norm, k_norm, two of `places`) -> mixed values [N, queries D].
+        """Packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed [N, queries D].
 
-        Adds the bias [heads.width], norms queries and keys with weights [D] and turns them, and attends; `bias` and
-        the norms are any tensors [1] where `heads` has none.
+        Adds the bias [heads.width], norms queries and keys with weights [D], applies the rotary positions and
+        attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.
+        """
+
+    @abstractmethod
+    def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+        """Whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles [N, 1, 2 D],
+        source int32 [C], cache_rows int32 [C kv T]) -> mixed [N, queries D].
+
+        `mask` is 0 where a token sees another and NEVER elsewhere; `angles` are rows of the rotary table. Keys and
+        values of prompt source[c] go to the parameters `keys` and `values` [rows, D], at the c-th kv T of
+        `cache_rows`: first its first head's T positions, then the next head's.
+        """
+
+    @abstractmethod
+    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+        """One token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S], angles
+        [B, 1, 2 D], cache_rows int32 [B kv]) -> mixed [B, queries D].
+
+        The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
+        `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see.
         """
 
     @abstractmethod

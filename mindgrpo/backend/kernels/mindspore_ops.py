@@ -1,6 +1,6 @@
 """The kernels' contract in MindSpore's own operations: what every device has, and what faster kernels are held to.
 
-Works on whole rows with a mask, whatever the samples' lengths. Refuses to be clever.
+Works on whole rows with a mask, whatever the samples' lengths.
 """
 
 from __future__ import annotations
@@ -12,41 +12,49 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import (
+    NEVER,
+    Activation,
     AdamWNumbers,
     Heads,
     Kernels,
     Vocabulary,
 )
+from mindgrpo.backend.kernels.mindspore_attention import (
+    CachedAttention,
+    PackedAttention,
+    PrefillAttention,
+    RmsNorm,
+    RopeAndMask,
+)
 
-NEVER = -1e30
 # Elements of an array that the host works on at once.
 PIECE = 1 << 18
-
-
-class _RmsNorm(nn.Cell):
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def construct(self, x: Any, weight: Any) -> Any:
-        return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps) * weight
+SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
 class _AddRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.norm = _RmsNorm(eps)
+        self.norm = RmsNorm(eps)
 
     def construct(self, x: Any, added: Any, weight: Any) -> Any:
         total = x + added
         return total, self.norm(total, weight)
 
 
-class _Gated(nn.Cell):
+class _Glu(nn.Cell):
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.is_silu = activation == "silu"
+
     def construct(self, both: Any) -> Any:
         inner = both.shape[1] // 2
         gate, up = both[:, :inner], both[:, inner:]
-        return gate * ops.sigmoid(gate) * up
+        if self.is_silu:
+            return gate * ops.sigmoid(gate) * up
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        slope = gate * (SLOPE + (SLOPE * 0.044715) * gate * gate)
+        return gate * ops.sigmoid(slope) * up
 
 
 class _Embedding(nn.Cell):
@@ -60,73 +68,6 @@ class _Embedding(nn.Cell):
         mine = ops.logical_and(local >= 0, local < rows)
         found = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
         return found * ops.expand_dims(mine.astype(ms.float32), 1)
-
-
-class _Places(nn.Cell):
-    """-> mask [R, 1, T, T], 0 where a token sees another and NEVER elsewhere; angles [N, 1, 2 D]."""
-
-    def __init__(self, rotary: np.ndarray) -> None:
-        super().__init__()
-        self.rotary = Tensor(rotary)
-        # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
-        self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
-
-    def construct(self, positions: Any, spans: Any) -> Any:
-        length = positions.shape[1]
-        order = self.order[:length]
-        column = order.reshape(1, 1, length)
-        row = order.reshape(1, length, 1)
-        prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
-        shared = ops.logical_and(column >= prefix, column < prefix + count)
-        own = ops.logical_and(column >= start, column <= row)
-        seen = ops.logical_or(shared, own).astype(ms.float32)
-        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
-        angles = ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
-        return mask, angles
-
-
-class _Attention(nn.Cell):
-    def __init__(self, heads: Heads) -> None:
-        super().__init__()
-        self.heads = heads
-        self.kv, self.dim, self.queries = heads.kv, heads.dim, heads.queries
-        self.share = heads.queries // heads.kv
-        self.has_bias, self.has_norm = heads.has_bias, heads.norm_eps is not None
-        self.norm = _RmsNorm(heads.norm_eps or 0.0)
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.mix = ops.BatchMatMul()
-        self.scale = self.dim**-0.5
-
-    def turned(self, heads: Any, norm: Any, angles: Any) -> Any:
-        if self.has_norm:
-            heads = self.norm(heads, norm)
-        half = self.dim // 2
-        other = ops.concat((-heads[:, :, half:], heads[:, :, :half]), 2)
-        return heads * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
-
-    def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
-    ) -> Any:
-        rows, length = mask.shape[0], mask.shape[2]
-        if self.has_bias:
-            qkv = qkv + bias
-        heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
-        queries = self.turned(heads[:, : self.queries], q_norm, angles)
-        keys = self.turned(heads[:, self.queries : self.queries + self.kv], k_norm, angles)
-        values = heads[:, self.queries + self.kv :]
-        queries = queries.reshape(rows, length, self.kv, self.share, self.dim)
-        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
-            rows * self.kv, self.share * length, self.dim
-        )
-        keys = keys.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
-        keys = keys.reshape(rows * self.kv, length, self.dim)
-        values = values.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
-        values = values.reshape(rows * self.kv, length, self.dim)
-        scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(rows, self.queries, length, length) + mask
-        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.share * length, length)
-        mixed = self.mix(weights, values).reshape(rows, self.kv, self.share, length, self.dim)
-        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
 
 
 class _Vocabulary(nn.Cell):
@@ -178,22 +119,28 @@ class PlainKernels(Kernels):
     has_slots = False
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        return _RmsNorm(eps)
+        return RmsNorm(eps)
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
         return _AddRmsNorm(eps)
 
-    def gated(self) -> nn.Cell:
-        return _Gated()
+    def glu(self, activation: Activation) -> nn.Cell:
+        return _Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return _Places(rotary)
+    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
+        return RopeAndMask(rotary)
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return _Attention(heads)
+        return PackedAttention(heads)
+
+    def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+        return PrefillAttention(heads, keys, values)
+
+    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+        return CachedAttention(heads, keys, values)
 
     def adamw(
         self,

@@ -1,6 +1,7 @@
-"""Rewards for programs: the last code block of a completion, run against its tests.
+"""The reward for programs: the last code block of a completion, run against its tests.
 
-Each run is a locked-down process (sandbox.py). Refuses machines that cannot lock one down.
+The program runs isolated (isolation.py) and never in the process that judges it: expected outputs and
+assertions stay outside (sandbox.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
+from mindgrpo.rewards.builtin.isolation import IsolationUnavailable
+from mindgrpo.rewards.outcome import Score
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
@@ -29,58 +32,64 @@ def code_reward(
     seconds: float = 5.0,
     memory_mb: int = 512,
 ) -> list[float | None]:
-    """The share of tests that the last code block passes; 0.0 where there is no code.
+    """Return the share of tests that the last code block passes; 0.0 where there is no code.
 
     Tests come from the columns `test_cases` (a list of {"input": stdin, "output": stdout}, or {"inputs":
     [...], "outputs": [...]}) or `test_list` (asserts, after `test_setup_code`), as lists or as JSON; without
     either, the program must print the gold answer. All tests of a completion together have `seconds`;
-    those that are not reached are failed. None where there is nothing to test with.
+    those that are not reached are failed, and so are asserts that need more of the program than plain data,
+    which are counted as `unjudgeable`. None where there is nothing to test with. Raises UserError where
+    programs cannot be isolated.
     """
     try:
-        sandbox.check_available()
-    except sandbox.SandboxUnavailable as error:
+        sandbox.find_isolation()
+    except IsolationUnavailable as error:
         raise UserError(
-            f"code_reward cannot lock programs down on this machine: {error}; leave it out of {WHERE}"
+            f"code_reward runs code that a model wrote, and nothing on this machine can isolate it ({error}); "
+            "install bubblewrap (apt-get install bubblewrap) or the extra (pip install 'mindgrpo[code]'), "
+            f"or leave code_reward out of {WHERE}"
         ) from error
-    columns = [given if given is not None else repeat(None) for given in (test_cases, test_list)]
+    columns = [repeat(None) if tests is None else tests for tests in (test_cases, test_list)]
     setups = test_setup_code if test_setup_code is not None else repeat("")
-    memory = memory_mb << 20
+    limits = seconds, memory_mb << 20
     return [
         score(
             text,
             tests_of(cases, "output"),
-            tests_of(claims, ""),
+            tests_of(assertions, ""),
             str(setup or ""),
             gold,
-            seconds,
-            memory,
+            *limits,
         )
-        for text, gold, cases, claims, setup in zip(completions, answers, *columns, setups)  # noqa: B905
+        for text, gold, cases, assertions, setup in zip(completions, answers, *columns, setups)  # noqa: B905
     ]
 
 
 def score(
     text: object,
     cases: list[Any],
-    claims: list[Any],
+    assertions: list[Any],
     setup: str,
     gold: object,
     seconds: float,
     memory: int,
-) -> float | None:
-    if not cases and not claims:
+) -> Score | None:
+    if not cases and not assertions:
         if not str(gold).strip():
             return None
         cases = [{"input": "", "output": str(gold)}]
     code = last_code_block(text)
     if code is None:
-        return 0.0
+        return Score(0.0, {"unjudgeable": 0})
     deadline = time.monotonic() + seconds
     passed = sum(passes(code, case, deadline, memory) for case in cases)
-    if claims:
+    verdicts = ""
+    if assertions:
         left = max(0.1, deadline - time.monotonic())
-        passed += sandbox.count_held(code, setup, [str(claim) for claim in claims], left, memory)[0]
-    return passed / (len(cases) + len(claims))
+        verdicts = sandbox.judge_assertions(code, setup, list(map(str, assertions)), left, memory)
+        passed += verdicts.count("p")
+    share = passed / (len(cases) + len(assertions))
+    return Score(share, {"unjudgeable": verdicts.count("u")})
 
 
 def passes(code: str, case: dict[str, str], deadline: float, memory: int) -> bool:
@@ -88,8 +97,8 @@ def passes(code: str, case: dict[str, str], deadline: float, memory: int) -> boo
     if left <= 0:
         return False
     ending = sandbox.run_program(code, case["input"], left, memory)
-    said = ending.output.decode("utf-8", "replace")
-    return ending.status == 0 and lines_of(said) == lines_of(case["output"])
+    printed = ending.output.decode("utf-8", "replace")
+    return ending.status == 0 and lines_of(printed) == lines_of(case["output"])
 
 
 def lines_of(text: str) -> list[str]:
@@ -101,34 +110,34 @@ def last_code_block(text: object) -> str | None:
     """The last closed block, or the last one if a cut text leaves it open; of a language that runs here."""
     if not isinstance(text, str) or FENCE not in text:
         return None
-    parts = text[-2 * LONGEST_CODE :].split(FENCE)
+    blocks = text[-2 * LONGEST_CODE :].split(FENCE)
     # Between the first and second fence stands a block, between the second and third prose, and so on.
-    if len(parts) % 2 == 0:
-        parts = parts[:-1] if len(parts) > 2 else parts
-    for block in reversed(parts[1::2]):
+    if len(blocks) % 2 == 0:
+        blocks = blocks[:-1] if len(blocks) > 2 else blocks
+    for block in reversed(blocks[1::2]):
         language, _, code = block.partition("\n")
         if language.strip().lower() in LANGUAGES and code.strip():
             return code if len(code) <= LONGEST_CODE else None
     return None
 
 
-def tests_of(given: object, key: str) -> list[Any]:
-    """Tests as a list, whether they came as one, as JSON, or as inputs beside outputs; else none."""
-    if isinstance(given, str):
+def tests_of(tests: object, key: str) -> list[Any]:
+    """Return tests as a list, whether they are one, JSON, or inputs beside outputs; else an empty one."""
+    if isinstance(tests, str):
         try:
-            given = json.loads(given)
+            tests = json.loads(tests)
         except (ValueError, RecursionError):
             return []
-    if isinstance(given, dict) and "inputs" in given and "outputs" in given:
-        pairs = zip(given["inputs"], given["outputs"], strict=False)
-        given = [{"input": one, "output": other} for one, other in pairs]
-    if not isinstance(given, list):
+    if isinstance(tests, dict) and "inputs" in tests and "outputs" in tests:
+        pairs = zip(tests["inputs"], tests["outputs"], strict=False)
+        tests = [{"input": one, "output": other} for one, other in pairs]
+    if not isinstance(tests, list):
         return []
     if not key:
-        return given
+        return tests
     return [
         {"input": text_of(case.get("input", "")), "output": text_of(case[key])}
-        for case in given
+        for case in tests
         if isinstance(case, dict) and key in case
     ]
 

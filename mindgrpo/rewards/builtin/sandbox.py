@@ -1,173 +1,166 @@
-"""One program in a locked-down process, with its time, memory and output bounded.
+"""Programs and their judges as isolated processes, with their time, memory and output bounded.
 
-Says what came out and how it ended. Refuses to run anything where the kernel cannot lock it down; see
-jail.py and kernel_filter.py for what that means.
+A program that is compared by its output is one process; assertions take two: the completion's program, and
+the judge that calls it. What they write goes to files in memory, so that nothing has to be read while they run.
 """
 
 from __future__ import annotations
 
-import json
+import compileall
+import functools
+import marshal
 import os
 import select
+import site
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-JAIL = Path(__file__).with_name("jail.py")
-LONGEST_OUTPUT = 1 << 20
-CHUNK = 1 << 16
-NOT_LOCKED_DOWN = 97
-# Threads of numerical libraries would be refused or cost memory for nothing.
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"}
+from mindgrpo.rewards.builtin.isolation import (
+    SANDBOXED,
+    Isolation,
+    IsolationUnavailable,
+    bubblewrap,
+    landlock_and_seccomp,
+    memory_file,
+)
 
-
-class SandboxUnavailable(RuntimeError):
-    """The kernel does not lock processes down here."""
+MAX_OUTPUT_BYTES = 1 << 20
+# Bubblewrap comes first: its processes do not see one another at all.
+METHODS: dict[str, Callable[[], Isolation]] = {
+    "bubblewrap": bubblewrap,
+    "mindgrpo[code]": landlock_and_seccomp,
+}
+TRIAL = """
+import os
+def refused(action):
+    try:
+        action()
+    except OSError:
+        return True
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+if all(map(refused, [fork, lambda: open('/etc/passwd'), lambda: open('/proc/self/environ')])):
+    print('isolated')
+"""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """`status` is the exit status, None where time or output ran out; `output` at most 1 MiB."""
+    """`status` is the exit status, None where time ran out; `output` at most 1 MiB."""
 
     status: int | None
     output: bytes
-    seconds: float
 
 
-def run_program(code: str, standard_input: str, seconds: float, memory: int) -> Ending:
-    """Runs Python source as a program. `memory` in bytes of address space."""
-    return _run({"code": code}, standard_input.encode("utf-8", "replace"), seconds, memory)
-
-
-def count_held(
-    code: str, setup: str, claims: Sequence[str], seconds: float, memory: int
-) -> tuple[int, Ending]:
-    """How many of `claims` (statements such as asserts) hold after `code`; 0 if it does not get there."""
-    # The program cannot know this in advance, so a lucky exit does not look like success.
-    token = os.urandom(16).hex()
-    order = {"code": code, "setup": setup, "claims": list(claims), "token": token}
-    ending = _run(order, b"", seconds, memory)
-    told = ending.output.decode("ascii", "replace").split()
-    if ending.status == 0 and len(told) == 2 and told[0] == token and told[1].isdecimal():
-        return min(int(told[1]), len(claims)), ending
-    return 0, ending
-
-
-def check_available(memory: int = 1 << 30) -> bool:
-    """Whether reading is confined, too. Raises SandboxUnavailable where nothing can be locked down."""
-    ending = _run({"code": "", "report": True}, b"", 20.0, memory)
+def run_program(
+    code: str, standard_input: str, seconds: float, memory: int, isolation: Isolation | None = None
+) -> Ending:
+    """Run Python source as a program. `memory` is bytes of address space. Raises IsolationUnavailable."""
+    deadline = time.monotonic() + seconds
+    program_input, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
+    order = {"code": code, "seconds": seconds, "memory": memory}
+    processes = []
     try:
-        return bool(json.loads(ending.output)["confined"])
-    except (ValueError, KeyError):
-        raise SandboxUnavailable(
-            f"a locked-down process could not be started (it ended with {ending.status})"
-        ) from None
-
-
-def _run(order: dict[str, Any], given: bytes, seconds: float, memory: int) -> Ending:
-    started = time.monotonic()
-    order |= {"seconds": seconds, "memory": memory, "parent": os.getpid()}
-    orders, order_end = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-B", "-X", "utf8", str(JAIL), str(orders)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=(orders,),
-            cwd=empty_folder(),
-            env=ENVIRONMENT,
-            start_new_session=True,
-        )
+        isolation = isolation or find_isolation()
+        processes += [start(isolation, "run", order, [], program_input, output)]
+        status = wait(processes[0], deadline)
+        printed = os.pread(output, MAX_OUTPUT_BYTES, 0)
     finally:
-        os.close(orders)
+        end(processes)
+        os.close(program_input)
+        os.close(output)
+    return Ending(status, printed)
+
+
+def judge_assertions(
+    code: str, setup: str, assertions: Sequence[str], seconds: float, memory: int
+) -> str:
+    """Return a letter for each assertion that was reached: p passed, f failed, u unjudgeable.
+
+    `setup` is run before each assertion, in the judge's process; `code` in one of its own, once.
+    """
+    deadline, isolation = time.monotonic() + seconds, find_isolation()
+    limits = {"seconds": seconds, "memory": memory}
+    order = {"setup": setup, "assertions": list(assertions), **limits}
+    questions, asks = os.pipe()
+    replies, answers = os.pipe()
+    verdicts = memory_file()
+    processes = []
     try:
-        return _converse(process, order_end, order, given, started, seconds)
+        nothing = subprocess.DEVNULL
+        pipes = [questions, answers]
+        processes += [start(isolation, "answer", {"code": code, **limits}, pipes, nothing, nothing)]
+        processes += [start(isolation, "judge", order, [asks, replies], nothing, verdicts)]
+        # The judge hears that the program has ended only if nobody else holds its pipes.
+        while pipes:
+            os.close(pipes.pop())
+        wait(processes[1], deadline)
+        return os.pread(verdicts, len(assertions), 0).decode("ascii")
     finally:
+        end(processes)
+        for descriptor in (*pipes, asks, replies, verdicts):
+            os.close(descriptor)
+
+
+def start(
+    isolation: Isolation,
+    role: str,
+    order: dict[str, Any],
+    pipes: Sequence[int],
+    stdin: int,
+    stdout: int,
+) -> subprocess.Popen[bytes]:
+    """See sandboxed/__main__.py for roles."""
+    # Python starts twice as fast without `site`, which reads configuration that nobody needs here.
+    packages = [path for path in sys.path if path in site.getsitepackages()]
+    order |= {"output": MAX_OUTPUT_BYTES, "path": packages}
+    order_file = memory_file(marshal.dumps(order))
+    python = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(SANDBOXED)]
+    numbers = [order_file, *pipes]
+    try:
+        return isolation.start([*python, role, *map(str, numbers)], numbers, stdin, stdout)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise IsolationUnavailable(f"a process could not be started ({error})") from error
+    finally:
+        os.close(order_file)
+
+
+def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """Return the exit status, or None where the process still runs at `deadline`."""
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        waiting = select.poll()
+        waiting.register(descriptor, select.POLLIN)
+        waiting.poll(max(0.0, 1000 * (deadline - time.monotonic())))
+    finally:
+        os.close(descriptor)
+    return process.poll()
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
         process.kill()
         process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
 
 
-def empty_folder() -> Path:
-    """One for ever, since no program can write into it: nothing to remove when a worker is killed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "mindgrpo" / "empty"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SandboxUnavailable(
-            f"the folder {folder} cannot be made ({error.strerror})"
-        ) from error
-    return folder
-
-
-def _converse(
-    process: subprocess.Popen[bytes],
-    order_end: int,
-    order: dict[str, Any],
-    given: bytes,
-    started: float,
-    seconds: float,
-) -> Ending:
-    """Feeds the order and the input, takes the output, until it ends or has had its time."""
-    assert process.stdin is not None and process.stdout is not None
-    out = process.stdout.fileno()
-    feeds = {
-        order_end: memoryview(json.dumps(order).encode()),
-        process.stdin.fileno(): memoryview(given),
-    }
-    output = bytearray()
-    for descriptor in (*feeds, out):
-        os.set_blocking(descriptor, False)
-    input_end = process.stdin.fileno()
-    open_ends = set(feeds)
-    is_open = True
-    while is_open and len(output) <= LONGEST_OUTPUT:
-        left = started + seconds - time.monotonic()
-        if left <= 0:
-            break
-        readable, writable, _ = select.select([out], list(open_ends), [], left)
-        for end in writable:
-            if not _feed(end, feeds):
-                open_ends.discard(end)
-                os.close(end) if end != input_end else process.stdin.close()
-        if readable:
-            piece = os.read(out, CHUNK)
-            output += piece
-            is_open = bool(piece)
-    if order_end in open_ends:
-        os.close(order_end)
-    return _ended(process, bytes(output[:LONGEST_OUTPUT]), is_open, started, seconds)
-
-
-def _feed(end: int, feeds: dict[int, memoryview]) -> bool:
-    """Writes what fits; False when there is no more, or nobody reads."""
-    rest = feeds[end]
-    try:
-        feeds[end] = rest[os.write(end, rest[:CHUNK]) :] if rest else rest
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return bool(feeds[end])
-
-
-def _ended(
-    process: subprocess.Popen[bytes], output: bytes, is_open: bool, started: float, seconds: float
-) -> Ending:
-    status = None
-    if not is_open:
+@functools.cache
+def find_isolation() -> Isolation:
+    """Return the first method that works here, tried with a program. Raises IsolationUnavailable."""
+    # Processes are started with nowhere to keep compiled modules.
+    compileall.compile_dir(SANDBOXED, quiet=2)
+    reasons = []
+    for name, make in METHODS.items():
         try:
-            status = process.wait(max(0.0, started + seconds - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            status = None
-    if status == NOT_LOCKED_DOWN:
-        raise SandboxUnavailable("the kernel does not lock processes down here")
-    return Ending(status, output, time.monotonic() - started)
+            isolation = make()
+            ending = run_program(TRIAL, "", 20.0, 1 << 30, isolation)
+            if ending.output == b"isolated\n":
+                return isolation
+            reasons.append(f"{name}: its trial ended with status {ending.status}")
+        except IsolationUnavailable as error:
+            reasons.append(f"{name}: {error}")
+    raise IsolationUnavailable("; ".join(reasons))

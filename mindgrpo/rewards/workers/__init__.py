@@ -1,1 +1,5 @@
-"""Worker processes that score, and what holds them. Refuses to know any reward by name."""
+"""Worker processes that score, with deadlines and memory limits.
+
+`executor.py` is the entry: the worker executor of one function; `pool.py` is the rank's side of a worker, `worker.py`
+and `isolated.py` the worker's, and `supervisor.py` forks and ends workers. No reward is known here by name.
+"""

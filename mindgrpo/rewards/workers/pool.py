@@ -1,161 +1,191 @@
-"""The scoring rank's hold on its worker processes: starts them, hears how they ended, kills them.
+"""The scoring rank's side of its worker processes: starts them, asks them, and ends them.
 
-All of them hang on one keeper process, which a rank starts without forking itself. Refuses to wait:
-what has not happened yet is asked for again later.
+A rank with compute threads must not fork, so it starts one supervisor process (supervisor.py), which forks
+the workers.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Signature
+from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure
 from mindgrpo.rewards.spec import Spec
-from mindgrpo.rewards.workers.channel import Output, RankEnd
-from mindgrpo.rewards.workers.worker import Order
+from mindgrpo.rewards.workers import processes
+from mindgrpo.rewards.workers.worker import Order, Task
 
-START = "import sys; sys.path.insert(0, sys.argv[2]); from mindgrpo.rewards.workers.keeper import main; main()"
+START = (
+    "import sys; sys.path.insert(0, sys.argv[2]); "
+    "from mindgrpo.rewards.workers.supervisor import main; main()"
+)
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # A worker scores beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-HEARING_SECONDS, TICK, CLOSING_SECONDS = 0.5, 0.05, 10.0
+# Tells the launcher that this process tidies up and ends by itself once its rank has ended.
+ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"
+CLOSING_SECONDS = 10.0
+# Importing may take so long, whatever the deadline of a sample.
+START_SECONDS = 120.0
+LONGEST_MESSAGE = 1 << 30
 
 
-class RankWorker:
-    """A worker as its rank sees it. `signature` is None until it has loaded its function."""
-
-    def __init__(self, number: int, channel: RankEnd, output: Output) -> None:
-        self.number, self.channel, self.output = number, channel, output
-        self.signature: Signature | None = None
-        self.refusal: str | None = None
-        self.start_seconds = 0.0
-        self.pid: int | None = None
-        self._waiting: list[dict[str, Any]] = []
-
-    def pump(self) -> None:
-        self.output.pump()
-        for message in self.channel.pump():
-            if "signature" in message:
-                given = message["signature"]
-                names = given.pop("names")
-                names = None if names is None else tuple(names)
-                self.signature = Signature(names, **given)
-                self.start_seconds, self.pid = message["seconds"], message["pid"]
-            elif "refused" in message:
-                self.refusal = str(message["refused"])
-            else:
-                self._waiting.append(message)
-
-    def heard(self) -> list[dict[str, Any]]:
-        taken, self._waiting = self._waiting, []
-        return taken
+class WorkerEnded(Exception):
+    """A worker has ended or was stopped before it was done; the argument is the Failure that says why."""
 
     @property
+    def failure(self) -> Failure:
+        return self.args[0]
+
+
+class Worker:
+    """A worker process as its rank sees it.
+
+    One thread asks and waits without a limit; the rank's main thread calls `check`, which stops a worker that
+    is late or too large, and so ends the wait.
+    """
+
+    def __init__(self, side: socket.socket, order: Order) -> None:
+        self._socket, self._memory = side, order.memory
+        self._connection = Connection(os.dup(side.fileno()))
+        self._signature: Signature | None = None
+        self._pid = 0
+        self._late: tuple[float, Failure] | None = None  # from when on, while it is waited for
+        self._stopped_for: Failure | None = None
+        with suppress(OSError):  # it has ended already, which the first answer tells
+            self._connection.send(order)
+
+    def load(self) -> Signature:
+        """Wait until the function is loaded. Raises UserError if it cannot be, and WorkerEnded."""
+        if self._signature is None:
+            self._expect(START_SECONDS, "")
+            message = self._receive()
+            if "refused" in message:
+                raise UserError(str(message["refused"]))
+            fields = message["signature"]
+            names = fields.pop("names")
+            self._signature = Signature(None if names is None else tuple(names), **fields)
+            self._pid = message["pid"]
+            self._late = None
+        return self._signature
+
+    def ask(self, task: Task, seconds: float, hint: str) -> Iterator[dict[str, Any]]:
+        """Yield the worker's messages until it is done. Raises WorkerEnded, after `seconds` with `hint`."""
+        self._expect(seconds, hint)
+        with suppress(OSError):
+            self._connection.send(task)
+        while "done" not in (message := self._receive()):
+            yield message
+        self._late = None
+
+    def _expect(self, seconds: float, hint: str) -> None:
+        failure = Failure(TIMEOUT, f"no answer within {seconds:g} s{hint}")
+        self._late = time.monotonic() + seconds, failure
+
+    def _receive(self) -> dict[str, Any]:
+        message: Any = None
+        with suppress(EOFError, OSError, ValueError):
+            message = json.loads(self._connection.recv_bytes(LONGEST_MESSAGE))
+        if not isinstance(message, dict):
+            message = {"ended": "ended"}
+        if "ended" in message:
+            failure = Failure(EXIT, f"its process {message['ended']}")
+            raise WorkerEnded(self._stopped_for or failure)
+        return message
+
     def has_ended(self) -> bool:
-        return self.channel.is_closed
+        """Of a worker that is loaded and not asked anything: then only its end makes it speak."""
+        return self._signature is not None and self._connection.poll()
 
-    @property
-    def descriptors(self) -> list[int]:
-        output = [] if self.output.is_at_end else [self.output.fileno()]
-        return output if self.has_ended else [*output, self.channel.fileno()]
+    def check(self, now: float) -> None:
+        """Stop it if it is late at `now`, in time.monotonic()'s seconds, or holds too much memory."""
+        late = self._late
+        if late is None or self._stopped_for is not None:
+            return
+        if now > late[0]:
+            self.stop(late[1])
+        elif self._pid and processes.memory_of(self._pid) > self._memory:
+            limit = f"more than reward_config.memory, {self._memory >> 20} MiB"
+            self.stop(Failure(MEMORY, limit))
+
+    def stop(self, reason: Failure | None = None) -> None:
+        """Have it killed, and end a wait for it."""
+        self._stopped_for = reason
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self.channel.close()
-        self.output.close()
+        self.stop(self._stopped_for)
+        self._connection.close()
+        self._socket.close()
 
 
-class Pool:
-    """Starts its keeper at the first worker. `memory` is each worker's, in bytes."""
+class WorkerPool:
+    """Starts its supervisor at the first worker, and again if it was killed. `memory` is each worker's, in bytes."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
-        self._started = 0
-        self._endings: dict[int, str] = {}
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # every executor's thread starts workers
 
-    def start(self, spec: Spec) -> RankWorker:
-        self._started += 1
-        mine, theirs = socket.socketpair()
-        output, output_end = os.pipe()
-        try:
-            self._tell({"start": self._started}, [theirs.fileno(), output_end])
-        finally:
-            theirs.close()
-            os.close(output_end)
-        channel = RankEnd(mine)
-        channel.tell(Order(spec, [*sys.path], self._memory))
-        worker = RankWorker(self._started, channel, Output(output))
-        worker.pump()
-        return worker
+    def start(self, spec: Spec, output: int) -> Worker:
+        """Start a worker, which prints to the descriptor `output`, without waiting for it."""
+        side, theirs = socket.socketpair()
+        with theirs, self._lock:
+            self._request([theirs.fileno(), output])
+        return Worker(side, Order(spec, [*sys.path], self._memory))
 
-    def kill(self, worker: RankWorker) -> None:
-        worker.close()
-        if self._keeper is not None:
-            self._tell({"kill": worker.number}, [])
-
-    def how_ended(self, worker: RankWorker) -> str:
-        """In words; waits a moment for the keeper, who hears of an end a little later."""
-        until = time.monotonic() + HEARING_SECONDS
-        while worker.number not in self._endings and time.monotonic() < until:
-            if not self._listen(TICK):
-                break
-        return self._endings.pop(worker.number, "ended")
-
-    def _listen(self, seconds: float) -> bool:
-        """Takes what the keeper says; False where there is none."""
-        if self._line is None:
-            return False
-        while select.select([self._line], [], [], seconds)[0]:
-            text = self._line.recv(4096)
-            if not text:
-                return False
-            told = json.loads(text)
-            self._endings[told["ended"]] = told["how"]
-            seconds = 0.0
-        return True
-
-    def close(self) -> None:
-        """Ends every worker and what they started; returns when that is done."""
-        if self._line is not None:
-            self._line.close()
-        if self._keeper is not None:
-            try:
-                self._keeper.wait(CLOSING_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._keeper.kill()
-                self._keeper.wait()
-        self._line = self._keeper = None
-
-    def _tell(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        text = json.dumps(order).encode()
-        try:
-            if self._line is not None and self._listen(0.0):
-                socket.send_fds(self._line, [text], descriptors)
+    def _request(self, descriptors: list[int]) -> None:
+        if self._is_closed:
+            raise RuntimeError("the pool of reward workers is closed")
+        if self._requests is not None:
+            with suppress(OSError):  # somebody has killed the supervisor, and its workers with it
+                socket.send_fds(self._requests, [b"start"], descriptors)
                 return
-        except OSError:
-            pass
-        # There is no keeper yet, or somebody has killed it, and its workers with it.
-        self.close()
-        self._line = self._start_keeper()
-        socket.send_fds(self._line, [text], descriptors)
+        self._end_supervisor()
+        self._requests = self._start_supervisor()
+        socket.send_fds(self._requests, [b"start"], descriptors)
 
-    def _start_keeper(self) -> socket.socket:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = dict.fromkeys(SINGLE_THREADED, "1")
+    def _start_supervisor(self) -> socket.socket:
+        requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = dict.fromkeys((*SINGLE_THREADED, ENDS_WITH_RANK_VARIABLE), "1")
         with theirs:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), PACKAGE_PARENT],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
-        return mine
+        return requests
+
+    def _end_supervisor(self) -> None:
+        if self._requests is not None:
+            self._requests.shutdown(socket.SHUT_RDWR)
+            self._requests.close()
+        if self._supervisor is not None:
+            try:
+                self._supervisor.wait(CLOSING_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._supervisor.kill()
+                self._supervisor.wait()
+        self._requests = self._supervisor = None
+
+    def close(self) -> None:
+        """End every worker and what they started; return when that is done."""
+        with self._lock:
+            self._is_closed = True
+            self._end_supervisor()

@@ -1,35 +1,37 @@
-"""A worker process: loads one reward function and scores what it is sent, until nobody is there.
+"""A worker process: loads one reward function and scores what its rank sends, until the rank is gone.
 
-Says each outcome as it comes, so that what has been scored stays scored whatever happens next.
-Refuses to watch its own deadline: the scoring rank does.
+The rank watches deadlines and memory from outside. What it sends is pickled; what it is sent is JSON,
+because a process that somebody's code has wrecked may have written it.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.attempt import Attempts, judged
 from mindgrpo.rewards.call import Samples, Signature
 from mindgrpo.rewards.load import describe, resolve
-from mindgrpo.rewards.outcome import MEMORY, Failure
+from mindgrpo.rewards.outcome import MEMORY, Failure, to_json
 from mindgrpo.rewards.spec import Spec
 from mindgrpo.rewards.workers import processes
-from mindgrpo.rewards.workers.apart import Apart
-from mindgrpo.rewards.workers.channel import Closed, WorkerEnd
+from mindgrpo.rewards.workers.isolated import IsolatedScoring
 
-TOGETHER, EACH, APART = "together", "each", "apart"
+# Makes a built-in fill, once and before it is forked, the caches that its first call fills.
+WARM_UP = Samples([r"\boxed{(x + 1)^2}"], ["x^2 + 2x + 1"], {})
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is started with: the reward, where modules are found, and bytes of memory."""
+    """What a worker is started with: the reward, where modules are searched, and bytes of memory."""
 
     spec: Spec
     search_path: list[str]
@@ -38,22 +40,22 @@ class Order:
 
 @dataclass(frozen=True)
 class Task:
-    """Samples to score: `mode` says how, `places` which of them; a deadline in seconds for APART."""
+    """Samples `indices` to score, here or each in a forked process that has `deadline` seconds."""
 
-    mode: str
+    isolated: bool
     samples: Samples
-    places: list[int]
+    indices: list[int]
     deadline: float
 
 
-def be_worker(channel_descriptor: int, output_descriptor: int) -> NoReturn:
-    """Never returns; the process has been forked for this."""
+def run_worker(channel: int, output: int) -> NoReturn:
+    """Serve on the descriptor `channel`, print to `output`, and end the process."""
     status = 0
     try:
-        sys.stdout, sys.stderr = (printing_to(d, output_descriptor) for d in (1, 2))
+        sys.stdout, sys.stderr = (printing_to(descriptor, output) for descriptor in (1, 2))
         processes.no_core_files()
-        serve(WorkerEnd(channel_descriptor))
-    except (Closed, BrokenPipeError, ConnectionResetError):
+        serve(Connection(channel))
+    except (EOFError, ConnectionError):
         pass
     except BaseException as error:
         print(describe(error), file=sys.stderr)
@@ -64,67 +66,57 @@ def be_worker(channel_descriptor: int, output_descriptor: int) -> NoReturn:
 
 
 def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
-    """By lines, so that what was printed before a function hung is there to be read."""
+    """Print by lines, so that what was printed before a function hung is there to be read."""
     os.dup2(target, descriptor)
     raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def serve(channel: WorkerEnd) -> None:
-    order: Order = channel.receive()
+def serve(rank: Connection) -> None:
+    def send(message: dict[str, Any]) -> None:
+        flush()
+        rank.send_bytes(json.dumps(message).encode())
+
+    def report(index: int, outcome: float | None | Failure) -> None:
+        send({"index": index, **to_json(outcome)})
+
+    order: Order = rank.recv()
     sys.path[:] = order.search_path
     processes.limit_memory(order.memory)
-    started = time.monotonic()
     try:
         function = resolve(order.spec)
     except UserError as error:
-        channel.say({"refused": str(error)})
-        return
+        return send({"refused": str(error)})
     except BaseException as error:
-        channel.say({"refused": f"reward function {order.spec.text!r}: {describe(error)}"})
-        return
+        return send({"refused": f"reward function {order.spec.text!r}: {describe(error)}"})
     attempts = Attempts(function)
-    seconds = time.monotonic() - started
-    hello = {"signature": asdict(Signature.of(function)), "seconds": seconds, "pid": os.getpid()}
-    flush()
-    channel.say(hello)
+    if not order.spec.source:
+        attempts.together(WARM_UP)
+    send({"signature": asdict(Signature.of(function)), "pid": os.getpid()})
     while True:
-        task: Task = channel.receive()
-        do(task, attempts, channel, order.memory)
-        flush()
-        channel.say({"done": True})
-
-
-def do(task: Task, attempts: Attempts, channel: WorkerEnd, memory: int) -> None:
-    def report(place: int, outcome: float | None | Failure) -> None:
-        if isinstance(outcome, Failure):
-            channel.say({"place": place, "failed": [outcome.kind, outcome.message]})
+        task: Task = rank.recv()
+        if task.isolated:
+            isolated = IsolatedScoring(
+                partial(alone, attempts, task.samples), report, task.deadline, order.memory
+            )
+            isolated.run(task.indices)
         else:
-            channel.say({"place": place, "value": outcome})
-
-    if task.mode == APART:
-        flush()  # or every child would print it again
-        score = lambda place: flushed(attempts.alone(task.samples, place))  # noqa: E731
-        Apart(score, report, task.deadline, memory).run(task.places)
-        return
-    if task.mode == TOGETHER:
-        values = attempts.together(task.samples.part(task.places))
-        if not isinstance(values, Failure):
-            for place, value in zip(task.places, values, strict=True):
-                report(place, judged(value))
-            return
-        channel.say({"whole": [values.kind, values.message]})
-        if values.kind == MEMORY:
-            # What is left of this process is not fit to score in.
-            os._exit(0)
-    for place in task.places:
-        outcome = attempts.alone(task.samples, place)
-        report(place, outcome)
-        if isinstance(outcome, Failure) and outcome.kind == MEMORY:
-            os._exit(0)
+            # A built-in gets one sample at a time: what it has scored when it hangs stays scored.
+            batches = [task.indices] if order.spec.source else [[index] for index in task.indices]
+            for batch in batches:
+                values = attempts.together(task.samples.select(batch))
+                if isinstance(values, Failure):
+                    send(to_json(values))
+                    if values.kind == MEMORY:
+                        return  # what is left of this process is not fit to score in
+                    continue
+                for index, value in zip(batch, values, strict=True):
+                    report(index, judged(value))
+        send({"done": True})
 
 
-def flushed(outcome: Any) -> Any:
+def alone(attempts: Attempts, samples: Samples, index: int) -> float | None | Failure:
+    outcome = attempts.alone(samples, index)
     flush()
     return outcome
 

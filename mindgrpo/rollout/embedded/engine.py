@@ -1,13 +1,11 @@
-"""Requests in, completions out: what is asked for is checked and laid out as a job, and a decoder runs it.
+"""The engine whose weights and cache are the ranks' own: requests are checked and laid out, and a decoder runs them.
 
-All ranks of a model group run alike and end with the same tokens. Refuses to run on weights of another version
-than asked for, and prompts that leave no room for a completion.
+All ranks of a model group run alike and end with the same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,48 +13,27 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import Job
-from mindgrpo.models.decoder import Shard
-from mindgrpo.models.families import DecoderConfig
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.decode_loop import missing_options
 from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
+from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weights.local_weights import Weights
 
 
-@dataclass(frozen=True)
-class Request:
-    """`samples` are the global numbers of the completions wanted of `prompt` int32 [n]; they choose the noise.
+class EmbeddedEngine:
+    """A RolloutEngine with memory for what `room` says; `kernels` other than the backend's are for comparing them.
 
-    `max_tokens` limits each sample by itself; None takes the settings' limit for all.
+    `settings.max_tokens` and `repetition_penalty` decide what there is memory for.
     """
 
-    prompt: np.ndarray
-    samples: tuple[int, ...]
-    max_tokens: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What the noise depends on beside sample and position."""
-
-    seed: int
-    purpose: int
-    step: int
-
-
-class StaleWeights(RuntimeError):
-    """The generator's weights are not those of the policy's current version."""
-
-
-class Generator:
-    """Memory for what `room` says; `kernels` other than the backend's are for comparing them.
-
-    `usage` tells of the last call of `generate`.
-    """
+    capabilities = Capabilities("embedded")
 
     def __init__(
         self,
@@ -70,7 +47,7 @@ class Generator:
         self.settings = settings
         self.weights = Weights(layout, backend.rank, backend)
         self.version: int | None = None
-        self.usage = Usage(0, 0, 0, 0)
+        self.stats = RolloutStats(0, 0, 0, 0)
         if settings.max_tokens > room.max_tokens:
             raise ValueError(
                 f"completions of {settings.max_tokens} tokens in a cache for {room.max_tokens}"
@@ -78,33 +55,41 @@ class Generator:
         self._max_prompt = room.max_prompt
         shard = Shard(config, self.weights, backend, "generator")
         shard.kernels = kernels or backend.kernels
-        decoder = SlotDecoder if shard.kernels.has_slots else PlainDecoder
+        in_slots = shard.kernels.has_slots and not missing_options(config)
+        decoder = SlotDecoder if in_slots else PlainDecoder
         self._decoder = decoder(shard, backend, settings, room)
 
     @property
-    def cache(self) -> Pool:
-        return self._decoder.cache
+    def pools(self) -> Mapping[str, Sequence[Pool]]:
+        return {"generator": [self.weights.pool], "kv_cache": self._decoder.pools}
+
+    def memory_bytes(self) -> int:
+        return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
+
+    def sleep(self) -> None:
+        """The memory room releases the pools, and so the weights are those of no version."""
+        self.version = None
+
+    def wake(self) -> None:
+        """The memory room has brought the pools."""
+
+    def publish(self, transfer: Callable[[], Result], version: int) -> Result:
+        self.version = None
+        result = transfer()
+        self.version = version
+        return result
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        draw: Draw,
-        version: int,
-        settings: SamplingSettings | None = None,
+        self, requests: Sequence[Request], sampling: SamplingSettings, key: SeedKey, version: int
     ) -> list[Completion]:
-        """One Completion a sample, in the order of the requests, drawn by `settings` (None: the generator's own).
-
-        Raises StaleWeights, and ValueError for requests and settings that the generator was not made for.
-        """
-        settings = settings or self.settings
-        if self.version != version:
-            raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
+        self._check_version(version)
         wanted = [request for request in requests if request.samples]
         if not wanted:
-            self.usage = Usage(0, 0, 0, 0)
+            self.stats = RolloutStats(0, 0, 0, 0)
             return []
-        job = self._job(wanted, draw, settings)
-        self.usage = self._decoder.run(job, settings)
+        job = self._job(wanted, sampling, key)
+        self.stats = self._decoder.run(job, sampling)
+        self._check_version(version)
         samples = [sample for request in wanted for sample in request.samples]
         return [
             Completion(
@@ -112,11 +97,16 @@ class Generator:
                 job.tokens[i, :length].copy(),
                 job.logps[i, :length].copy(),
                 STOPPED if job.stopped[i] else LENGTH,
+                version,
             )
             for i, (sample, length) in enumerate(zip(samples, job.lengths.tolist(), strict=True))
         ]
 
-    def _job(self, requests: Sequence[Request], draw: Draw, settings: SamplingSettings) -> Job:
+    def _check_version(self, version: int) -> None:
+        if self.version != version:
+            raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
+
+    def _job(self, requests: Sequence[Request], settings: SamplingSettings, key: SeedKey) -> Job:
         if settings.max_tokens > self.settings.max_tokens:
             raise ValueError(
                 f"completions of {settings.max_tokens} tokens from a generator for {self.settings.max_tokens}"
@@ -126,7 +116,7 @@ class Generator:
             self._check(request, settings)
             limits += request.max_tokens or (settings.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        keys = sample_keys(draw.seed, draw.purpose, draw.step, samples)
+        keys = sample_keys(key.seed, key.purpose, key.step, samples)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
         return Job.of(prompts, prompt_of, limits, keys)

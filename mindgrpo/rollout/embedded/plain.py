@@ -14,12 +14,12 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.rollout import Job
-from mindgrpo.models.decoder import Shard
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.cells import Decode, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room
 from mindgrpo.rollout.noise import gumbel, position_keys
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 
 PREFILL_TOKENS = 1024
 IDLE = -1
@@ -41,10 +41,10 @@ class PlainDecoder:
         count = 2 * len(shard.layers)
         heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
         footprint = Footprint.plain(room, len(shard.layers), heads)
-        self.cache: Pool = backend.pool(footprint.num_bytes)
+        cache = backend.pool(footprint.num_bytes)
+        self.pools: list[Pool] = [cache]
         parts = [
-            backend.parameter(self.cache.view(i * size, shape), f"cache{i}", False)
-            for i in range(count)
+            backend.parameter(cache.view(i * size, shape), f"cache{i}", False) for i in range(count)
         ]
         caches = list(zip(parts[::2], parts[1::2], strict=True))
         self._seen: np.ndarray | None = None
@@ -52,6 +52,7 @@ class PlainDecoder:
         if settings.repetition_penalty != 1.0:
             # Apart from the cache, as the host writes it.
             self._seen_pool = backend.pool(room.slots * shard.local_vocab * FLOAT_BYTES)
+            self.pools.append(self._seen_pool)
             self._seen = self._seen_pool.view(0, (room.slots, shard.local_vocab))
             seen = backend.parameter(self._seen, "seen", False)
 
@@ -62,7 +63,7 @@ class PlainDecoder:
         self._decoder, self._decoders = decoder, {settings: decoder(settings)}
         self._prefill = backend.graph(Prefill(shard, caches, room.max_prompt), "prompts")
 
-    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+    def run(self, job: Job, settings: SamplingSettings) -> RolloutStats:
         """Numbers of the settings are part of a graph here: other settings are another graph."""
         if settings.repetition_penalty != 1.0 and self._seen is None:
             raise ValueError("this generator has no room for the tokens that a penalty has to know")
@@ -79,7 +80,7 @@ class PlainDecoder:
             self._step(job)
             steps += 1
         rows = steps * slots
-        return Usage(int(job.lengths.sum()), rows, rows, prompt_tokens)
+        return RolloutStats(int(job.lengths.sum()), rows, rows, prompt_tokens)
 
     def _groups(self, job: Job) -> list[list[int]]:
         """Samples that enter together: of one prompt, and no more than the prompt graph copies it to."""

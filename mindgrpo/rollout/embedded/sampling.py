@@ -23,7 +23,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
-from mindgrpo.models.decoder import NEVER
+from mindgrpo.backend.kernels.contract import NEVER
 from mindgrpo.models.parallel_cells import GatherColumns
 from mindgrpo.rollout.sampling_params import SamplingSettings
 

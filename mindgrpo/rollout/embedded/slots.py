@@ -22,11 +22,11 @@ from mindgrpo.backend.kernels.rollout import (
     Share,
     Slots,
 )
-from mindgrpo.models.decoder import Shard
 from mindgrpo.models.rotary import rotary_table
+from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.rollout.sampling_params import SamplingSettings
-from mindgrpo.rollout.stats import Usage
+from mindgrpo.rollout.stats import RolloutStats
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
 DECODE_STEPS = 8
@@ -39,12 +39,12 @@ class _Layer(nn.Cell):
         self, shard: Shard, slots: Slots, index: int, is_prompt: bool, keeps_only: bool
     ) -> None:
         super().__init__()
-        prefix = f"model.layers.{index}."
+        prefix, norms = f"model.layers.{index}.", shard.config.family.norms
         name = prefix + "self_attn."
-        heads = shard.heads(prefix)
+        heads = shard.heads()
         nothing = Tensor([0.0], ms.float32)
         self.keeps_only = keeps_only
-        self.norm_in = shard[prefix + "input_layernorm.weight"]
+        self.norm_in = shard[f"{prefix}{norms.attention_in}.weight"]
         self.qkv = shard[name + "qkv_proj.weight"]
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
         normed = heads.norm_eps is not None
@@ -53,7 +53,7 @@ class _Layer(nn.Cell):
         self.out = nothing if keeps_only else shard[name + "o_proj.weight"]
         out_bias = shard.get(name + "o_proj.bias")
         self.out_bias = nothing if out_bias is None else out_bias
-        self.norm_mlp = shard[prefix + "post_attention_layernorm.weight"]
+        self.norm_mlp = shard[f"{prefix}{norms.mlp_in}.weight"]
         self.gate_up = shard[prefix + "mlp.gate_up_proj.weight"]
         self.down = shard[prefix + "mlp.down_proj.weight"]
         self.attend = slots.attend(index - shard.layers.start, is_prompt, keeps_only)
@@ -154,8 +154,9 @@ class SlotDecoder:
             heads,
             share.vocabulary.width if penalised else 0,
         )
-        self.cache: Pool = backend.pool(footprint.num_bytes)
-        memory = _views(self.cache, footprint)
+        cache = backend.pool(footprint.num_bytes)
+        self.pools: list[Pool] = [cache]
+        memory = _views(cache, footprint)
         rotary = rotary_table(shard.config, room.max_prompt + room.max_tokens)
         slots = shard.kernels.slots(
             share, settings.rules(), rotary, room.slots, room.prompt_rows, memory
@@ -177,7 +178,7 @@ class SlotDecoder:
         self._decoders.append((rules, graph))
         return graph
 
-    def run(self, job: Job, settings: SamplingSettings) -> Usage:
+    def run(self, job: Job, settings: SamplingSettings) -> RolloutStats:
         self._decode = self._decoder_for(settings.rules())
         lengths = [len(prompt) for prompt in job.prompts]
         groups = np.bincount(job.prompt_of, minlength=len(job.prompts))
@@ -191,7 +192,7 @@ class SlotDecoder:
                 prompt_tokens += self._bring_prompts(job, partition, waiting)
             left = int(self._decode(self._ticket).asnumpy()[0])
         steps, rows = self._slots.steps
-        return Usage(int(job.lengths.sum()), rows, steps * partition.slots, prompt_tokens)
+        return RolloutStats(int(job.lengths.sum()), rows, steps * partition.slots, prompt_tokens)
 
     def _bring_prompts(
         self, job: Job, partition: Partition, waiting: deque[tuple[int, list[int]]]
@@ -232,7 +233,7 @@ def _share(shard: Shard) -> Share:
         len(shard.layers),
         config.hidden_size,
         shard[first + "mlp.down_proj.weight"].shape[0],
-        shard.heads(first),
+        shard.heads(),
         shard.vocabulary(),
         config.rms_norm_eps,
         shard.group.size,

@@ -9,10 +9,13 @@
 typedef struct {
     const Rollout *g;
     void **params;
-    int64_t **shapes;
+    int64_t *const *shapes;
     int round;
-    float *out;
+    float *out, *memory;
+    int64_t own_floats; /* of `memory` for each member */
 } Task;
+
+static float *memory_of(const Task *t, Member member) { return t->memory + member.index * t->own_floats; }
 
 /* What was gathered for a row: `pieces` and `bins` [ways], each so many floats after the other. */
 typedef struct {
@@ -76,7 +79,7 @@ static Gathered with_bins(const Task *t, int64_t i) {
     return gathered_of(t, i, (const float *)t->params[2] + i * BINS, t->shapes[1][1] * BINS);
 }
 
-static void narrow(const void *task, Member member) {
+static void narrow(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
@@ -88,18 +91,33 @@ static void narrow(const void *task, Member member) {
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins of the round before [ways, B, 256], (number, round) int32 [2])
- * -> bins [B, 256] of this round; round 1 takes `pieces` for bins */
-int rollout_narrow(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const int32_t *meta = params[3];
-    const Rollout *g = rollout_of(meta);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, meta[1], params[4]};
-    /* A graph that narrows also serves rules that have nothing to narrow. */
-    if (g->num_rows && has_nucleus(g)) team_run(narrow, &t);
+/* Zeroes the answer [B, .] and runs `work` on the rows in use, if there is `any` to do. */
+static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(void *, Member), int any) {
+    int last = call->num_params - 1;
+    int64_t least = FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
+    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->ways ||
+        dim(call, 'C') < least)
+        return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
+                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->ways);
+    Task t = {g, call->params, call->shapes, round, call->params[last], NULL, 0};
+    int64_t blocks = num_blocks(g), candidates = g->ways * g->candidates;
+    t.own_floats = padded(candidates > blocks ? candidates : blocks);
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
+    memset(t.out, 0, dim(call, 'B') * call->shapes[last][1] * sizeof(float));
+    if (g->num_rows && any) pool_run(work, &t);
     return 0;
+}
+
+/* Bins of this round; round 1 takes `pieces` for bins. meta: number, round. */
+KERNEL(rollout_narrow, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
+    const int32_t *meta = call->params[3];
+    const Rollout *g = rollout_of(call, meta);
+    if (!g) return KERNEL_REFUSED;
+    if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
+        return refuse(call, "round %d of %ld bins", meta[1], dim(call, 'A'));
+    /* A graph that narrows also serves rules that have nothing to narrow. */
+    return run_rows(call, g, meta[1], narrow, has_nucleus(g));
 }
 
 /* A rank's smallest candidate. */
@@ -184,10 +202,10 @@ static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next)
     return winner;
 }
 
-static void give_scores(const void *task, Member member) {
+static void give_scores(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
-    float *room = thread_room(num_blocks(t->g));
+    float *room = memory_of(t, member);
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
@@ -196,17 +214,14 @@ static void give_scores(const void *task, Member member) {
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins [ways, B, 256] of the last round or [1], number int32 [1])
- * -> [B, 2], the best score of what is kept on this rank and its token. For rules whose pieces do not tell it. */
-int rollout_score(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[3]);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[4]};
+/* The best score of what is kept on this rank and its token, for rules whose pieces do not tell it. `bins` are those of
+ * the last round, if there was one. */
+KERNEL(rollout_score, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], number i32[1] -> scores f32[B, 2]") {
+    const Rollout *g = rollout_of(call, call->params[3]);
+    if (!g) return KERNEL_REFUSED;
+    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
     /* A graph that scores also serves rules whose pieces tell it. */
-    if (g->num_rows && !g->top_k && !decides_alone(g)) team_run(give_scores, &t);
-    return 0;
+    return run_rows(call, g, 0, give_scores, !g->top_k && !decides_alone(g));
 }
 
 /* Log of the sum of the plain distribution's masses. */
@@ -234,11 +249,11 @@ static void give_drawn(const Row *row, const Gathered *all, Winner winner, const
     }
 }
 
-static void draw(const void *task, Member member) {
+static void draw(void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
-    int64_t begin, end, candidates = g->ways * g->candidates, blocks = num_blocks(g), capacity = t->shapes[1][1];
-    float *room = thread_room(candidates > blocks ? candidates : blocks);
+    int64_t begin, end, capacity = t->shapes[1][1];
+    float *room = memory_of(t, member);
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
@@ -256,14 +271,14 @@ static void draw(const void *task, Member member) {
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], the last answer gathered: scores [ways, B, 2] or, where nothing was narrowed,
- *  the pieces; embeddings [V, H], number int32 [1]) -> [B, H + 2] */
-int rollout_draw(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    memset(params[5], 0, numel(5, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[5]};
-    if (g->num_rows) team_run(draw, &t);
-    return 0;
+/* `answer`: the scores of all ranks, or the pieces where nothing was narrowed. */
+KERNEL(rollout_draw,
+       "logits f32[B, V], pieces f32[R, B, C], answer f32[R, B, A], table f32[V, H], number i32[1] "
+       "-> drawn f32[B, E]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g) return KERNEL_REFUSED;
+    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %ld for H + 2", dim(call, 'E'));
+    if (g->ways > 1 && !g->top_k && !decides_alone(g) && dim(call, 'A') != 2)
+        return refuse(call, "%ld scores a row", dim(call, 'A'));
+    return run_rows(call, g, 0, draw, 1);
 }

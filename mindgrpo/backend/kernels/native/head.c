@@ -4,24 +4,24 @@
  */
 #include "winner.h"
 
-/* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the number that is not
- * among them and the best of these. `room` takes 3 floats a logit. */
+/* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the
+ * number that is not among them and the best of these. `room` takes 3 floats a logit. */
 static void find_candidates(const Row *row, float *pieces, float *room) {
     const Rollout *g = row->g;
-    int64_t vocab = g->vocab, wanted = g->candidates, stretches = (vocab + BLOCK - 1) / BLOCK * (BLOCK / LANES);
+    int64_t vocab = g->vocab, wanted = g->candidates, stretches = (vocab + BLOCK - 1) / BLOCK * (BLOCK / VEC);
     int64_t size = 0, listed = 0;
     int64_t count = wanted < vocab ? wanted : vocab;
-    float *all = room, *values = all + stretches * LANES, *tokens = values + stretches * LANES, least = -INFINITY;
+    float *all = room, *values = all + stretches * VEC, *tokens = values + stretches * VEC, least = -INFINITY;
     for (int64_t start = 0; start < vocab; start += BLOCK)
         for (int64_t i = load(row, start, BLOCK, all + start); i < BLOCK; i++) all[start + i] = -INFINITY;
     if (stretches >= count) {
         /* As many stretches have their largest above the count-th of these: so have the logits. */
-        for (int64_t i = 0; i < stretches; i++) values[i] = largest(all + i * LANES, LANES);
+        for (int64_t i = 0; i < stretches; i++) values[i] = largest(all + i * VEC, VEC);
         least = select_largest(values, stretches, count);
     }
-    for (int64_t start = 0; start < stretches * LANES; start += LANES) {
-        if (!(largest(all + start, LANES) >= least)) continue;
-        for (int64_t i = start; i < start + LANES; i++) {
+    for (int64_t start = 0; start < stretches * VEC; start += VEC) {
+        if (!(largest(all + start, VEC) >= least)) continue;
+        for (int64_t i = start; i < start + VEC; i++) {
             values[size] = all[i];
             tokens[size] = g->first_token + i;
             size += all[i] >= least && all[i] > -INFINITY;
@@ -49,8 +49,8 @@ static void find_candidates(const Row *row, float *pieces, float *room) {
 typedef struct {
     const Rollout *g;
     const float *x, *added, *norm, *table;
-    float *logits, *pieces;
-    int64_t width, columns;
+    float *logits, *pieces, *memory;
+    int64_t width, columns, own_floats; /* of `memory` for each member */
 } Task;
 
 static void give_pieces(const Task *t, int64_t number, float *room) {
@@ -59,7 +59,7 @@ static void give_pieces(const Task *t, int64_t number, float *room) {
     Row row = row_of(g, number, t->logits, t->width), raw = row;
     raw.seen = NULL;
     raw.is_banned = 0;
-    double mass;
+    double mass = 0.0;
     int is_raw = !row.seen && !row.is_banned, decides = decides_alone(g);
     pieces[RAW_TOP] = pieces[TOP] = find_largest(&raw, room);
     if (!is_raw) pieces[TOP] = find_largest(&row, room);
@@ -76,33 +76,35 @@ static void give_pieces(const Task *t, int64_t number, float *room) {
     pieces[RAW_SUM] = mass;
 }
 
-static void head(const void *task, Member member) {
+static void head(void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
     int64_t hidden = g->hidden, begin, end;
-    float *sum = thread_room(hidden), *turned = g->scratch, *room;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
-        float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
-        float *to = turned + i / LANES * LANES * hidden + i % LANES;
-        for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * t->norm[j];
+        float *normed = g->scratch + i * hidden;
+        add_and_norm(t->x + i * hidden, t->added + i * hidden, NULL, t->norm, g->eps, hidden, normed, normed);
     }
-    team_meet(member);
-    multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
-    team_meet(member);
-    room = thread_room(3 * num_blocks(g) * BLOCK);
-    for (int64_t i = begin; i < end; i++) give_pieces(t, i, room);
+    pool_meet(member);
+    gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
+    pool_meet(member);
+    for (int64_t i = begin; i < end; i++) give_pieces(t, i, t->memory + member.index * t->own_floats);
 }
 
-/* (x [B, H], added [B, H], norm [H], table [V, H], number int32 [1]) -> (logits [B, V], pieces [B, C]) */
-int rollout_head(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    Task t = {g, params[0], params[1], params[2], params[3], params[5], params[6], shapes[5][1], shapes[6][1]};
+KERNEL(rollout_head,
+       "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+       "-> logits f32[B, V], pieces f32[B, C]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
+    void **p = call->params;
+    Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
+    if (g->vocab > t.width || t.columns < FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0))
+        return refuse(call, "V = %ld or C = %ld is too small for %ld tokens", t.width, t.columns, g->vocab);
+    t.own_floats = 3 * num_blocks(g) * BLOCK;
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
-    memset(t.pieces + g->num_rows * t.columns, 0, (shapes[6][0] - g->num_rows) * t.columns * sizeof(float));
-    if (g->num_rows) team_run(head, &t);
+    memset(t.pieces + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
+    if (g->num_rows) pool_run(head, &t);
     return 0;
 }

@@ -5,7 +5,6 @@ Refuses to fall back: where there is no library, the backend gives plain_kernels
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mindspore as ms
@@ -13,14 +12,18 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import (
+    Activation,
     AdamWNumbers,
     Heads,
-    Kernels,
     Vocabulary,
 )
-from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
+
+# Elements whose squares native/optimizer.c adds up first.
+SQUARES_AT_ONCE = 1 << 15
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
@@ -82,7 +85,7 @@ class _AddRmsNorm(nn.Cell):
         return dx, dx, dweight
 
 
-class _Gated(nn.Cell):
+class _SwiGlu(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.run = operation("gated", _half_as_wide, _as_first)
@@ -109,7 +112,7 @@ class _Embedding(nn.Cell):
         return ops.zeros_like(tokens), self.back(tokens, dout, table, self.first)
 
 
-class _Places(nn.Cell):
+class _PositionsAndSpans(nn.Cell):
     def construct(self, positions: Any, spans: Any) -> Any:
         return positions, spans
 
@@ -131,9 +134,8 @@ class _Attention(nn.Cell):
         self.run = operation("attention", mixed_shapes, _as_first_twice)
         self.back = operation("attention_grad", gradient_shapes, gradient_types)
         self.rotary = Tensor(rotary)
-        flags = (int(heads.has_bias), int(heads.norm_eps is not None))
-        self.sizes = Tensor([queries, heads.kv, dim, *flags], ms.int32)
-        self.numbers = Tensor([heads.norm_eps or 0.0, dim**-0.5], ms.float32)
+        self.sizes = Tensor([queries, heads.kv, dim], ms.int32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
@@ -212,24 +214,16 @@ class _LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
-def _address(array: np.ndarray) -> ctypes.c_void_p:
-    if not array.flags.c_contiguous:
-        raise ValueError("a kernel needs memory without gaps")
-    return ctypes.c_void_p(array.ctypes.data)
+class NativeKernels(PlainKernels):
+    """Kernels in C; what has none is computed by MindSpore's operations."""
 
-
-class NativeKernels(Kernels):
     ragged = True
     has_adamw = True
     has_slots = True
 
     def __init__(self) -> None:
-        found = library()
-        if found is None:
+        if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-        self._adamw, self._square_sum = found.adamw, found.square_sum
-        self._adamw.restype = None
-        self._square_sum.restype = ctypes.c_double
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -237,14 +231,14 @@ class NativeKernels(Kernels):
     def add_rms_norm(self, eps: float) -> nn.Cell:
         return _AddRmsNorm(eps)
 
-    def gated(self) -> nn.Cell:
-        return _Gated()
+    def glu(self, activation: Activation) -> nn.Cell:
+        return _SwiGlu() if activation == "silu" else super().glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def places(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return _Places()
+    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
+        return _PositionsAndSpans()
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
         return _Mixed(heads, rotary)
@@ -270,12 +264,13 @@ class NativeKernels(Kernels):
                 n.scale,
             ]
         )
-        arrays = (_address(a) for a in (weight, gradient, first, second))
-        self._adamw(*arrays, ctypes.c_int64(weight.size), _address(values))
+        call_kernel("adamw", weight, gradient, first, second, values)
 
     def square_sum(self, array: np.ndarray) -> float:
-        flat = np.ascontiguousarray(array)
-        return float(self._square_sum(_address(flat), ctypes.c_int64(flat.size)))
+        flat = np.ascontiguousarray(array).reshape(-1)
+        sums = np.zeros(flat.size // SQUARES_AT_ONCE + 1)
+        call_kernel("square_sums", flat, sums)
+        return float(sums.sum())
 
     def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary)

@@ -66,18 +66,11 @@ static inline int64_t load(const Row *row, int64_t start, int64_t most, float *x
     } else {
         for (int64_t i = 0; i < count; i++) x[i] = source[i] * scale;
     }
-    for (int64_t i = 0; row->is_banned && i < g->num_stops; i++) {
+    for (int64_t i = 0; row->is_banned && i < g->stops_count; i++) {
         int64_t at = g->stops[i] - g->first_token - start;
         if (at >= 0 && at < count) x[at] = -INFINITY;
     }
     return count;
-}
-
-static inline float largest(const float *x, int64_t count) {
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < count; i++) top = x[i] > top ? x[i] : top;
-    return top;
 }
 
 /* Mass of the logits whose first `round` digits are those of `prefix`, by the next digit. */

@@ -16,8 +16,8 @@ typedef struct {
 
 #define NO_WINNER ((Winner){-INFINITY, -1})
 
-/* Blocks begin at multiples of 2 * LANES tokens, so that pairs are whole, wherever a rank's share begins. */
-static inline int64_t num_skipped(const Rollout *g) { return g->first_token % (2 * LANES); }
+/* Blocks begin at multiples of 2 * VEC tokens, so that pairs are whole, wherever a rank's share begins. */
+static inline int64_t num_skipped(const Rollout *g) { return g->first_token % (2 * VEC); }
 
 static inline int64_t num_blocks(const Rollout *g) { return (num_skipped(g) + g->vocab + BLOCK - 1) / BLOCK; }
 
@@ -103,20 +103,20 @@ static void contest_block(const Row *row, int64_t block, const float *x, const f
                           float reach, Winner *winner) {
     int64_t first = first_of_block(row->g, block), any = 0;
     /* The upper half of 2^32 (1 - u), and whether a token of each lane may win. */
-    int32_t upper[BLOCK], may_win[LANES] = {0};
+    int32_t upper[BLOCK], may_win[VEC] = {0};
     uint32_t strides = (uint32_t)(first / 2) * STRIDE;
-    for (uint32_t i = 0; i < BLOCK; i += 2 * LANES)
-        for (uint32_t j = 0; j < LANES; j++) {
+    for (uint32_t i = 0; i < BLOCK; i += 2 * VEC)
+        for (uint32_t j = 0; j < VEC; j++) {
             uint32_t pair = ~triple32(row->key, strides + (i / 2 + j) * STRIDE);
             upper[i + j] = pair & 0xFFFF;
-            upper[i + LANES + j] = pair >> 16;
+            upper[i + VEC + j] = pair >> 16;
         }
     reach *= 0x1p-16f;
-    for (int64_t i = 0; i < BLOCK; i += LANES)
-        for (int64_t j = 0; j < LANES; j++) may_win[j] |= !((float)upper[i + j] > masses[i + j] * reach);
-    for (int64_t j = 0; j < LANES; j++) any |= may_win[j];
-    for (int64_t j = 0; j < LANES && any; j++)
-        for (int64_t i = j; i < BLOCK && may_win[j]; i += LANES)
+    for (int64_t i = 0; i < BLOCK; i += VEC)
+        for (int64_t j = 0; j < VEC; j++) may_win[j] |= !((float)upper[i + j] > masses[i + j] * reach);
+    for (int64_t j = 0; j < VEC; j++) any |= may_win[j];
+    for (int64_t j = 0; j < VEC && any; j++)
+        for (int64_t i = j; i < BLOCK && may_win[j]; i += VEC)
             if (!((float)upper[i] > masses[i] * reach) && x[i] >= threshold)
                 consider(winner, x[i], token_bits(row->key, (uint32_t)(first + i)), first + i);
 }

@@ -1,0 +1,123 @@
+"""From a rollout, its rewards and log-probs to a TrainBatch: advantages, masks, and weights that correct the rollout.
+
+Pure numpy. Tokens that the policy did not write have no advantage and no part in any sum or mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mindgrpo.algorithm.advantages import group_advantages, leave_one_out, reinforce_plus_plus
+from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.losses import kl_estimate
+from mindgrpo.algorithm.rollout_correction import RolloutCorrection, correct_rollout
+from mindgrpo.algorithm.types import LENGTH, Arrays, Rollout, TrainBatch
+
+
+def compute_advantages(
+    rollout: Rollout,
+    rewards: np.ndarray,
+    config: AdvantageConfig,
+    old_logps: Arrays | None = None,
+    reference_logps: Arrays | None = None,
+) -> tuple[TrainBatch, RolloutCorrection | None]:
+    """The batch, and what the correction measured, if there is one; `rewards` float [samples].
+
+    `old_logps` and `reference_logps` float32 [completion length] a sample, the policy's before its update and the
+    reference's. Raises ValueError on rewards that are not finite, and where the settings need log-probs that are None.
+    """
+    sample_mask = None
+    if config.mask_truncated:
+        sample_mask = np.array([reason != LENGTH for reason in rollout.finish_reasons])
+    penalties = _penalties(rollout, config, old_logps, reference_logps)
+    token_advantages = None
+    if config.advantage_estimator.startswith("reinforce_plus_plus"):
+        by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask)
+        advantages = _means(rollout, by_token)
+        token_advantages = by_token if config.reward_beta > 0 else None
+    else:
+        # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
+        if config.reward_beta > 0:
+            rewards = rewards - np.array([penalty.sum() for penalty in penalties])
+        if config.advantage_estimator == "rloo":
+            advantages = leave_one_out(rewards, config.num_generations)
+        else:
+            advantages = group_advantages(
+                rewards, config.num_generations, config.scale_rewards, config.std_floor
+            )
+    correction = _correction(rollout, config, old_logps)
+    batch = TrainBatch(
+        rollout,
+        advantages,
+        token_advantages,
+        old_logps,
+        reference_logps,
+        None if correction is None else correction.weights,
+        sample_mask,
+    )
+    return batch, correction
+
+
+def _reinforce_plus_plus(
+    rollout: Rollout,
+    rewards: np.ndarray,
+    penalties: Arrays,
+    config: AdvantageConfig,
+    sample_mask: np.ndarray | None,
+) -> Arrays:
+    """float32 [completion length] a sample: the advantages of the tokens that the policy wrote, 0 for the others."""
+    baseline = config.num_generations if config.advantage_estimator.endswith("baseline") else None
+    if sample_mask is None:
+        sample_mask = np.ones(len(rollout), bool)
+    actions = [p[mask] for p, mask in zip(penalties, rollout.action_mask, strict=True)]
+    advantages = reinforce_plus_plus(rewards, actions, sample_mask, baseline, config.std_floor)
+    by_token = []
+    for values, mask in zip(advantages, rollout.action_mask, strict=True):
+        spread = np.zeros(mask.size, np.float32)
+        spread[mask] = values
+        by_token.append(spread)
+    return by_token
+
+
+def _means(rollout: Rollout, by_token: Arrays) -> np.ndarray:
+    """float32 [samples], over the tokens that the policy wrote; 0 where there are none."""
+    actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
+    return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
+
+
+def _penalties(
+    rollout: Rollout,
+    config: AdvantageConfig,
+    old_logps: Arrays | None,
+    reference_logps: Arrays | None,
+) -> list[np.ndarray]:
+    """float64 [completion length] a sample: beta KL_t of the policy that drew it, 0 where it did not write the token.
+
+    Zeros without KL in the reward.
+    """
+    if config.reward_beta <= 0:
+        return [np.zeros(n) for n in rollout.completion_lengths]
+    if old_logps is None or reference_logps is None:
+        raise ValueError("KL in the reward needs the policy's and the reference's log-probs")
+    penalties = []
+    for own, reference, mask in zip(old_logps, reference_logps, rollout.action_mask, strict=True):
+        pair = own.astype(np.float64), reference.astype(np.float64)
+        kl = kl_estimate(*pair, config.kl_estimator)
+        penalties.append(np.where(mask, config.reward_beta * kl, 0.0))
+    return penalties
+
+
+def _correction(
+    rollout: Rollout, config: AdvantageConfig, old_logps: Arrays | None
+) -> RolloutCorrection | None:
+    if config.correction == "none":
+        return None
+    if old_logps is None:
+        raise ValueError("the correction of the rollout's log-probs needs the policy's")
+    return correct_rollout(
+        old_logps,
+        rollout.generator_logps,
+        rollout.action_mask,
+        config.correction,
+        config.correction_cap,
+    )

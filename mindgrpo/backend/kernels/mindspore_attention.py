@@ -1,0 +1,163 @@
+"""The contract's attentions in MindSpore's own operations: packed rows, whole prompts, and one token against a cache.
+
+N tokens, D head dim, R rows of T tokens. A mask is 0.0 where a token sees another and NEVER elsewhere; angles hold the
+cosines of a token's rotary positions, then their sines (arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels.contract import NEVER, Heads
+
+
+class RmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps) * weight
+
+
+class RopeAndMask(nn.Cell):
+    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def __init__(self, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.rotary = Tensor(rotary)
+        # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
+        self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        length = positions.shape[1]
+        order = self.order[:length]
+        column = order.reshape(1, 1, length)
+        row = order.reshape(1, length, 1)
+        prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
+        shared = ops.logical_and(column >= prefix, column < prefix + count)
+        own = ops.logical_and(column >= start, column <= row)
+        seen = ops.logical_or(shared, own).astype(ms.float32)
+        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
+        angles = ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+        return mask, angles
+
+
+class _Attention(nn.Cell):
+    """What the three have in common: heads of a projection, and the mixing of values of whole rows."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.kv, self.dim, self.queries = heads.kv, heads.dim, heads.queries
+        # Queries that share a head of keys.
+        self.group = heads.queries // heads.kv
+        self.has_bias, self.has_norm = heads.has_bias, heads.norm_eps is not None
+        self.norm = RmsNorm(heads.norm_eps or 0.0)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
+        self.scale = heads.scale
+
+    def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
+        """-> queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
+        if self.has_bias:
+            qkv = qkv + bias
+        heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
+        both = heads[:, : self.queries + self.kv]
+        if self.has_norm:
+            queries, keys = both[:, : self.queries], both[:, self.queries :]
+            both = ops.concat((self.norm(queries, q_norm), self.norm(keys, k_norm)), 1)
+        both = self.apply_rope(both, angles)
+        return both[:, : self.queries], both[:, self.queries :], heads[:, self.queries + self.kv :]
+
+    def apply_rope(self, heads: Any, angles: Any) -> Any:
+        half = self.dim // 2
+        other = ops.concat((-heads[:, :, half:], heads[:, :, :half]), 2)
+        return heads * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
+
+    def by_head(self, heads: Any, rows: int, length: int) -> Any:
+        """[R T, kv, D] -> [R, kv, T, D]"""
+        return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
+
+    def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
+        """`keys` and `values` [R, kv, T, D] -> mixed [N, queries D]"""
+        length = mask.shape[3]
+        queries = queries.reshape(rows, length, self.kv, self.group, self.dim)
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
+            rows * self.kv, self.group * length, self.dim
+        )
+        keys = keys.reshape(rows * self.kv, length, self.dim)
+        values = values.reshape(rows * self.kv, length, self.dim)
+        scores = self.scores(queries * self.scale, keys)
+        scores = scores.reshape(rows, self.queries, length, length) + mask
+        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * length, length)
+        mixed = self.mix(weights, values).reshape(rows, self.kv, self.group, length, self.dim)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
+
+
+class PackedAttention(_Attention):
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
+    ) -> Any:
+        rows, length = mask.shape[0], mask.shape[3]
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
+        return self.mixed(queries, keys, values, mask, rows)
+
+
+class PrefillAttention(_Attention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        source: Any,
+        cache_rows: Any,
+    ) -> Any:
+        length = mask.shape[3]
+        rows = qkv.shape[0] // length
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
+        copies = ops.gather(keys, source, 0).reshape(-1, self.dim)
+        ops.scatter_update(self.cached_keys, cache_rows, copies)
+        copies = ops.gather(values, source, 0).reshape(-1, self.dim)
+        ops.scatter_update(self.cached_values, cache_rows, copies)
+        return self.mixed(queries, keys, values, mask, rows)
+
+
+class CachedAttention(_Attention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        cache_rows: Any,
+    ) -> Any:
+        slots, length = mask.shape[0], mask.shape[2]
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        keys = ops.scatter_update(self.cached_keys, cache_rows, keys.reshape(-1, self.dim))
+        values = ops.scatter_update(self.cached_values, cache_rows, values.reshape(-1, self.dim))
+        keys = keys.reshape(slots * self.kv, length, self.dim)
+        values = values.reshape(slots * self.kv, length, self.dim)
+        queries = queries.reshape(slots * self.kv, self.group, self.dim)
+        scores = self.scores(queries * self.scale, keys)
+        scores = scores.reshape(slots, self.queries, length) + mask
+        weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, length)
+        return self.mix(weights, values).reshape(slots, -1)

@@ -1,0 +1,259 @@
+"""The format of a checkpoint: a folder with one safetensors file a rank and manifest.json, which this module reads.
+
+The manifest has the run's state, where each chunk of each tensor lies, and digests of everything. Reading executes
+nothing; a manifest that was changed, or whose chunks overlap, leave a gap or do not lie in their file, is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from itertools import combinations, pairwise
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mindgrpo.checkpoint.plan import FLOAT_BYTES
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.strict_files import read_object
+
+MANIFEST = "manifest.json"
+FORMAT, VERSION = "mindgrpo checkpoint", 1
+MAX_BYTES = 1 << 30
+
+FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+Means = dict[str, float | None]
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint that cannot be used as it is; an earlier one may do."""
+
+
+class ManifestModel(BaseModel):
+    """A part of a manifest: nothing unknown, nothing converted, nothing that is not finite."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+
+class Best(ManifestModel):
+    """The step whose evaluation gave the highest mean of the reward that the user chose."""
+
+    step: Count
+    score: float
+
+
+class RunState(ManifestModel):
+    """A run at the end of `step` (counted from 1), besides its weights.
+
+    Sampling noise, data order and learning rates are functions of these numbers. `prompts` were taken from the data
+    over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
+    that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
+    has the figures of `step` where its evaluation is still to be made, and None where the step is finished.
+    """
+
+    step: Count
+    prompts: Count
+    updates: Count
+    weights_version: Count
+    evaluations: list[Means] = []
+    best: Best | None = None
+    seconds: float = Field(0.0, ge=0)
+    first_step_seconds: float | None = Field(None, ge=0)
+    compiles: Count = 0
+    output_paths: dict[str, str] = Field({}, alias="places")
+    open_row: dict[str, Any] | None = None
+
+
+class StoredChunk(ManifestModel):
+    """`offset` is from the first byte of the file's data; `digest` is the SHA-256 of the chunk's bytes."""
+
+    start: tuple[Count, ...]
+    stop: tuple[Count, ...]
+    file: str
+    offset: Count
+    digest: Digest
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.stop)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.box.size * FLOAT_BYTES
+
+
+class StoredTensor(ManifestModel):
+    shape: tuple[Count, ...]
+    dtype: Literal["F32"]
+    chunks: list[StoredChunk] = Field(alias="pieces")
+
+
+class StoredFile(ManifestModel):
+    """`header` is the SHA-256 of its first `header_bytes`, before the data."""
+
+    bytes: Count
+    header_bytes: Count
+    header: Digest
+
+
+class Identity(ManifestModel):
+    """What has to be the same where the run is resumed.
+
+    `config` is every setting by its dotted key; `model` the model's dimensions; `data` a digest of the prompts;
+    `batch` the arithmetic of a step; `unsaved` digests of weights that the run only reads, by role.
+    """
+
+    code: str
+    config: dict[str, Any]
+    model: dict[str, Any]
+    data: str
+    batch: dict[str, int]
+    unsaved: dict[str, str]
+
+
+class StoredAdapters(ManifestModel):
+    """The scale of a policy's LoRA adapters is alpha / rank; `targets` are the matrices that have them."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    targets: list[str]
+
+
+class Manifest(ManifestModel):
+    """`tensors` by role and global name; `sums` a digest of each role's values, however they were cut."""
+
+    format: Literal["mindgrpo checkpoint"] = "mindgrpo checkpoint"
+    version: Literal[1] = 1
+    layout: str
+    state: RunState
+    identity: Identity
+    files: dict[str, StoredFile]
+    tensors: dict[str, dict[str, StoredTensor]]
+    sums: dict[str, str]
+    lora: StoredAdapters | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """Returns the file's content, with a digest of itself."""
+    body = _body(manifest)
+    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode() + b"\n"
+
+
+def _body(manifest: Manifest) -> dict[str, Any]:
+    return manifest.model_dump(mode="json", by_alias=True)
+
+
+def _digest(body: Any) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest in `folder` and checks all that can be checked without weights. Raises DamagedCheckpoint."""
+    path = folder / MANIFEST
+    manifest = _parsed(path, _json_object(path))
+    for name, file in manifest.files.items():
+        _check_file(folder, name, file)
+    chunks: dict[str, list[StoredChunk]] = {name: [] for name in manifest.files}
+    for role, tensors in manifest.tensors.items():
+        for name, tensor in tensors.items():
+            reason = _wrong_chunks(tensor, manifest.files)
+            if reason:
+                raise _damaged(path, f"the chunks of {role} {name} {reason}")
+            for chunk in tensor.chunks:
+                chunks[chunk.file].append(chunk)
+    for name, of_file in chunks.items():
+        of_file.sort(key=lambda chunk: chunk.offset)
+        if any(one.end > after.offset for one, after in pairwise(of_file)):
+            raise _damaged(path, f"two chunks have the same bytes of {name}")
+    return manifest
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise DamagedCheckpoint(
+            f"'{path.parent}' has no {MANIFEST}, so it is no checkpoint of mindgrpo; name a folder such as "
+            "RUN/checkpoints/step_000010, or the run's own."
+        )
+    try:
+        return read_object(path, "The manifest", "use an earlier checkpoint.", MAX_BYTES)
+    except UserError as error:
+        raise DamagedCheckpoint(str(error)) from None
+
+
+def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
+    kind, version = body.get("format"), body.get("version")
+    if kind != FORMAT:
+        raise _damaged(path, f"its format is {kind!r:.60}, not {FORMAT!r}")
+    if version != VERSION:
+        raise DamagedCheckpoint(
+            f"{path} has version {version!r:.60} of the format, and this mindgrpo reads version {VERSION}; use the "
+            "mindgrpo that wrote it."
+        )
+    digest = body.pop("digest", None)
+    try:
+        # As JSON, where a list may be a tuple.
+        manifest = Manifest.model_validate_json(json.dumps(body, allow_nan=False))
+        written = _digest(_body(manifest))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise _damaged(path, f"{key:.200}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if digest != written:
+        raise _damaged(path, "it was changed after it was written")
+    return manifest
+
+
+def _check_file(folder: Path, name: str, file: StoredFile) -> None:
+    path = folder / name
+    if not re.fullmatch(FILE_NAME, name):
+        raise _damaged(folder / MANIFEST, f"it names the file {name!r:.120}, which is no name here")
+    # A link could lead out of the folder.
+    if os.path.islink(path) or not os.path.isfile(path):
+        raise DamagedCheckpoint(
+            f"{path} is missing; the checkpoint is not whole, use an earlier one."
+        )
+    size = path.stat().st_size
+    if size != file.bytes:
+        raise _damaged(path, f"it has {size} bytes, but was written with {file.bytes}")
+
+
+def _wrong_chunks(tensor: StoredTensor, files: dict[str, StoredFile]) -> str | None:
+    """Tells why the chunks are not the tensor, each element once."""
+    total = 0
+    for chunk in tensor.chunks:
+        if len(chunk.start) != len(tensor.shape) or len(chunk.stop) != len(tensor.shape):
+            return "have another number of dims than its shape"
+        edges = zip(chunk.start, chunk.stop, tensor.shape, strict=True)
+        if any(not start < stop <= length for start, stop, length in edges):
+            return f"do not lie within its shape {list(tensor.shape)}"
+        if chunk.file not in files:
+            return f"are said to be in {chunk.file!r:.120}, which is not among the files"
+        if files[chunk.file].header_bytes + chunk.end > files[chunk.file].bytes:
+            return f"reach beyond the end of {chunk.file}"
+        total += chunk.box.size
+    if total != prod(tensor.shape):
+        return f"have {total} elements together, but its shape {list(tensor.shape)} has {prod(tensor.shape)}"
+    boxes = [chunk.box for chunk in tensor.chunks]
+    return "overlap" if any(a.intersect(b) for a, b in combinations(boxes, 2)) else None
+
+
+def _damaged(path: Path, why: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(
+        f"{path} is damaged or not a checkpoint's: {why}; use an earlier checkpoint."
+    )

@@ -1,0 +1,21 @@
+"""Starts a program on several ranks of this host: `mindgrpo launch --ranks N -- PROGRAM [ARGUMENTS]`.
+
+Shows the output of the first rank as it comes, keeps that of every rank in a fresh log folder, ends with the status
+of the rank that failed first (2: the user's input cannot work) and leaves no process of its own behind. Reads
+MINDGRPO_PORT (default: a free one), MINDGRPO_LOG_DIR (output/logs), MINDGRPO_MAX_RESTARTS (0), MINDGRPO_STOP_SECONDS
+(how long ranks may take to end after Ctrl-C: 60; a second Ctrl-C ends them at once) and MINDGRPO_FORK (0: every rank
+imports for itself; else ranks are forked from one process that has, where that is safe).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from mindgrpo.launch.launcher import launch
+from mindgrpo.launch.options import read_options
+
+
+def main(argv: Sequence[str]) -> None:
+    sys.exit(launch(read_options(argv, os.environ), os.environ))

@@ -1,0 +1,232 @@
+"""Makes examples of rows: the messages of a prompt, its gold answer, and columns for rewards.
+
+`dataset_type` says where the question and the gold answer are, a key map renames other keys. A row without a question
+or an answer is an error, and no column is lost: one whose name is taken goes on as original_NAME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindgrpo.data.row_files import Row
+from mindgrpo.errors import UserError
+
+Message = Mapping[str, Any]
+
+GOLD_MARK = "####"
+DATASET_TYPES = ("gsm8k", "openr1math", "plain")
+# The worked solution that the gold answer was taken from, where it differs.
+WORKED_COLUMN = "full_answer"
+# Rewards get the completions and the gold answers under these names.
+RESERVED = ("completions", "answers")
+QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {"openr1math": ("problem", "question")}
+DEFAULT_QUESTION_KEYS = ("question", "messages")
+# Where other data sets keep them, for the remedy in a sentence.
+LIKELY_KEYS = {
+    "question": ("problem", "prompt", "query", "instruction", "input", "conversations"),
+    "answer": ("solution", "ground_truth", "target", "label", "response", "output"),
+}
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
+
+
+@dataclass(frozen=True)
+class Example:
+    """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def question(self) -> str:
+        return str(self.messages[-1]["content"])
+
+    @property
+    def is_question(self) -> bool:
+        """Whether it is one message of the user's and nothing besides."""
+        return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
+
+
+def single_turn(question: str, answer: str, columns: Mapping[str, Any] | None = None) -> Example:
+    """Makes an example of one message of the user's."""
+    return Example(({"role": "user", "content": question},), answer, columns or {})
+
+
+def gold_answer(answer: str, dataset_type: str | None = None) -> str:
+    """Returns the text after the last `####` (gsm8k; by default where there is one), else the answer."""
+    if dataset_type in (None, "gsm8k") and GOLD_MARK in answer:
+        return answer.rpartition(GOLD_MARK)[2].strip()
+    return answer.strip()
+
+
+def parse_key_map(pairs: Sequence[str]) -> dict[str, str]:
+    """Reads `question=problem` pairs as {"question": "problem"}. Raises UserError."""
+    key_map: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, source = (word.strip() for word in pair.partition("="))
+        if not (name and equals) or (not source and name != "answer"):
+            raise UserError(
+                f"{pair!r} in {MAP_WHERE} maps nothing; write NAME=KEY, as in question=problem,answer=solution"
+            )
+        if name in key_map:
+            raise UserError(f"{name} is mapped twice in {MAP_WHERE}; keep one of them")
+        key_map[name] = source
+    return key_map
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How rows become examples.
+
+    `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
+    gold answer. `columns` are those that rewards get; None means all.
+    """
+
+    dataset_type: str | None = None
+    key_map: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dataset_type not in (None, *DATASET_TYPES):
+            raise UserError(
+                f"dataset_type {self.dataset_type!r} is unknown; use one of {', '.join(DATASET_TYPES)}"
+            )
+
+    @property
+    def question_keys(self) -> tuple[str, ...]:
+        return QUESTION_KEYS.get(self.dataset_type, DEFAULT_QUESTION_KEYS)
+
+    def keys_read(self) -> list[str] | None:
+        """Returns the row's keys that an example is made of; None where all are."""
+        if self.columns is None:
+            return None
+        sources = [
+            key for source in self.key_map.values() for key in (source, source.split(".")[0])
+        ]
+        return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
+
+    def example(self, row: Row, where: str) -> Example:
+        """Makes an example of a row that stands at `where`. Raises UserError."""
+        row = self._renamed(row, where)
+        question_key = self._question_key(row, where)
+        messages = messages_of(row[question_key], f'{where}: "{question_key}"')
+        columns = {key: value for key, value in row.items() if key not in (question_key, "answer")}
+        is_conversation = isinstance(row[question_key], list)
+        if is_conversation:
+            if "messages" in columns:
+                columns["original_messages"] = columns["messages"]
+            columns["messages"] = [dict(message) for message in messages]
+        answer = self._answer(row, columns, where)
+        if self.columns is not None:
+            kept = [*self.columns, *(["messages"] if is_conversation else [])]
+            columns = {key: value for key, value in columns.items() if key in kept}
+        for name in RESERVED:
+            if name in columns:
+                raise UserError(
+                    f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
+                    f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
+                )
+        return Example(messages, answer, columns, where)
+
+    def _renamed(self, row: Row, where: str) -> Row:
+        if not self.key_map:
+            return row
+        values = {
+            name: at_path(row, source, where) for name, source in self.key_map.items() if source
+        }
+        taken = {source for source in self.key_map.values() if source in row}
+        renamed: Row = {}
+        for key, value in row.items():
+            if key in taken:
+                continue
+            renamed[f"original_{key}" if key in self.key_map else key] = value
+        return renamed | values
+
+    def _question_key(self, row: Row, where: str) -> str:
+        for key in self.question_keys:
+            if key in row and (key != "messages" or isinstance(row[key], list)):
+                return key
+        raise UserError(missing("question", self.question_keys[0], row, where))
+
+    def _answer(self, row: Row, columns: dict[str, Any], where: str) -> str:
+        if self.key_map.get("answer") == "":
+            return ""
+        if "answer" not in row:
+            raise UserError(missing("answer", "answer", row, where))
+        answer = row["answer"]
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            raise UserError(f'{where}: "answer" is {answer!r}; it must be a text or a number')
+        text = str(answer)
+        if self.dataset_type == "gsm8k" and GOLD_MARK not in text:
+            raise UserError(
+                f'{where}: "answer" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; correct the '
+                "row or use the dataset_type plain"
+            )
+        gold = gold_answer(text, self.dataset_type)
+        if gold != text.strip():
+            columns.setdefault(WORKED_COLUMN, answer)
+        return gold
+
+
+def at_path(row: Row, source: str, where: str) -> Any:
+    """Returns the value of a key, or of keys inside one another: reward_model.ground_truth. Raises UserError."""
+    if source in row:
+        return row[source]
+    value: Any = row
+    for key in source.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise UserError(
+                f"{where} has no {source!r}, its keys are {', '.join(row) or 'none'}; correct {MAP_WHERE}"
+            )
+        value = value[key]
+    return value
+
+
+def missing(name: str, key: str, row: Row, where: str) -> str:
+    likely = next((other for other in LIKELY_KEYS[name] if other in row), "KEY")
+    return (
+        f'{where} has no "{key}", its keys are {", ".join(row) or "none"}; name the one that holds it with '
+        f"{name}={likely} in {MAP_WHERE}"
+    )
+
+
+def messages_of(value: object, where: str) -> tuple[Message, ...]:
+    """Makes one message of a question, and takes a list of messages as it is. Raises UserError."""
+    if isinstance(value, str) and value.strip():
+        return ({"role": "user", "content": value},)
+    if not isinstance(value, list):
+        raise UserError(f"{where} is {value!r}; it must be a non-empty text or a list of messages")
+    messages = tuple(
+        message_of(message, f"{where} message {number}")
+        for number, message in enumerate(value, start=1)
+    )
+    if not messages:
+        raise UserError(f"{where} is an empty list; it must hold at least one message")
+    last = messages[-1]
+    if last["role"] in ("assistant", "system"):
+        raise UserError(
+            f"{where} ends with the {last['role']} message, which leaves nothing to answer; end it with the user's last"
+        )
+    if not last["content"].strip():
+        raise UserError(f"{where} ends with an empty {last['role']} message; it must ask something")
+    return messages
+
+
+def message_of(value: object, where: str) -> Message:
+    if isinstance(value, Mapping):
+        role, content = (
+            value.get("role", value.get("from")),
+            value.get("content", value.get("value")),
+        )
+        if isinstance(role, str) and role and isinstance(content, str):
+            rest = {
+                key: item
+                for key, item in value.items()
+                if key not in ("role", "from", "content", "value") and item is not None
+            }
+            return {"role": ROLES.get(role, role), "content": content, **rest}
+    raise UserError(f'{where} is {value!r}; it must be an object with a text "role" and "content"')

@@ -1,0 +1,303 @@
+"""Reads rows of JSONL, JSON, Parquet and Arrow files by index, each behind the words that say where it stands.
+
+A row is read from disk whenever it is asked for, so that a rank holds none that it does not use: lines by their
+offsets, tables one row group at a time and only the columns that are wanted. A file that was written to since it was
+opened is refused.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+from abc import ABC, abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mindgrpo.errors import UserError
+from mindgrpo.strict_files import NotJson, parse_json, read_json
+
+Row = dict[str, Any]
+Located = tuple[str, Any]  # file and line, or file and row; then the row
+# A document is read at once; larger data sets come one object a line.
+MAX_DOCUMENT_BYTES = 1 << 32
+CACHE_BYTES = 1 << 28
+ROWS_AT_ONCE = 256
+PLAIN = (str, int, float, bool, type(None))
+
+
+class Block(ABC):
+    """Rows that are read together: a file, or a row group of one. They count from 0 within it."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        """Rows from `start` up to `stop`. Raises UserError for one that cannot be read."""
+
+
+class Blocks(Block):
+    """Several as one, in their order."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self._starts = [0, *accumulate(map(len, blocks))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        while start < stop:
+            block = bisect_right(self._starts, start) - 1
+            first, end = self._starts[block], min(stop, self._starts[block + 1])
+            yield from self._blocks[block].read(start - first, end - first)
+            start = end
+
+
+class ListedRows(Block):
+    """Rows in memory, all of one file."""
+
+    def __init__(self, rows: Sequence[Any], path: Path | str) -> None:
+        self._rows, self._path = rows, path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        for number, row in enumerate(self._rows[start:stop], start + 1):
+            yield f"{self._path} row {number}", row
+
+
+class JsonLines(Block):
+    """One object a line. Blank lines hold no row and are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._state = path, state_of(path)
+        self._offsets, self._numbers = array("q"), array("q")
+        offset = 0
+        with opened(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    self._offsets.append(offset)
+                    self._numbers.append(number)
+                offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        check_unchanged(self._path, self._state)
+        with opened(self._path) as lines:
+            for row in range(start, stop):
+                lines.seek(self._offsets[row])
+                where = f"{self._path}:{self._numbers[row]}"
+                yield where, parse_line(lines.readline(), where)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Raises UserError. A pipe or a device would never end, or give its rows only once."""
+    try:
+        if path.is_file():
+            return path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"the data file {path} cannot be read: {error.strerror}; make it readable"
+        ) from error
+    raise UserError(f"the data file {path} is no regular file; give one that can be read again")
+
+
+def state_of(path: Path) -> tuple[int, int] | None:
+    """When a file was written to and its size in bytes; None of one that is gone."""
+    try:
+        return path.stat().st_mtime_ns, path.stat().st_size
+    except OSError:
+        return None
+
+
+def check_unchanged(path: Path, state: tuple[int, int] | None) -> None:
+    """Raises UserError: a row that is read now would belong to other token ids than those of the run."""
+    if state_of(path) != state:
+        raise UserError(
+            f"the data file {path} changed since the run read it; start the run again, and give a file "
+            "that nothing writes to"
+        )
+
+
+def parse_line(line: bytes, where: str) -> Row:
+    try:
+        row = parse_json(line)
+    except NotJson as error:
+        raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
+    if not isinstance(row, dict):
+        raise UserError(
+            f'{where} holds a {type(row).__name__}; each line must be an object with "question" and "answer"'
+        )
+    return row
+
+
+def open_json(path: Path) -> Block:
+    """Files named .json hold one document or, written by many programs, one object a line."""
+    with opened(path) as lines:
+        filled = (line for line in lines if line.strip())
+        first, second = next(filled, b""), next(filled, None)
+    try:
+        head = parse_json(first)
+    except NotJson:
+        return ListedRows(read_document(path), path)
+    if second is None and (isinstance(head, list) or tables_in(head)):
+        return ListedRows(read_document(path), path)
+    return JsonLines(path)
+
+
+def read_document(path: Path) -> list[Row]:
+    """A list of objects, or an object in which one value is such a list, as in {"data": [...]}. Raises UserError."""
+    content = read_json(path, "the data file", "correct the file", MAX_DOCUMENT_BYTES)
+    tables = tables_in(content)
+    rows = tables[0] if len(tables) == 1 else content
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{path} holds no list of rows; it must be [{{...}}, ...], an object with one such list, or one "
+            "object a line"
+        )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{path} row {number} is a {type(row).__name__}; each row must be an object with "
+                '"question" and "answer"'
+            )
+    return rows
+
+
+def tables_in(content: object) -> list[list[Any]]:
+    """Values of an object that are lists of objects."""
+    values = content.values() if isinstance(content, dict) else ()
+    return [
+        rows for rows in values if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    ]
+
+
+class TableCache:
+    """Decoded row groups, up to CACHE_BYTES; the one that was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._tables: dict[RowGroup, Any] = {}
+
+    def table_of(self, group: RowGroup) -> Any:
+        table = self._tables.pop(group, None)
+        if table is None:
+            table = group.load()
+            sizes = {kept: decoded.nbytes for kept, decoded in self._tables.items()}
+            while sizes and table.nbytes + sum(sizes.values()) > CACHE_BYTES:
+                oldest = next(iter(sizes))
+                del sizes[oldest], self._tables[oldest]
+        self._tables[group] = table
+        return table
+
+
+@dataclass(frozen=True)
+class RowGroup(Block):
+    """A row group of a Parquet file, or a whole Arrow file. `columns` None means all; ones that are not there go."""
+
+    path: Path
+    index: int
+    num_rows: int
+    first_row: int
+    columns: tuple[str, ...] | None
+    state: tuple[int, int] | None
+    cache: TableCache = field(compare=False)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        check_unchanged(self.path, self.state)
+        for first in range(start, stop, ROWS_AT_ONCE):
+            table = self.cache.table_of(self).slice(first, min(ROWS_AT_ONCE, stop - first))
+            for number, row in enumerate(table.to_pylist(), self.first_row + first + 1):
+                where = f"{self.path} row {number}"
+                yield where, plain_row(row, where)
+
+    def load(self) -> Any:
+        """Decodes on the thread that asks: every rank has its share of the cores. Raises UserError."""
+        with table_file(self.path) as file:
+            if self.path.suffix == ".arrow":
+                return file if self.columns is None else file.select(self._present(file.schema))
+            names = None if self.columns is None else self._present(file.schema_arrow)
+            return file.read_row_group(self.index, columns=names, use_threads=False)
+
+    def _present(self, schema: Any) -> list[str]:
+        return [name for name in schema.names if name in (self.columns or ())]
+
+
+def open_table(path: Path, columns: Sequence[str] | None, cache: TableCache) -> Block:
+    """A Parquet or Arrow file. Raises UserError."""
+    with table_file(path) as file:
+        if path.suffix == ".arrow":
+            sizes = [file.num_rows]
+        else:
+            groups = map(file.metadata.row_group, range(file.num_row_groups))
+            sizes = [group.num_rows for group in groups]
+    wanted, state = None if columns is None else tuple(columns), state_of(path)
+    firsts = [0, *accumulate(sizes)]
+    return Blocks(
+        [
+            RowGroup(path, index, size, firsts[index], wanted, state, cache)
+            for index, size in enumerate(sizes)
+        ]
+    )
+
+
+@contextmanager
+def table_file(path: Path) -> Iterator[Any]:
+    """A ParquetFile, or an Arrow file's table in mapped memory, of which nothing is copied until a row is read."""
+    # Late, as rows of JSON need none of it.
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        if path.suffix == ".parquet":
+            with ParquetFile(path) as file:
+                yield file
+            return
+        mapped = pyarrow.memory_map(str(path))
+        try:
+            table = pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowInvalid:
+            table = pyarrow.ipc.open_file(mapped).read_all()
+        yield table
+    except Exception as error:  # pyarrow's own kinds, and OSError
+        kind = path.suffix[1:].capitalize()
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{path} cannot be read as {kind}: {reason}; write or download it again"
+        ) from error
+
+
+def plain_row(row: Row, where: str) -> Row:
+    """Makes texts of dates, times and decimals, at any depth. Raises UserError for what rewards cannot get as JSON."""
+    for name, value in row.items():
+        if isinstance(value, PLAIN):
+            continue
+        try:
+            row[name] = json.loads(json.dumps(value, default=as_text))
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: column {name!r} holds {error}, which is neither text nor number; choose the columns "
+                "that rewards get with rl_config.dataset_columns (--columns)"
+            ) from error
+    return row
+
+
+def as_text(value: object) -> str:
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal | datetime.timedelta):
+        return str(value)
+    raise TypeError(type(value).__name__)

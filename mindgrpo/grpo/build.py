@@ -1,0 +1,182 @@
+"""Builds a run's components from its configuration: what computes, what draws, what evaluates, what takes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from mindgrpo.algorithm.non_finite import in_arrays
+from mindgrpo.algorithm.packing import MicroShape
+from mindgrpo.backend.contract import Backend
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
+from mindgrpo.grpo.roles import Reference, Roles
+from mindgrpo.grpo.rollout import Replicas
+from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
+from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.decoder import Recompute
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.shard import Shard
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.engine import RolloutEngine
+from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.training.optimizer import AdamWSettings
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.weight_sync.verify import WeightCheck
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random, load_weights
+
+
+def make_roles(
+    plan: RunPlan,
+    backend: Backend,
+    sampling: SamplingSettings,
+    random_weights: bool = False,
+    restored: Collection[str] = (),
+) -> Roles:
+    """Policy, engine and reference with their first weights; all ranks together. Raises UserError.
+
+    `restored`: "policy" and "reference" are not read where a checkpoint will fill them.
+    """
+    residency = Residency(device_budget(plan.config))
+    policy = make_policy(plan, backend, sampling)
+    engine = make_engine(plan.model, plan.infer, backend, sampling, plan.room)
+    if "policy" not in restored:
+        _fill(policy.weights, plan.config, plan.config.actor_config.load, random_weights)
+    if policy.adapters is not None:
+        fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
+    reference = _make_reference(plan, backend, sampling, random_weights, "reference" in restored)
+    check = _make_weight_check(plan, backend, policy)
+    ref = plan.config.ref_config
+    mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
+    return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
+
+
+def make_engine(
+    model: DecoderConfig, layout: Layout, backend: Backend, sampling: SamplingSettings, room: Room
+) -> RolloutEngine:
+    """Without weights, and asleep."""
+    return EmbeddedEngine(model, layout, backend, sampling, room)
+
+
+def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> Policy:
+    """Without weights."""
+    rl, actor = plan.config.rl_config, plan.config.actor_config
+    optimizer = actor.optimizer
+    settings = UpdateSettings(
+        shape=_micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
+        num_positions=plan.row_length,
+        temperature=sampling.trainer_temperature,
+        recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
+        loss_config=loss_config(plan.config),
+        max_grad_norm=optimizer.max_grad_norm,
+        adamw=AdamWSettings(
+            optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay
+        ),
+        moments_on_host=optimizer.opt_offload,
+    )
+    return Policy(plan.model, plan.train, backend, settings, plan.lora)
+
+
+def _make_reference(
+    plan: RunPlan,
+    backend: Backend,
+    sampling: SamplingSettings,
+    random_weights: bool,
+    is_restored: bool,
+) -> Reference | None:
+    if plan.reference is None:
+        return None
+    weights = Weights(plan.reference, backend.rank, backend)
+    pipeline = None
+    if plan.reference.grid.holds(backend.rank):
+        if not is_restored:
+            _fill(weights, plan.config, plan.config.reference_load, random_weights)
+        pipeline = ForwardPipeline(
+            Shard(plan.model, weights, backend, "reference"),
+            backend,
+            "reference",
+            _micro_shape(plan, plan.config.ref_config.ref_model_batch_size, backend),
+            plan.row_length,
+            sampling.trainer_temperature,
+        )
+    return Reference(weights, pipeline)
+
+
+def _micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:
+    """`rows` rows of seq_length, or one as long as all of them where length costs nothing by itself."""
+    rl = plan.config.rl_config
+    if not rl.packing:
+        return MicroShape(rows, plan.row_length, 1)
+    if backend.kernels.ragged:
+        return MicroShape(1, rows * plan.row_length, rl.pack_num and rows * rl.pack_num)
+    return MicroShape(rows, plan.row_length, rl.pack_num)
+
+
+def _fill(weights: Weights, config: Config, directory: str, random_weights: bool) -> None:
+    if random_weights:
+        fill_random(weights, config.rl_config.seed)
+        return
+    load_weights(weights, directory)
+    bad = in_arrays(weights.parts.items())
+    if bad is not None:
+        raise UserError(
+            f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "
+            "with it would be; restore its safetensors files from their source."
+        )
+
+
+def _make_weight_check(plan: RunPlan, backend: Backend, policy: Policy) -> WeightCheck:
+    adapters = policy.adapters
+    added = {spec.name for spec in adapters.weights.layout.specs} if adapters else set()
+    names = (spec.name for spec in plan.train.specs)
+    adapted = frozenset(name for name in names if adapter_names(name)[1] in added)
+    return WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
+
+
+def make_stepper(
+    roles: Roles,
+    sampling: SamplingSettings,
+    prompts: Prompts,
+    scorer: Scorer,
+    learning_rate: Callable[[int], float],
+    watch: Watch | None = None,
+) -> Stepper:
+    plan, rl, ref = roles.plan, roles.plan.config.rl_config, roles.plan.config.ref_config
+    settings = StepSettings(
+        num_generations=rl.num_generations,
+        seed=rl.seed,
+        sampling=sampling,
+        advantages=advantage_config(plan.config),
+        updates_per_rollout=plan.batch.updates_per_rollout,
+        num_iterations=plan.batch.num_iterations,
+        old_logps=rl.enable_oldpolicy,
+        resampling_rounds=rl.resampling_rounds,
+        reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
+    )
+    replicas = Replicas(roles.engine, plan.infer.grid, roles.backend)
+    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch)
+
+
+def evaluation_modes(config: Config, sampling: SamplingSettings) -> list[Mode]:
+    """What the configuration asks for, in its order; `sampling` is the run's."""
+    rl = config.rl_config
+    own = replace(
+        sampling,
+        temperature=sampling.temperature if rl.eval_temperature is None else rl.eval_temperature,
+        top_p=sampling.top_p if rl.eval_top_p is None else rl.eval_top_p,
+    )
+    known = {
+        SAMPLED: Mode(SAMPLED, rl.eval_num_generations, own, rl.eval_pass_threshold),
+        # A second likeliest answer would be the first one again.
+        GREEDY: Mode(GREEDY, 1, replace(sampling, temperature=0.0), rl.eval_pass_threshold),
+    }
+    return [known[name] for name in rl.eval_modes]

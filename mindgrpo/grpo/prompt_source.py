@@ -1,0 +1,36 @@
+"""Gives a step its prompts, and others in the place of groups that teach nothing; knows whose samples are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mindgrpo.algorithm.types import Rollout
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.data.sampler import DataSampler
+
+
+class PromptSource:
+    """Takes the next prompts of `sampler`, `prompts_per_step` at the start of a step, and numbers them by group."""
+
+    def __init__(self, sampler: DataSampler, prompts_per_step: int) -> None:
+        self.sampler = sampler
+        self._prompts_per_step = prompts_per_step
+        self._by_group: list[Prompt] = []
+
+    def begin_step(self, step: int) -> list[np.ndarray]:
+        """Token ids int32 [n] of the prompts of groups 0, 1, ... of step number `step`."""
+        self._by_group = self.sampler.take(self._prompts_per_step)
+        return [prompt.ids for prompt in self._by_group]
+
+    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+        """Token ids int32 [n] of the prompts that these groups have from now on, the next in order."""
+        fresh = self.sampler.take(len(groups))
+        for group, prompt in zip(groups, fresh, strict=True):
+            self._by_group[group] = prompt
+        return [prompt.ids for prompt in fresh]
+
+    def owners(self, rollout: Rollout) -> list[Prompt]:
+        """The prompt of each sample."""
+        return [self._by_group[group] for group in rollout.group_ids]

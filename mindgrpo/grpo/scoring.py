@@ -1,0 +1,88 @@
+"""Scores a rollout with the rewards of rank 0 and shares what came of it with every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindgrpo.algorithm.types import Rollout
+from mindgrpo.backend.contract import Backend
+from mindgrpo.data.prompts import Prompt, columns_of
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.call import own_columns
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Scores
+
+
+class ScoringFailed(RuntimeError):
+    """The reward side of rank 0 failed as a whole; raised on every rank, so that none waits for it."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere."""
+
+    scores: Scores
+    texts: list[str]
+
+    def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
+        """`fresh`'s samples at `indices`, in order."""
+        texts = list(self.texts)
+        for index, text in zip(indices, fresh.texts, strict=False):
+            texts[index] = text
+        return Scored(self.scores.with_replaced(indices, fresh.scores), texts)
+
+
+@dataclass(frozen=True)
+class RolloutScorer:
+    """`rewards` and their worker processes are on rank 0 alone; None on the others."""
+
+    rewards: Scorer | None
+    tokenizer: Tokenizer
+    backend: Backend
+
+    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
+        """Rewards of all samples, `prompts` one a sample; all ranks together, the same on each.
+
+        A sample that a reward failed on has the mean of its group's others as its total. Raises ScoringFailed.
+        """
+        texts: list[str] = []
+        outcome: Any = None
+        if self.backend.rank == 0:
+            try:
+                texts, outcome = self._score_here(rollout, prompts)
+            except Exception as error:  # whatever it is, the other ranks wait for an answer
+                outcome = f"{type(error).__name__}: {error}"
+        shared = self.backend.world.gather_objects(outcome)[0]
+        if isinstance(shared, str):
+            raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
+        return Scored(shared.filled(rollout.group_ids), texts)
+
+    def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[list[str], Scores]:
+        assert self.rewards is not None
+        ids = [tokens.tolist() for tokens in rollout.completion_ids]
+        texts = [self.tokenizer.decode(tokens) for tokens in ids]
+        own = own_columns([prompt.text for prompt in prompts], ids, rollout.finish_reasons)
+        own["completion_lengths"] = rollout.action_lengths.tolist()
+        answers = [prompt.answer for prompt in prompts]
+        # A data set's own column of such a name wins: its author knows what it is for.
+        return texts, self.rewards.score(texts, answers, own | columns_of(prompts))
+
+    def close(self) -> None:
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+def check_rewards(check: Callable[[], None], backend: Backend) -> None:
+    """Runs `check` on rank 0 and raises its UserError on every rank, so that none goes on and waits for rank 0."""
+    refusal: str | None = None
+    if backend.rank == 0:
+        try:
+            check()
+        except UserError as error:
+            refusal = str(error)
+    refusal = backend.world.gather_objects(refusal)[0]
+    if refusal is not None:
+        raise UserError(refusal)

@@ -1,0 +1,96 @@
+"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive.
+
+A rank rewrites its file `heartbeat_RANK` in the status folder whenever its phase changes and twice a second. The file
+outlives the rank, so that it tells in which phase a rank was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_BYTES = 1024
+LONGEST_NAME = 64
+NUM_READ_ATTEMPTS = 100
+COMPILE = "compile"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Where a rank is. Times are seconds of CLOCK_MONOTONIC, the same clock for all processes of a host.
+
+    `serial` counts the phases entered: among ranks that run the same phases, the one behind has the lowest. `step`
+    counts from 1; 0 is before the first. `graph` is being compiled inside the phase since `graph_since`; empty for
+    none. `waits_since` is when the rank began to wait for another one; 0 if it does not wait.
+    """
+
+    pid: int
+    beat_at: float
+    phase: str
+    since: float
+    step: int = 0
+    serial: int = 0
+    graph: str = ""
+    graph_since: float = 0.0
+    waits_since: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """The phase, or `compile` while a graph is compiled in it."""
+        return COMPILE if self.graph else self.phase
+
+    @property
+    def position(self) -> str:
+        """Such as `phase rollout of step 5`."""
+        when = f"of step {self.step}" if self.step else "before step 1"
+        if self.graph:
+            return f"phase {COMPILE} (graph {self.graph}, in {self.phase} {when})"
+        return f"phase {self.phase} {when}"
+
+
+def heartbeat_path(folder: Path, rank: int) -> Path:
+    return folder / f"heartbeat_{rank}"
+
+
+def heartbeats_in(folder: Path) -> dict[int, Heartbeat]:
+    """The last heartbeat of every rank that has written to this host's status folder."""
+    paths = {int(path.name.rpartition("_")[2]): path for path in folder.glob("heartbeat_*")}
+    read = {rank: read_heartbeat(path) for rank, path in sorted(paths.items())}
+    return {rank: heartbeat for rank, heartbeat in read.items() if heartbeat}
+
+
+class HeartbeatFile:
+    """Writes one rank's heartbeats. A file that cannot be made or written must not end a run, and is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._num_writes = 0
+        self._descriptor: int | None = None
+        with suppress(OSError):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def write(self, heartbeat: Heartbeat) -> None:
+        if self._descriptor is None:
+            return
+        self._num_writes += 1
+        names = {"phase": heartbeat.phase[:LONGEST_NAME], "graph": heartbeat.graph[:LONGEST_NAME]}
+        # The number at both ends shows a reader that it has read one write and not parts of two.
+        text = json.dumps([self._num_writes, vars(heartbeat) | names, self._num_writes])
+        with suppress(OSError):
+            os.pwrite(self._descriptor, text.encode().ljust(FILE_BYTES), 0)
+
+
+def read_heartbeat(path: Path) -> Heartbeat | None:
+    """The last heartbeat written; None if there is none."""
+    for _ in range(NUM_READ_ATTEMPTS):
+        try:
+            first, fields, last = json.loads(path.read_bytes())
+            if first == last:
+                return Heartbeat(**fields)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError):
+            continue
+    return None

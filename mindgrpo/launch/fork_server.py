@@ -1,0 +1,191 @@
+"""Imports what ranks need and forks the ranks: fork_server.py NUM_RANKS [ARGUMENTS].
+
+Importing takes seconds of a core and is the same in every rank. Standard input is the socket on which workers ask for
+their ranks. Where ranks cannot be forked safely (another thread runs, a device's driver may be loaded) this process
+ends, and the workers run their ranks themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mindgrpo.health.failure import failure_of_code, write_failure
+from mindgrpo.launch import worker
+from mindgrpo.launch.parent_death import end_with_parent, set_parent_death_signal
+from mindgrpo.launch.plan import has_config
+from mindgrpo.launch.processes import remove_shared_files
+
+PARENT_CHECK_SECONDS = 0.5
+# Imports transformers when a rank renders its first prompt.
+FIRST_RENDERING = "mindgrpo.data.rendering"
+# What MindSpore imports when it compiles for the first time.
+FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
+
+
+def start_building() -> None:
+    """Builds the C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
+    if os.fork() == 0:
+        from mindgrpo.backend.kernels.native.library import library_path
+
+        library_path()
+        os._exit(0)
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def import_for_ranks(arguments: list[str]) -> bool:
+    """False where ranks must not be forked from what was imported."""
+    for name in ("numpy", "scipy.linalg"):
+        importlib.import_module(name)
+    # Those of OpenBLAS, which it ends before a fork and starts again after it.
+    threads = num_threads()
+    from mindgrpo import config
+    from mindgrpo.backend import connect, targets
+    from mindgrpo.errors import UserError
+
+    target = None
+    try:
+        if has_config(arguments):
+            loaded = config.load_config(*config.configuration_words(arguments))
+            target = loaded.config.context.device_target
+        if not targets.may_fork(target):
+            return False
+        connect.load(target)
+    except UserError:
+        return False  # the launcher's check prints it
+    for name in ("mindgrpo.trainer", FIRST_RENDERING, *FIRST_COMPILE):
+        importlib.import_module(name)
+    importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
+    return num_threads() == threads
+
+
+class Server:
+    """Forks `num_ranks` ranks, each for a worker that asks on `listener`, passes on signals to it and its status."""
+
+    def __init__(self, listener: socket.socket, num_ranks: int, launcher: int) -> None:
+        self._listener = listener
+        self._num_awaited = num_ranks
+        self._launcher = launcher
+        self._workers: dict[int, socket.socket] = {}  # by the rank's process id
+        self._status: dict[int, tuple[Path, int]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._fork)
+        self._wake, wakes = socket.socketpair()
+        wakes.setblocking(False)
+        self._wakes = wakes
+        self._selector.register(self._wake, selectors.EVENT_READ, self._collect)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakes.fileno())
+
+    def serve(self) -> None:
+        """Until every rank has been forked and has ended, or the launcher has."""
+        while self._num_awaited or self._workers:
+            for key, _ in self._selector.select(PARENT_CHECK_SECONDS):
+                key.data()
+            if os.getppid() != self._launcher:
+                for pid in self._workers:
+                    os.kill(pid, signal.SIGKILL)
+                remove_shared_files(os.environ["MINDGRPO_JOB"])
+                return
+
+    def _fork(self) -> None:
+        connection, _ = self._listener.accept()
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+        with connection.makefile("rb") as lines:
+            request = json.loads(lines.readline())
+        self._num_awaited -= 1
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            sockets = (self._listener, self._wake, self._wakes, connection)
+            for mine in (*sockets, *self._workers.values()):
+                mine.close()
+            self._selector.close()
+            end_with_parent(server)
+            become_rank(request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(b"\0")
+        self._workers[pid] = connection
+        self._status[pid] = worker.status_of_rank(request["environment"])
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid))
+
+    def _pass_on(self, pid: int) -> None:
+        received = self._workers[pid].recv(64)
+        for number in received.split() or [b"%d" % signal.SIGKILL]:  # nothing: its worker has ended
+            os.kill(pid, int(number))
+        if not received:
+            self._selector.unregister(self._workers[pid])
+
+    def _collect(self) -> None:
+        self._wake.recv(64)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._workers:
+                self._end(pid, os.waitstatus_to_exitcode(status))
+
+    def _end(self, pid: int, code: int) -> None:
+        connection, (folder, rank) = self._workers.pop(pid), self._status.pop(pid)
+        if code and not (folder / "ending").exists():
+            write_failure(folder, rank, failure_of_code(folder, rank, code, time.time()))
+        if connection in self._selector.get_map():
+            self._selector.unregister(connection)
+            connection.sendall(b"%d\n" % code)
+        connection.close()
+
+
+def become_rank(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Turns this process, just forked, into the rank that a worker asked for."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for target, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    program, *arguments = request["command"]
+    _, rank = worker.status_of_rank(os.environ)
+    Path("/proc/self/comm").write_text(f"rank_{rank}")  # what top shows
+    gc.unfreeze()
+    worker.run_rank(program, arguments)
+
+
+def main() -> None:
+    _, num_ranks, *arguments = sys.argv
+    launcher = os.getppid()
+    listener = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    start_building()
+    if not import_for_ranks(arguments):
+        return
+    # From here on it looks for itself: who is killed with the launcher cannot tidy up.
+    set_parent_death_signal(0)
+    gc.collect()
+    gc.freeze()
+    Server(listener, int(num_ranks), launcher).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Runs one start of a job: checks what it is given, starts its processes, waits for their end, ends what is left."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from mindgrpo.launch import exit_report
+from mindgrpo.launch.log_follower import LogFollower
+from mindgrpo.launch.options import Options
+from mindgrpo.launch.plan import JobPlan
+from mindgrpo.launch.processes import JobProcesses, start_process
+from mindgrpo.launch.signals import Signals
+
+POLL_SECONDS = 0.2
+# How long what is left of a job may take to end by itself once a rank has failed.
+SETTLE_SECONDS = 2.0
+
+
+def say(sentence: str) -> None:
+    """On standard error, whoever still reads it."""
+    with suppress(OSError):
+        sys.stderr.write(f"mindgrpo: {sentence}\n")
+        sys.stderr.flush()
+
+
+class CheckFailed(Exception):
+    """The check of what the job is given ended with `status`, and has printed why."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class Job:
+    """`run` returns the exit status; `is_stopped` tells that a signal ended the job."""
+
+    def __init__(self, plan: JobPlan, options: Options, signals: Signals) -> None:
+        self._plan, self._options, self._signals = plan, options, signals
+        self._processes = JobProcesses(plan.name, plan.status_folder)
+        self.is_stopped = False
+
+    def run(self) -> int:
+        """Raises CheckFailed."""
+        logs, first_rank = self._plan.logs, self._options.first_rank
+        shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "messages")
+        follower = LogFollower(shown)
+        try:
+            self._start_fork_server()
+            self._check()
+            main = None if self._signals.received else self._start_main()
+            # After all processes: one that is forked beside a thread may inherit a lock that nobody opens.
+            follower.start()
+            code = self._wait(main) if main else None
+            if code is None:
+                self._stop(main)
+        finally:
+            self._processes.end_all()
+            follower.finish()
+        self._join(follower)
+        if code is None:
+            self.is_stopped = True
+            say(f"stopped; full logs: {logs}")
+            return 128 + self._signals.received[0]
+        lines, status = exit_report.report(logs, self._options.num_ranks, first_rank, code)
+        with suppress(OSError):
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+            sys.stderr.flush()
+        return status
+
+    def _start_fork_server(self) -> None:
+        """Listens in its place from the beginning: a worker that comes early then waits for it."""
+        if self._plan.fork_server is None:
+            return
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0{self._plan.main.environment['MINDGRPO_FORK_SERVER']}")
+            listener.listen(self._options.num_local_ranks)
+            start_process(self._plan.fork_server, stdin=listener)
+
+    def _check(self) -> None:
+        """Beside the fork server, which imports meanwhile. Returns early for a signal."""
+        if self._plan.check is None:
+            return
+        check = start_process(self._plan.check)
+        while check.poll() is None and not self._signals.received:
+            self._signals.wait(POLL_SECONDS)
+        if check.returncode:
+            raise CheckFailed(max(1, check.returncode))
+
+    def _start_main(self) -> subprocess.Popen[bytes]:
+        say(self._plan.headline)
+        return start_process(self._plan.main)
+
+    def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
+        """The code with which the main process ended; None for a signal to this one."""
+        failed_at = None
+        while (code := main.poll()) is None:
+            if self._signals.received:
+                return None
+            if failed_at is None and self._has_failed():
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > SETTLE_SECONDS:
+                self._processes.end_all()
+            self._signals.wait(POLL_SECONDS)
+        return code
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has, while others may still wait for it."""
+        if any(self._plan.status_folder.glob("failure_*")):
+            return True
+        try:
+            return b"exit with exception" in (self._plan.logs / "msrun.log").read_bytes()
+        except OSError:
+            return False
+
+    def _stop(self, main: subprocess.Popen[bytes] | None) -> None:
+        """Tells the ranks to end, and waits for them until there is a second signal."""
+        if main is None:
+            return
+        say(f"stopping the {self._options.num_local_ranks} ranks of this job (once more: at once)")
+        signalled: set[int] = set()
+        until = time.monotonic() + self._options.stop_seconds
+        while time.monotonic() < until and len(self._signals.received) < 2:
+            pids = exit_report.worker_pids(self._plan.status_folder).values()
+            workers = {pid for pid in pids if self._processes.owns(pid)}
+            for pid in workers - signalled:
+                self._processes.signal(pid, signal.SIGTERM)
+            signalled |= workers
+            if not workers:
+                return
+            self._signals.wait(POLL_SECONDS)
+
+    def _join(self, follower: LogFollower) -> None:
+        """A screen that is held holds this up too, until it is released or there is another signal."""
+        while follower.is_alive() and len(self._signals.received) < 2:
+            follower.join(POLL_SECONDS)
+
+
+def remove_logs(logs: Path) -> None:
+    """Of a job of which no rank started, and the folder above if nothing else is in it."""
+    shutil.rmtree(logs, ignore_errors=True)
+    with suppress(OSError):
+        logs.parent.rmdir()

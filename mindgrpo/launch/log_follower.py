@@ -1,0 +1,89 @@
+"""Copies what is appended to log files to standard output while a job runs, also across files that move aside."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+POLL_SECONDS = 0.1
+CHUNK_BYTES = 1 << 16
+
+
+class FollowedFile:
+    """A file that grows. One that is renamed or removed is read to its end before the next of its name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def read(self) -> bytes:
+        """Up to CHUNK_BYTES more; empty for nothing new."""
+        if self._descriptor is None and not self._open():
+            return b""
+        assert self._descriptor is not None
+        # Asked before reading: what is written until the file moves aside is then part of what is read.
+        moved = self._has_moved(self._descriptor)
+        chunk = os.read(self._descriptor, CHUNK_BYTES)
+        if not chunk and moved:
+            self.close()
+            return self.read()
+        return chunk
+
+    def _open(self) -> bool:
+        try:
+            self._descriptor = os.open(self._path, os.O_RDONLY)
+        except OSError:
+            return False
+        return True
+
+    def _has_moved(self, descriptor: int) -> bool:
+        """False while there is no other file of that name yet."""
+        try:
+            return not os.path.samestat(os.stat(self._path), os.fstat(descriptor))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class LogFollower(threading.Thread):
+    """A thread, as a terminal that is held (Ctrl-S) must not hold up who looks after the ranks."""
+
+    def __init__(self, paths: Sequence[Path], output: int = 1) -> None:
+        super().__init__(name="log follower", daemon=True)
+        self._files = [FollowedFile(path) for path in paths]
+        self._output = output
+        self._ended = threading.Event()
+
+    def finish(self) -> None:
+        """Copies what is there by now, and ends; `join` waits for it."""
+        self._ended.set()
+
+    def run(self) -> None:
+        try:
+            while not self._ended.wait(POLL_SECONDS):
+                self._copy()
+            self._copy()
+        except OSError:
+            pass  # nobody reads standard output any more; the job goes on
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _copy(self) -> None:
+        for file in self._files:
+            while chunk := file.read():
+                self._write(chunk)
+
+    def _write(self, chunk: bytes) -> None:
+        while chunk:
+            try:
+                chunk = chunk[os.write(self._output, chunk) :]
+            except BlockingIOError:
+                time.sleep(POLL_SECONDS)

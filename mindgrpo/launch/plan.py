@@ -1,0 +1,151 @@
+"""Decides which processes a start of a job has, with their commands and environments. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindgrpo.launch.options import Options
+
+STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("worker.py")
+FORK_SERVER = Path(__file__).with_name("fork_server.py")
+# Not `-m`, which would let modules of the present folder stand in for those of the standard library.
+CHECK = "import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())"
+# What a user sets wins.
+DEFAULTS = {
+    "GLOG_v": "3",
+    # For ranks that form MindSpore's cluster, whose launcher died; a dead rank is noticed within a second otherwise.
+    # Shorter limits raise false alarms while many ranks compile on few cores.
+    "MS_NODE_TIMEOUT": "60",
+    # Larger blocks go back to the system when freed, so that memory given up shows.
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class LocalHost:
+    """What a plan depends on besides options and environment: this launcher's Python, its id, and the cores."""
+
+    python: str
+    pid: int
+    num_cores: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """`log` takes what the process prints; None: the launcher's standard error."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path | None = None
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """One start of a job. `check` and `fork_server` run first; `main` is msrun, or the only rank's worker."""
+
+    name: str
+    logs: Path
+    check: Process | None
+    fork_server: Process | None
+    main: Process
+    headline: str
+
+    @property
+    def status_folder(self) -> Path:
+        return self.logs / "status"
+
+
+def has_config(arguments: Sequence[str]) -> bool:
+    return any(word == "--config" or word.startswith("--config=") for word in arguments)
+
+
+def make_plan(
+    options: Options,
+    environment: Mapping[str, str],
+    host: LocalHost,
+    logs: Path,
+    port: int | None,
+    started_at: float,
+) -> JobPlan:
+    """`port` is that of msrun's scheduler, None for one rank; `started_at` is seconds since the epoch."""
+    name = f"{host.pid}-{logs.name.rpartition('-')[2]}"
+    ours = _environment(options, environment, host) | {
+        STATUS_VARIABLE: str(logs / "status"),
+        "MINDGRPO_JOB": name,
+        "MINDGRPO_LAUNCHED_AT": f"{started_at:.6f}",
+    }
+    arguments = options.command[1:]
+    check = fork_server = None
+    if has_config(arguments):
+        words = ("check", "--ranks", str(options.num_ranks), *arguments)
+        check = Process((host.python, "-c", CHECK, *words), ours)
+    if environment.get("MINDGRPO_FORK") != "0":
+        command = (host.python, str(FORK_SERVER), str(options.num_local_ranks), *arguments)
+        fork_server = Process(command, ours, logs / "fork_server.log")
+        ours = ours | {"MINDGRPO_FORK_SERVER": f"mindgrpo-{name}"}
+    main = Process(
+        _main_command(options, host, logs, port),
+        ours,
+        logs / ("worker_0.log" if options.num_ranks == 1 else "msrun.log"),
+    )
+    return JobPlan(name, logs, check, fork_server, main, _headline(options, port, logs))
+
+
+def _environment(
+    options: Options, environment: Mapping[str, str], host: LocalHost
+) -> dict[str, str]:
+    num_threads = max(1, host.num_cores // options.num_local_ranks)
+    ours = {**DEFAULTS, "OMP_NUM_THREADS": str(num_threads)}
+    ours |= {name: value for name, value in environment.items() if value or name not in ours}
+    ours["PYTHONUNBUFFERED"] = "1"
+    root = PACKAGE_FOLDER.parent
+    if root.name not in ("site-packages", "dist-packages"):
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), ours.get("PYTHONPATH"))))
+    ours.pop("MINDGRPO_RANKS_PER_HOST", None)
+    if options.hosts.num_hosts > 1:
+        ours["MINDGRPO_RANKS_PER_HOST"] = str(options.num_local_ranks)
+    return ours
+
+
+def _main_command(
+    options: Options, host: LocalHost, logs: Path, port: int | None
+) -> tuple[str, ...]:
+    if options.num_ranks == 1:
+        return (host.python, str(WORKER), *options.command)
+    several: tuple[str, ...] = ()
+    if options.hosts.master is not None:
+        address, _ = options.hosts.master
+        several = (f"--master_addr={address}", f"--node_rank={options.hosts.host_index}")
+    return (
+        "msrun",
+        f"--worker_num={options.num_ranks}",
+        f"--local_worker_num={options.num_local_ranks}",
+        f"--master_port={port}",
+        *several,
+        "--join=True",
+        f"--log_dir={logs}",
+        # No rank has this number: msrun shows no log.
+        f"--tail_worker_log={options.num_ranks}",
+        "--",
+        str(WORKER),
+        *options.command,
+    )
+
+
+def _headline(options: Options, port: int | None, logs: Path) -> str:
+    num_ranks, hosts = options.num_ranks, options.hosts
+    if hosts.master is not None:
+        address, port = hosts.master
+        return (
+            f"host {hosts.host_index} of {hosts.num_hosts}: {options.num_local_ranks} of {num_ranks} ranks, meeting at "
+            f"{address}:{port}, full logs: {logs}"
+        )
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks on port {port}"
+    return f"{ranks}, full logs: {logs}"

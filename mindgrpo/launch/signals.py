@@ -1,0 +1,35 @@
+"""Receives the signals that end a job, and wakes the launcher for them and for the end of a child."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """`received` are the numbers of signals to end, in order; those that this process was started to ignore do not
+    count (SIGHUP under nohup, SIGINT in a script's background)."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in STOPPING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._receive)
+        # With a handler of its own the end of a child writes to the pipe too.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+    def wait(self, seconds: float) -> None:
+        """Returns earlier where a signal has come or a child has ended."""
+        if select.select([self._reader], [], [], seconds)[0]:
+            os.read(self._reader, 4096)

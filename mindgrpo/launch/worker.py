@@ -1,0 +1,169 @@
+"""Runs a program as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
+
+Where there is a fork server, the rank is forked there, which saves it the imports, and this process stands in for it:
+passes signals on and ends as the rank ends. Else the program runs here. It sees what it sees under
+`python PROGRAM ARGUMENTS`: arguments, `__main__`, `__file__` and the folder first on the import path. A rank ends with
+the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from mindgrpo.launch.parent_death import end_with_parent
+
+PARENT_CHECK_SECONDS = 0.5
+# How long a rank that failed waits for its threads: they may wait for a rank that is gone.
+JOIN_SECONDS = 5.0
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def exit_status(ending: BaseException) -> int:
+    if isinstance(ending, KeyboardInterrupt):
+        return 130
+    if not isinstance(ending, SystemExit):
+        return 1
+    if ending.code is None:
+        return 0
+    # What is not a number is a message, and Python ends with 1 after printing it.
+    return ending.code if isinstance(ending.code, int) else 1
+
+
+def run(program: str, arguments: list[str]) -> None:
+    sys.argv = [program, *arguments]
+    sys.path[0] = str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+def print_ending(ending: BaseException) -> None:
+    """Prints what Python prints when a program ends so."""
+    if not isinstance(ending, SystemExit):
+        traceback.print_exception(ending)
+    elif not (ending.code is None or isinstance(ending.code, int)):
+        print(ending.code, file=sys.stderr)
+
+
+def write_ending(folder: Path, rank: int, ending: BaseException, status: int) -> None:
+    """For the launcher and the other ranks; rank 0, whose log is on the screen, also prints why it lost a peer."""
+    # Only here: a rank that ends well has no use for it.
+    from mindgrpo.health.failure import failure_of_exception, write_failure
+    from mindgrpo.launch.exit_report import traceback_of_first_failure
+
+    failure = failure_of_exception(folder, rank, ending, status)
+    write_failure(folder, rank, failure)
+    if failure.is_consequence and rank == 0:
+        print(traceback_of_first_failure(folder), end="", file=sys.stderr, flush=True)
+
+
+def run_rank(program: str, arguments: list[str]) -> NoReturn:
+    """Runs the program to its end and the process with it."""
+    status = 0
+    try:
+        run(program, arguments)
+    except BaseException as ending:
+        print_ending(ending)
+        status = exit_status(ending)
+        if status:
+            with suppress(Exception):
+                write_ending(*status_of_rank(os.environ), ending, status)
+    patience = time.monotonic() + JOIN_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(max(0.0, patience - time.monotonic()) if status else None)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking the interpreter and its libraries apart costs a rank some 0.3 s and changes nothing any more.
+    os._exit(status & 0xFF)
+
+
+def status_of_rank(environment: Mapping[str, str]) -> tuple[Path, int]:
+    """The job's status folder, and the rank."""
+    return Path(environment["MINDGRPO_STATUS_DIR"]), int(environment.get("RANK_ID", "0"))
+
+
+def ask_for_fork(name: str, command: list[str]) -> socket.socket | None:
+    """A connection to the server that has forked the rank; None if there is no server of this user."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(f"\0{name}")
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        if int.from_bytes(peer[4:8], sys.byteorder) != os.getuid():
+            return None
+        request = {"command": command, "environment": dict(os.environ), "folder": os.getcwd()}
+        socket.send_fds(connection, [b"\0"], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        return connection if connection.recv(1) else None
+    except OSError:
+        return None
+
+
+def stand_in(connection: socket.socket, parent: int) -> NoReturn:
+    """Waits for the forked rank and ends as it did."""
+    for number in STOPPING:
+        signal.signal(number, lambda number, _: connection.sendall(b"%d\n" % number))
+    while not select.select([connection], [], [], PARENT_CHECK_SECONDS)[0]:
+        if os.getppid() != parent:
+            os._exit(1)  # the server then kills the rank
+    answer = connection.recv(16)
+    if not answer:
+        write_loss_of_server(*status_of_rank(os.environ))
+        sys.exit("mindgrpo: the process that forks the ranks has ended; fork_server.log says why.")
+    status = int(answer)
+    if status < 0:
+        # The rank has left the core file, if there is to be one.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def write_loss_of_server(folder: Path, rank: int) -> None:
+    from mindgrpo.health.failure import Failure, position_of, write_failure
+
+    if (folder / "ending").exists():
+        return  # the launcher ends all, the server first
+    position = position_of(folder, rank)
+    where = f"; rank {rank} was{position}" if position else ""
+    message = f"the process that forks the ranks has ended{where}"
+    failure = Failure(None, time.time(), 1, message, "fork_server.log may say why")
+    write_failure(folder, rank, failure)
+
+
+def main() -> None:
+    _, program, *arguments = sys.argv
+    parent = os.getppid()
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        end_with_parent(parent)
+        run(program, arguments)
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # who started this was told to ignore them
+    folder, rank = status_of_rank(os.environ)
+    (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
+    server = os.environ.get("MINDGRPO_FORK_SERVER")
+    connection = ask_for_fork(server, [program, *arguments]) if server else None
+    if connection is not None:
+        stand_in(connection, parent)
+    end_with_parent(parent)
+    run_rank(program, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""A layer's attention around a kernel that may be any: packed rows in training, whole prompts, or a cache.
+
+Letters as in decoder.py; W = (queries + 2 kv) D, the width of a rank's projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
+from mindgrpo.models.shard import Shard
+
+
+class Attention(nn.Cell):
+    """(normed x_NH, *context) -> what attention adds to the residual, a split of heads over the group.
+
+    `attend` is an attention of the kernels' contract, and `context` what it takes after the norms' weights.
+    """
+
+    def __init__(self, shard: Shard, prefix: str, attend: nn.Cell) -> None:
+        super().__init__()
+        name, heads = prefix + "self_attn.", shard.heads()
+        nothing = Tensor([0.0], ms.float32)
+        self.copy = CopyTo(shard.group)
+        self.qkv = shard.linear(name + "qkv_proj.weight")
+        self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
+        self.has_head_norms = heads.norm_eps is not None
+        self.norm_offset = shard.config.family.norm_offset
+        self.q_norm = shard[name + "q_norm.weight"] if self.has_head_norms else nothing
+        self.k_norm = shard[name + "k_norm.weight"] if self.has_head_norms else nothing
+        self.has_projection_norm = shard.config.family.qk_norm == "projection"
+        if self.has_projection_norm:
+            self.projection_norm = ProjectionNorm(shard, name)
+        self.attend = attend
+        self.out = shard.linear(name + "o_proj.weight")
+        self.reduce = ReduceFrom(shard.group)
+        self.out_bias = shard.get(name + "o_proj.bias")
+        self.has_out_bias = self.out_bias is not None
+
+    def construct(self, x: Any, *context: Any) -> Any:
+        qkv = self.qkv(self.copy(x))
+        if self.has_projection_norm:
+            qkv = self.projection_norm(qkv)
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if self.has_head_norms and self.norm_offset != 0.0:
+            q_norm, k_norm = q_norm + self.norm_offset, k_norm + self.norm_offset
+        y = self.reduce(self.out(self.attend(qkv, self.bias, q_norm, k_norm, *context)))
+        if self.has_out_bias:
+            y = y + self.out_bias
+        return y
+
+
+class ProjectionNorm(nn.Cell):
+    """qkv [N, W] (+ its bias) with RMS norms over all of a token's queries and over all of its keys.
+
+    Their heads lie on the ranks of a group, so the mean square is one sum over ranks: [N, 2] forward and backward.
+    """
+
+    def __init__(self, shard: Shard, name: str) -> None:
+        super().__init__()
+        config = shard.config
+        self.queries = shard.query_heads * config.head_dim
+        self.keys = self.queries + shard.kv_heads * config.head_dim
+        self.q_norm, self.k_norm = shard[name + "q_norm.weight"], shard[name + "k_norm.weight"]
+        self.offset, self.eps = config.family.norm_offset, config.rms_norm_eps
+        # Keys that several ranks hold are in the sum as often.
+        widths = (config.num_attention_heads, config.num_key_value_heads * shard.kv_copies)
+        self.mean = Tensor([[1.0 / (heads * config.head_dim) for heads in widths]], ms.float32)
+        self.bias = shard.get(name + "qkv_proj.bias")
+        self.has_bias = self.bias is not None
+        self.reduce, self.copy = ReduceFrom(shard.group), CopyTo(shard.group)
+
+    def construct(self, qkv: Any) -> Any:
+        if self.has_bias:
+            qkv = qkv + self.bias
+        queries, keys = qkv[:, : self.queries], qkv[:, self.queries : self.keys]
+        squares = ops.concat(
+            ((queries * queries).sum(1, keepdims=True), (keys * keys).sum(1, keepdims=True)), 1
+        )
+        # All ranks use the sum, so its gradient is a sum over them as well.
+        total = self.copy(self.reduce(squares))
+        scale = ops.rsqrt(total * self.mean + self.eps)
+        queries = queries * scale[:, :1] * (self.q_norm + self.offset)
+        keys = keys * scale[:, 1:] * (self.k_norm + self.offset)
+        return ops.concat((queries, keys, qkv[:, self.keys :]), 1)

@@ -1,0 +1,239 @@
+"""A dense decoder's dimensions and options, read from a Hugging Face `config.json`.
+
+Raises UserError for architectures and options that the decoder does not compute exactly; a dimension that is missing
+is never guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.backend.kernels.contract import Activation
+from mindgrpo.errors import UserError
+from mindgrpo.models.families import ACTIVATIONS, FAMILIES, NOT_COMPUTED, Family
+from mindgrpo.strict_files import read_object
+
+MAX_CONFIG_BYTES = 1 << 20
+# Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
+MAX_SIZE, MAX_LAYERS = 1 << 24, 4096
+ROPE_FACTORS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Dimensions of a dense decoder; `raw` is the config.json they came from, for writing it back.
+
+    Scores are multiplied by `query_scale`. Layers whose `local_layers` is True see the last `sliding_window` tokens
+    and have rotary positions of base `local_rope_theta`; the window is None in models without such layers.
+    """
+
+    model_type: str
+    family: Family
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any] | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    activation: Activation
+    query_scale: float
+    local_layers: tuple[bool, ...]
+    local_rope_theta: float
+    sliding_window: int | None
+    raw: Mapping[str, Any]
+
+
+def read_config(directory: str | Path) -> DecoderConfig:
+    """The decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""
+    path = Path(directory) / "config.json"
+    if not Path(directory).is_dir():
+        raise UserError(
+            f"The model directory '{directory}' does not exist; give a Hugging Face directory "
+            "(config.json, *.safetensors, tokenizer.json) in actor_config.load."
+        )
+    if not path.exists():
+        raise UserError(
+            f"'{directory}' has no config.json, so it is not a Hugging Face model directory; "
+            "set actor_config.load to one."
+        )
+    raw = read_object(path, "the model's", "restore it from its source.", MAX_CONFIG_BYTES)
+    return decoder_config(raw, str(path))
+
+
+def decoder_config(given: Mapping[str, Any], where: str) -> DecoderConfig:
+    """`given` (the fields of config.json) as a DecoderConfig; `where` is named in errors."""
+    family = _family(given, where)
+    # A null is as good as a key that is left out.
+    raw = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}
+    for key, reason in NOT_COMPUTED.items():
+        if raw.get(key):
+            raise UserError(f"{where}: {key} is {raw[key]!r}, but {reason}.")
+    heads, kv_heads, head_dim = _heads(raw, where)
+    scalar = family.query_scalar_key
+    layers = _positive(raw, "num_hidden_layers", where, MAX_LAYERS)
+    local = _local_layers(raw, layers, where) if family.has_local_layers else (False,) * layers
+    theta, scaling = _rope(raw, FULL, "rope_theta", where)
+    local_theta = theta
+    if any(local):
+        local_theta, _ = _rope(raw, LOCAL, "rope_local_base_freq", where)
+    bias = _switch(raw, family.bias_key, where) if family.bias_key else family.qkv_bias
+    positions = "max_position_embeddings"
+    return DecoderConfig(
+        model_type=raw["model_type"],
+        family=family,
+        vocab_size=_positive(raw, "vocab_size", where),
+        hidden_size=_positive(raw, "hidden_size", where),
+        intermediate_size=_positive(raw, "intermediate_size", where),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(raw, "rms_norm_eps", where, 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=(
+            _positive(raw, positions, where, 1 << 40) if positions in {**given, **raw} else 32768
+        ),
+        tie_word_embeddings=_switch(raw, "tie_word_embeddings", where),
+        qkv_bias=bias,
+        output_bias=bias and family.bias_key is not None,
+        activation=_activation(raw, family.activation_key, where),
+        query_scale=(_number(raw, scalar, where, 1.0) if scalar else head_dim) ** -0.5,
+        local_layers=local,
+        local_rope_theta=local_theta,
+        sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
+        raw=dict(given),
+    )
+
+
+def _family(raw: Mapping[str, Any], where: str) -> Family:
+    kind = str(raw.get("model_type"))
+    if kind in FAMILIES:
+        return FAMILIES[kind]
+    near = get_close_matches(kind[:100], FAMILIES, 1, 0.5)
+    hint = f" (nearest: {near[0]})" if near else ""
+    raise UserError(
+        f"{where}: model_type '{kind}' is not one of {', '.join(FAMILIES)}{hint}; use a model of these families."
+    )
+
+
+def _heads(raw: Mapping[str, Any], where: str) -> tuple[int, int, int]:
+    """(heads of queries, heads of keys and values, head_dim)"""
+    heads = _positive(raw, "num_attention_heads", where)
+    hidden = _positive(raw, "hidden_size", where)
+    if "head_dim" not in raw and hidden % heads:
+        raise UserError(
+            f"{where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads} and no "
+            "head_dim is given; correct the file."
+        )
+    head_dim = _positive(raw, "head_dim", where) if "head_dim" in raw else hidden // heads
+    kv = "num_key_value_heads"
+    kv_heads = _positive(raw, kv, where) if kv in raw else heads
+    if heads % kv_heads:
+        raise UserError(
+            f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
+            "correct the file."
+        )
+    return heads, kv_heads, head_dim
+
+
+def _local_layers(raw: Mapping[str, Any], count: int, where: str) -> tuple[bool, ...]:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        pattern = _positive(raw, "sliding_window_pattern", where)
+        return tuple((index + 1) % pattern > 0 for index in range(count))
+    if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - {FULL, LOCAL}:
+        raise UserError(
+            f"{where}: layer_types must list '{FULL}' or '{LOCAL}' for each of num_hidden_layers {count} layers; "
+            "correct the file."
+        )
+    return tuple(kind == LOCAL for kind in kinds)
+
+
+def _activation(raw: Mapping[str, Any], key: str, where: str) -> Activation:
+    name = str(raw.get(key))
+    if name not in ACTIVATIONS:
+        raise UserError(
+            f"{where}: {key} '{name}' is not computed here; only {' and '.join(ACTIVATIONS)} are."
+        )
+    return ACTIVATIONS[name]
+
+
+def _positive(raw: Mapping[str, Any], key: str, where: str, most: int = MAX_SIZE) -> int:
+    value = raw.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise UserError(
+            f"{where}: {key} is {value!r}, but must be a whole number above 0 and at most {most}."
+        )
+    return value
+
+
+def _number(raw: Mapping[str, Any], key: str, where: str, default: float) -> float:
+    value = raw.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UserError(f"{where}: {key} is {value!r}, but must be a number above 0.")
+    return float(value)
+
+
+def _switch(raw: Mapping[str, Any], key: str, where: str) -> bool:
+    value = raw.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{where}: {key} is {value!r}, but must be true or false.")
+    return bool(value)
+
+
+def _rope(
+    raw: Mapping[str, Any], layers: str, key: str, where: str
+) -> tuple[float, Mapping[str, Any] | None]:
+    """Base and scaling of the rotary positions of one type of `layers`.
+
+    transformers 4 writes the base at `key` and the scaling, of full attention's layers alone, at rope_scaling;
+    later versions write both into rope_parameters, by the type of layers where there are several.
+    """
+    rope = raw.get("rope_parameters", {})
+    if isinstance(rope, Mapping):
+        rope = rope.get(layers, rope)
+    if not isinstance(rope, Mapping):
+        raise UserError(f"{where}: rope_parameters is {rope!r}, but must be an object.")
+    base = rope if "rope_theta" in rope else {"rope_theta": raw.get(key, 10000.0)}
+    scaling = rope or (raw.get("rope_scaling") if layers == FULL else None)
+    scaling = _rope_scaling(scaling, where)
+    if scaling is not None and layers == LOCAL:
+        raise UserError(f"{where}: rope_parameters scales {LOCAL}, which is not computed here.")
+    return _number(base, "rope_theta", where, 10000.0), scaling
+
+
+def _rope_scaling(scaling: Any, where: str) -> Mapping[str, Any] | None:
+    if not scaling:
+        return None
+    if not isinstance(scaling, Mapping):
+        raise UserError(f"{where}: rope_scaling is {scaling!r}, but must be an object.")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise UserError(
+            f"{where}: rope_scaling type '{kind}' is not computed here; only 'llama3' and none are."
+        )
+    for factor in ROPE_FACTORS:
+        _number({factor: scaling.get(factor)}, factor, f"{where}: rope_scaling", 1.0)
+    return dict(scaling)

@@ -1,0 +1,92 @@
+"""Runs one rank's stage of a model that is spread over pipeline stages, forward only: log-probs of given tokens.
+
+Activations travel between neighbouring stages over the backend's links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape
+from mindgrpo.backend.contract import Backend, Link
+from mindgrpo.models.decoder import (
+    KEEP_ALL,
+    LogProbStage,
+    Recompute,
+    Stage,
+)
+from mindgrpo.models.shard import Shard
+
+# The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
+LOGITS_BYTES = 64 << 20
+
+
+class ForwardPipeline:
+    """Forward passes of `shard`'s stage over micro-batches of `shape`, whose positions stay below `num_positions`.
+
+    `num_stages` ranks hold a stage each, this one stage number `stage_index`. `forward` is the stage's compiled graph,
+    `net` the stage with the head on the last stage, None on the others.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        backend: Backend,
+        name: str,
+        shape: MicroShape,
+        num_positions: int,
+        temperature: float,
+        recompute: Recompute = KEEP_ALL,
+    ) -> None:
+        grid = shard.weights.layout.grid
+        rank = shard.weights.rank
+        self.shard = shard
+        self.shape = shape
+        self.stage = Stage(shard, num_positions, recompute)
+        self.net = None
+        if shard.is_last:
+            self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
+        self.forward = backend.graph(self.net or self.stage, f"{name} forward")
+        self.stage_index = grid.coordinates(rank).stage
+        self.num_stages = grid.pipeline_stage
+        self.activation_shape = (shape.tokens, shard.config.hidden_size)
+        ranks = grid.stage_group(rank)
+        slot = int(np.prod(self.activation_shape)) * 4
+        self.links: dict[str, Link] = {}
+        # Both ends of a pair make its two links in one order, or each would wait for the other's first.
+        for pair in range(self.num_stages - 1):
+            if self.stage_index in (pair, pair + 1):
+                down = backend.link(ranks[pair], ranks[pair + 1], slot)
+                up = backend.link(ranks[pair + 1], ranks[pair], slot)
+                if self.stage_index == pair:
+                    self.links |= {"to_next": down, "from_next": up}
+                else:
+                    self.links |= {"from_previous": down, "to_previous": up}
+
+    def inputs(self, batch: MicroBatch) -> np.ndarray:
+        """Token ids on the first stage, the previous stage's activations elsewhere."""
+        if self.stage_index == 0:
+            return batch.tokens
+        return self.links["from_previous"].receive(self.activation_shape, np.float32)
+
+    def pass_on(self, y: Any) -> None:
+        self.links["to_next"].send(y.asnumpy())
+
+    def log_probs(
+        self, batches: Sequence[MicroBatch]
+    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """(log p, entropy), float32 [M] each, of every micro-batch's labels; None where this is not the last stage."""
+        results = []
+        for batch in batches:
+            x = Tensor(self.inputs(batch))
+            where = Tensor(batch.positions), Tensor(batch.spans)
+            if self.net is None:
+                self.pass_on(self.forward(x, *where))
+                continue
+            logp, entropy = self.forward(x, *where, Tensor(batch.picks), Tensor(batch.labels))
+            results.append((logp.asnumpy(), entropy.asnumpy()))
+        return None if self.net is None else results

@@ -1,0 +1,124 @@
+"""A rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+
+from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.lora import LowRankLinear, fused_parts
+from mindgrpo.models.lora_specs import LoraSettings, adapter_names
+from mindgrpo.models.parallel_cells import Linear
+from mindgrpo.weights.local_weights import Weights
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """A rank's low-rank adapters, in the layout of the weights that they are for."""
+
+    weights: Weights
+    settings: LoraSettings
+
+
+class Shard:
+    """A rank's parameters of one role, by stored key, with the sizes that cells need.
+
+    With `adapters`, matrices that have some are used together with them.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        backend: Backend,
+        prefix: str,
+        adapters: Adapters | None = None,
+    ) -> None:
+        layout = weights.layout
+        self.config = config
+        self.weights = weights
+        self.backend = backend
+        self.group: Group = backend.group(layout.grid.model_group(weights.rank))
+        ways = layout.grid.model_parallel
+        self.layers = layout.stage_layers[layout.grid.coordinates(weights.rank).stage]
+        self.query_heads = config.num_attention_heads // ways
+        self.kv_heads = max(1, config.num_key_value_heads // ways)
+        # Ranks of the group that hold the same heads of keys and values.
+        self.kv_copies = max(1, ways // config.num_key_value_heads)
+        self.local_vocab = -(-config.vocab_size // ways)
+        self.kernels = backend.kernels
+        self.first_token = self.local_vocab * layout.grid.coordinates(weights.rank).model
+        # Trained roles have gradients for exactly these, in this order.
+        self.parameters = {
+            entry.key: backend.parameter(weights.tensors[entry.key], f"{prefix}.{entry.key}")
+            for entry in weights.stored
+        }
+
+        self._adapters = adapters
+        self.adapter_parameters: dict[str, Any] = {}
+        if adapters is not None:
+            self.adapter_parameters = {
+                entry.key: backend.parameter(
+                    adapters.weights.tensors[entry.key], f"{prefix}.{entry.key}"
+                )
+                for entry in adapters.weights.stored
+            }
+
+    def linear(self, key: str) -> nn.Cell:
+        """The product with matrix `key` (without bias)."""
+        base = Linear(self[key])
+        a_key, b_key = adapter_names(key)
+        if self._adapters is None or a_key not in self.adapter_parameters:
+            return base
+        adapted = {spec.name for e in self._adapters.weights.stored for spec in e.parts}
+        flags = [adapter_names(part)[0] in adapted for part in fused_parts(key)]
+        (entry,) = [entry for entry in self.weights.stored if entry.key == key]
+        parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
+        return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.parameters[key]
+
+    def get(self, key: str) -> Any:
+        return self.parameters.get(key)
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.config.num_hidden_layers
+
+    @property
+    def head_table(self) -> Any:
+        tied = self.config.tie_word_embeddings
+        return self["model.embed_tokens.weight" if tied else "lm_head.weight"]
+
+    def padding_bias(self) -> np.ndarray | None:
+        """float32 [1, local vocabulary] that keeps padded columns out of a softmax; None where there are none."""
+        ids = np.arange(self.first_token, self.first_token + self.local_vocab)
+        if ids[-1] < self.config.vocab_size:
+            return None
+        return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
+
+    def heads(self) -> Heads:
+        """As attention's kernels take them: a norm over the whole projection, and its bias, are none of theirs."""
+        config = self.config
+        return Heads(
+            self.query_heads,
+            self.kv_heads,
+            config.head_dim,
+            config.qkv_bias and config.family.qk_norm != "projection",
+            config.rms_norm_eps if config.family.qk_norm == "head" else None,
+            config.query_scale,
+        )
+
+    def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
+        real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
+        return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)

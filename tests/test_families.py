@@ -1,0 +1,154 @@
+"""A family's config.json as a decoder: what may be left out, the ways to write one thing, and what is refused.
+
+Does not prove that the decoder computes what it reads: test_golden_models.py does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mindgrpo.errors import UserError
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
+from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.rotary import rotary_table
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+# As published, the fields that matter here.
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+OLMO2_1B = {
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
+
+
+def read(family: str, **raw: Any) -> DecoderConfig:
+    return decoder_config({"model_type": family, **SIZES, **raw}, "here")
+
+
+@pytest.mark.parametrize(
+    ("raw", "count"), [(GEMMA3_1B, 999_885_952), (OLMO2_1B, 1_484_916_736)], ids=["gemma", "olmo"]
+)
+def test_published_models_have_their_published_number_of_parameters(
+    raw: dict[str, Any], count: int
+) -> None:
+    assert num_parameters(decoder_config(raw, "here")) == count
+
+
+def test_what_config_json_leaves_out_is_the_familys_default() -> None:
+    gemma, llama = read("gemma3_text"), read("llama")
+    assert (gemma.tie_word_embeddings, llama.tie_word_embeddings) == (True, False)
+    assert (gemma.head_dim, llama.head_dim) == (256, 8)
+    assert (gemma.activation, llama.activation) == ("gelu_tanh", "silu")
+    assert (gemma.query_scale, llama.query_scale) == (256**-0.5, 8**-0.5)
+    assert (gemma.rope_theta, gemma.local_rope_theta, llama.rope_theta) == (1e6, 1e4, 1e4)
+    assert read("olmo2").rms_norm_eps == 1e-5
+    # Nulls are as good as nothing.
+    assert read("gemma3_text", head_dim=None, rope_theta=None).head_dim == 256
+
+
+def test_local_layers_are_listed_or_all_but_every_nth() -> None:
+    listed = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
+    assert read("gemma3_text").local_layers == (True,) * 5 + (False, True)
+    by_pattern = read("gemma3_text", sliding_window_pattern=2, sliding_window=9)
+    assert by_pattern.local_layers == (True, False) * 3 + (True,)
+    assert by_pattern.sliding_window == 9
+    assert read("gemma3_text", layer_types=listed).local_layers == (True, False) * 3 + (False,)
+    everywhere = read("gemma3_text", layer_types=["full_attention"] * 7)
+    assert everywhere.sliding_window is None
+    # Families without local layers say so for each layer, too.
+    assert not any(read("qwen3", layer_types=["full_attention"] * 7).local_layers)
+
+
+def test_rotary_bases_are_read_as_older_and_as_newer_files_have_them() -> None:
+    older = read("gemma3_text", rope_theta=7e5, rope_local_base_freq=300.0)
+    newer = read(
+        "gemma3_text",
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 7e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    )
+    for config in (older, newer):
+        assert (config.rope_theta, config.local_rope_theta) == (7e5, 300.0)
+        assert config.rope_scaling is None
+    assert read("olmo2", rope_parameters={"rope_theta": 9e4}).rope_theta == 9e4
+
+
+def test_local_layers_turn_by_their_own_base_and_without_the_scaling_of_the_others() -> None:
+    factors = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = read("gemma3_text", rope_scaling={"rope_type": "llama3", **factors})
+    plain = read("gemma3_text", rope_theta=1e4)
+    np.testing.assert_array_equal(rotary_table(config, 40, True), rotary_table(plain, 40))
+    assert np.abs(rotary_table(config, 40) - rotary_table(read("gemma3_text"), 40)).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "raw", "message"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, but"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, but"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "later tokens is not computed"),
+        ("gemma3_text", {"hidden_activation": "relu"}, "only silu and gelu_pytorch_tanh are"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "for each of num_hidden_layers 7"),
+        ("gemma3_text", {"layer_types": ["chunked"] * 7}, "must list 'full_attention' or"),
+        ("gemma3_text", {"sliding_window": 0}, "sliding_window is 0, but must be"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1, but must"),
+        ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "type 'linear'"),
+        ("qwen2", {"use_sliding_window": True}, "set it to false if the sequences stay below"),
+        ("llama", {"mlp_bias": True}, "a bias in the MLP"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not computed here"),
+        ("olmo3", {}, "nearest: olmo2"),
+    ],
+)
+def test_what_the_decoder_does_not_compute_is_refused(
+    family: str, raw: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read(family, **raw)

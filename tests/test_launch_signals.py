@@ -1,0 +1,116 @@
+"""Ctrl-C, a closed terminal and a scheduler's goodbye, as they reach a launcher and its whole process group.
+
+Ranks are small programs under the stand-in for msrun of test_launch_script.py. Does not prove what a real run saves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_launch_script import ROOT, environment, program
+from test_restarts import Started, listen_to_ctrl_c
+
+SAVES = """
+import signal
+def end(*_):
+    time.sleep(0.5)
+    print("saved by", rank, flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), flush=True)
+time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_the_signal(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    job = Started(tmp_path, SAVES, MINDGRPO_FORK="0")
+    time.sleep(0.5)  # the other rank listens as well
+    os.killpg(job.launcher.pid, number)
+    shown, errors = job.launcher.communicate(timeout=20)
+    assert job.launcher.returncode == status and job.mine() == []
+    assert shown == "saved by 0\n"
+    assert [line.partition(";")[0] for line in errors.splitlines()[1:]] == [
+        "mindgrpo: stopping the 2 ranks of this job (once more: at once)",
+        "mindgrpo: stopped",
+    ]
+
+
+def ignore_hangups() -> None:
+    listen_to_ctrl_c()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_job_that_was_started_to_outlive_its_terminal_does(tmp_path: Path) -> None:
+    source = "print(os.getpid(), flush=True)\ntime.sleep(1.5)\nprint('well')"
+    job = Started(tmp_path, source, ignore_hangups, MINDGRPO_FORK="0")
+    os.killpg(job.launcher.pid, signal.SIGHUP)
+    assert job.launcher.wait(timeout=20) == 0
+    assert job.launcher.communicate()[0] == "well\n"
+
+
+def test_ctrl_c_during_the_check_leaves_nothing(tmp_path: Path) -> None:
+    # A configuration that never comes to its end.
+    os.mkfifo(tmp_path / "slow.yaml")
+    words = ["--ranks", "2", "--", program(tmp_path, ""), "--config", str(tmp_path / "slow.yaml")]
+    launcher = subprocess.Popen(
+        ["bash", str(ROOT / "scripts" / "launch.sh"), *words],
+        env=environment(tmp_path, MINDGRPO_FORK="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=listen_to_ctrl_c,
+    )
+    status = tmp_path / "logs"
+    until = time.monotonic() + 20.0
+    while not list(status.glob("*/fork_server.log")):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    os.killpg(launcher.pid, signal.SIGINT)
+    shown, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, shown) == (130, "")
+    assert errors.startswith("mindgrpo: stopped; full logs: ") and errors.count("\n") == 1
+    mark = f"MINDGRPO_STATUS_DIR={status}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                assert mark not in (entry / "environ").read_bytes(), entry
+            except OSError:
+                continue
+
+
+def test_a_screen_that_nobody_reads_any_more_does_not_end_the_job(tmp_path: Path) -> None:
+    source = "print(os.getpid(), flush=True)\ntime.sleep(1)\nprint('x' * 300_000, flush=True)\n"
+    source += f"open({str(tmp_path / 'done')!r}, 'w').close()"
+    job = Started(tmp_path, source, MINDGRPO_FORK="0")
+    assert job.launcher.stdout is not None
+    job.launcher.stdout.close()
+    assert job.launcher.wait(timeout=20) == 0
+    assert (tmp_path / "done").exists()
+
+
+def test_a_screen_that_is_held_keeps_neither_a_failure_nor_ctrl_c_from_being_seen(
+    tmp_path: Path,
+) -> None:
+    source = (
+        "print(os.getpid(), flush=True)\nif rank == '0': print('x' * 300_000, flush=True)\n"
+        "time.sleep(1)\nif rank == '1': raise ValueError\ntime.sleep(50)"
+    )
+    job = Started(tmp_path, source, MINDGRPO_FORK="0")
+    job.wait_until_gone(15.0)  # the failure was seen
+    for _ in range(2):
+        job.launcher.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    assert job.launcher.wait(timeout=5) == 1
+    assert job.launcher.stderr is not None
+    assert "rank 1 failed: ValueError" in job.launcher.stderr.read().splitlines()[-1]

@@ -1,0 +1,72 @@
+"""The wheel alone, in an environment of its own: `mindgrpo launch` starts ranks from any folder.
+
+MindSpore and the other requirements are seen through the environment that runs the tests, so that nothing is
+downloaded. Does not prove that pip finds versions of them that fit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """
+import os, sys
+import mindgrpo
+from mindgrpo.health.rank_health import RankHealth
+print("rank", os.environ["RANK_ID"], os.path.dirname(mindgrpo.__file__), "mindspore" in sys.modules, sys.argv[1:])
+"""
+
+
+def run(*command: str | Path, **more: str | Path) -> str:
+    ended = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=120, **more
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment's folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source, venv = folder / "source", folder / "venv"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "mindgrpo", source / "mindgrpo", ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    alone = ("--no-deps", "--no-index")
+    run(*pip, "wheel", "--no-build-isolation", *alone, "--wheel-dir", folder, source)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    run(*pip, "--python", venv / "bin" / "python", "install", *alone, wheel)
+    (packages,) = venv.glob("lib/python*/site-packages")
+    # What is seen through this line comes after what is installed here.
+    (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return venv
+
+
+def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_path: Path) -> None:
+    program = tmp_path / "my_main.py"
+    program.write_text(PROGRAM)
+    kept = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ}
+    # msrun is MindSpore's: a `pip install` with its requirements puts it beside `mindgrpo`.
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    words = ("--ranks", "2", "--", "my_main.py", "--a", "b")
+    shown = run(
+        installed / "bin" / "mindgrpo", "launch", *words, cwd=tmp_path, env=kept | {"PATH": path}
+    )
+    (package,) = installed.glob("lib/python*/site-packages/mindgrpo")
+    expected = [f"rank {rank} {package} True ['--a', 'b']\n" for rank in range(2)]
+    assert shown == expected[0]
+    # Logs are where the command was given, not where the package is.
+    (logs,) = (tmp_path / "output" / "logs").iterdir()
+    assert (logs / "worker_1.log").read_text() == expected[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"my_main.py", "output"}
