@@ -127,6 +127,7 @@ def test_keys_and_noise_are_the_same_in_c_bit_for_bit(tmp_path: Path) -> None:
     command = [
         program,
         *library.FLAGS,
+        "-shared",
         f"-I{library.SOURCES}",
         str(source),
         "-o",
