@@ -60,10 +60,10 @@ def _explain_known(key: str) -> str:
         return f"{retired} is retired, it has no effect: {RETIRED[retired]}."
     if key in PENDING:
         return _pending(key)
-    field = LIVE[key].field
+    known, field = LIVE[key], LIVE[key].field
     flags = [flag for flag, target in FLAGS.items() if target == key]
     lines = [
-        f"{key}: {field.description}",
+        f"{key}: {known.meaning}",
         f"  takes    {takes(field)}",
         f"  default  {_written(field.default)}",
         f"  flag     {', '.join([*flags, '--' + key])}",
@@ -94,8 +94,8 @@ def _live() -> Iterator[str]:
             section = above
             yield from ("", f"## {section or 'Top level'}", "")
             yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
-        default, meaning = _written(known.field.default), known.field.description or ""
-        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", meaning)
+        default = _written(known.field.default)
+        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", known.meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from mindgrpo.config import checks
 from mindgrpo.config.algorithm_checks import algorithm_contradictions
@@ -20,7 +20,8 @@ from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 
 
 class Config(Section):
-    output_dir: OptionalText = Field(None, description="null: output/<config name>/<time>")
+    output_dir: OptionalText = None
+    """null: output/<config name>/<time>"""
     rl_config: RLConfig = RLConfig()
     actor_config: ActorConfig = ActorConfig()
     ref_config: RefConfig = RefConfig()
