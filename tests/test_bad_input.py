@@ -104,7 +104,9 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         ("a: " + "x" * 300_000, "bytes"),
     ],
 )
-def test_yaml_that_gives_no_values_is_refused_in_words(tmp_path: Path, text: str, words: str) -> None:
+def test_yaml_that_gives_no_values_is_refused_in_words(
+    tmp_path: Path, text: str, words: str
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):

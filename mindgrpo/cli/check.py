@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mindgrpo.backend.targets import check_target
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
-from mindgrpo.config.environment import check_environment
+from mindgrpo.config.environment import wrong_variables
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.run.host_limits import refuse_what_cannot_run
@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> None:
     if words and words[0] == "--ranks":
         world_size = _number_of_ranks(words[1:2])
         words = words[2:]
-    check_environment(os.environ)
+    if wrong := wrong_variables(os.environ):
+        raise UserError(f"{wrong[0]}; correct or unset it in the environment.")
     if words and words[0] == "eval":
         from mindgrpo.cli.eval import check
 

@@ -15,7 +15,7 @@ from typing import Any
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
-from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
+from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks

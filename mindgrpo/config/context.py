@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from mindgrpo.config.section import AFTER_SIZE, BEFORE_TEXT, BEFORE_UPPER, OptionalText, Section
 
@@ -42,7 +42,7 @@ class Context(Section):
     """null: the device's own choice"""
     max_call_depth: int | None = Field(None, ge=1)
     """deepest nesting of calls in a graph; null: the framework's own"""
-    save_graphs: bool | int = False
+    save_graphs: bool | int = Field(False, ge=0, le=3)
     """write the compiler's graphs: true, or 1 (few) to 3 (all)"""
     save_graphs_path: Annotated[str, BEFORE_TEXT] = "./graphs"
     """where they go, where there are several ranks a folder each"""
@@ -50,10 +50,3 @@ class Context(Section):
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """O1 reuses memory more; null: the framework's own"""
     ascend_config: AscendConfig = AscendConfig()
-
-    @field_validator("save_graphs")
-    @classmethod
-    def _is_a_level(cls, value: bool | int) -> bool | int:
-        if not 0 <= value <= 3:
-            raise ValueError("must be true, false or a whole number from 0 to 3")
-        return value

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mindgrpo.errors import UserError
-
 COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
 SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
@@ -28,10 +26,3 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
     return wrong
-
-
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises UserError for the first variable that cannot be used."""
-    wrong = wrong_variables(environment)
-    if wrong:
-        raise UserError(f"{wrong[0]}; correct or unset it in the environment.")

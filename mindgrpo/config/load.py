@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from mindgrpo.config.command_line import key_of, split_overrides
 from mindgrpo.config.error_messages import explain, shown
-from mindgrpo.config.names import SECTIONS, unknown
-from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section, kinds
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml

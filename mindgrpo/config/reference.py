@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mindgrpo.config.aliases import aliases
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.error_messages import takes
-from mindgrpo.config.names import KNOWN, SECTIONS, leaf_of, suggestion
-from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.names import (
+    KNOWN,
+    PENDING,
+    RETIRED,
+    SECTIONS,
+    aliases,
+    leaf_of,
+    retired_key,
+    suggestion,
+)
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError
 
