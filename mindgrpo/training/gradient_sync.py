@@ -69,15 +69,14 @@ class GradientSync:
 
     def sum(self) -> None:
         self._gradients.pool.pull()
-        parts = self._gradients.parts
         for group, names in self._shared:
-            flat = np.concatenate([parts[name].reshape(-1) for name in names])
+            shares = [self._gradients.parts[name] for name in names]
+            flat = np.concatenate([share.reshape(-1) for share in shares])
             group.sum_array(flat)
             start = 0
-            for name in names:
-                part = parts[name]
-                part[...] = flat[start : start + part.size].reshape(part.shape)
-                start += part.size
+            for share in shares:
+                share[...] = flat[start : start + share.size].reshape(share.shape)
+                start += share.size
         if self._data.size > 1:
             for run in self._gradients.runs:
                 self._data.sum_array(run)
