@@ -15,7 +15,8 @@ import pytest
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed, check_rewards
+from mindgrpo.grpo.rank_consistency import on_first_rank
+from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -110,7 +111,7 @@ def test_what_rank_0_finds_wrong_is_every_ranks_error() -> None:
 
     for rank in (Rank(0), Rank(1, "no such column")):
         with pytest.raises(UserError, match="no such column"):
-            check_rewards(check, rank)  # type: ignore[arg-type]
+            on_first_rank(rank, check)  # type: ignore[arg-type]
 
 
 def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:

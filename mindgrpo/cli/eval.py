@@ -23,9 +23,10 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome
+from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
-from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -178,7 +179,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     console.line(f"  {config.actor_config.load}: generate {inputs.layout.grid}")
     with console.phase("loading weights"):
         engine = _engine(config, inputs, backend)
-    check_rewards(inputs.check_rewards, backend)
+    on_first_rank(backend, inputs.check_rewards)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.grid, backend),
         RolloutScorer(inputs.scorer, inputs.tokenizer, backend),

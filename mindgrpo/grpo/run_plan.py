@@ -5,6 +5,7 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,6 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import (
     Layout,
-    ParameterSpec,
     layers_of_stage,
     local_shape,
 )
@@ -64,10 +64,6 @@ class RunPlan:
         rl = self.config.rl_config
         all_epochs = -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
         return min(rl.max_steps or all_epochs, all_epochs)
-
-    @property
-    def row_length(self) -> int:
-        return self.config.rl_config.seq_length
 
     @property
     def prompts_per_replica(self) -> int:
@@ -185,17 +181,10 @@ def largest_share(layout: Layout) -> int:
     """Bytes of the rank that holds most, the padding of short shares included."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
-        size = _local_size(spec, layout.grid.model_parallel)
+        size = math.prod(local_shape(spec, layout.grid.model_parallel))
         for stage in layout.stages_of(spec.name):
             stages[stage] += size
     return max(stages) * FLOAT_BYTES
-
-
-def _local_size(spec: ParameterSpec, model_parallel: int) -> int:
-    size = 1
-    for extent in local_shape(spec, model_parallel):
-        size *= extent
-    return size
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
@@ -203,12 +192,11 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if world_size is not None:
         validate_world(config, world_size)
     actor, generate = config.actor_config, config.generate_config
-    specs = parameter_specs(model)
-    train = _layout(actor.parallel_config, specs, model, actor.offset)
-    infer = _layout(generate.parallel_config, specs, model, 0)
+    train = layout_of(actor.parallel_config, model, actor.offset)
+    infer = layout_of(generate.parallel_config, model)
     reference = None
     if config.rl_config.beta > 0:
-        reference = _layout(config.reference_parallel, specs, model, config.ref_config.offset)
+        reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens
     if longest > config.rl_config.seq_length:
         raise UserError(
@@ -242,20 +230,10 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         )
 
 
-def layout_of(degrees: ParallelConfig, model: DecoderConfig) -> Layout:
+def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Of the whole model. Raises UserError."""
-    return _layout(degrees, parameter_specs(model), model, 0)
-
-
-def _layout(
-    degrees: object, specs: tuple[ParameterSpec, ...], model: DecoderConfig, offset: int | list[int]
-) -> Layout:
-    grid = Grid(
-        degrees.data_parallel,  # type: ignore[attr-defined]
-        degrees.model_parallel,  # type: ignore[attr-defined]
-        degrees.pipeline_stage,  # type: ignore[attr-defined]
-    )
+    grid = Grid(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
     stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
-    layout = Layout(grid, specs, tuple(stages))
+    layout = Layout(grid, parameter_specs(model), tuple(stages))
     layout.held_by(0)  # cuts every parameter once, so that heads that cannot be split are told now
     return layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
@@ -73,16 +72,3 @@ class RolloutScorer:
     def close(self) -> None:
         if self.rewards is not None:
             self.rewards.close()
-
-
-def check_rewards(check: Callable[[], None], backend: Backend) -> None:
-    """Runs `check` on rank 0 and raises its UserError on every rank, so that none goes on and waits for rank 0."""
-    refusal: str | None = None
-    if backend.rank == 0:
-        try:
-            check()
-        except UserError as error:
-            refusal = str(error)
-    refusal = backend.world.gather_objects(refusal)[0]
-    if refusal is not None:
-        raise UserError(refusal)

@@ -7,7 +7,6 @@ anything into another run than the one that was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import Candidate, Start
@@ -19,23 +18,6 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.run.start import compare
 from mindgrpo.weights.local_weights import Weights
-
-Result = TypeVar("Result")
-
-
-def on_first_rank(backend: Backend, work: Callable[[], Result]) -> Result:
-    """What `work` returns on rank 0; the user's error that it raises there is raised on all."""
-    outcome: tuple[Result | None, str | None] = (None, None)
-    if backend.rank == 0:
-        try:
-            outcome = work(), None
-        except UserError as error:
-            outcome = None, str(error)
-    result, refused = backend.world.gather_objects(outcome)[0]
-    if refused is not None:
-        raise UserError(refused)
-    shared: Result = result
-    return shared
 
 
 def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
