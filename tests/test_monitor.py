@@ -15,11 +15,10 @@ import pytest
 
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
-from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.memory import format_bytes, process_rss
-from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
+from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -90,7 +89,7 @@ def test_the_half_line_of_a_killed_run_is_passed_and_a_broken_middle_is_not(tmp_
         read_metrics(path)
 
 
-def a_sample(**more: Any) -> Sample:
+def a_sample(**more: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "prompt": "3 + 4?",
         "completion": "<answer>7</answer>\n…",
@@ -100,25 +99,25 @@ def a_sample(**more: Any) -> Sample:
         "rewards": {"accuracy_reward": 1.0, "format_reward": None},
         "advantage": 0.5,
     }
-    return Sample(**(fields | more))
+    return fields | more
 
 
 def test_completions_are_kept_word_by_word_at_the_steps_asked_for(tmp_path: Path) -> None:
-    writer = CompletionsWriter(tmp_path / "completions.jsonl", interval=2)
+    path = tmp_path / "completions.jsonl"
     for step in (1, 2, 3):
-        writer.write(step, [a_sample(token_ids=np.array([4, 5])), a_sample(advantage=float("nan"))])
-    rows = rows_of(writer.path)
+        samples = [a_sample(token_ids=np.array([4, 5])), a_sample(advantage=np.float32("nan"))]
+        append_rows(path, step, samples, interval=2)
+    rows = rows_of(path)
     assert [row["step"] for row in rows] == [1, 1, 3, 3]
-    assert rows[0]["completion"] == a_sample().completion
+    assert rows[0]["completion"] == a_sample()["completion"]
     assert rows[0]["rewards"] == {"accuracy_reward": 1.0, "format_reward": None}
     assert rows[0]["token_ids"] == [4, 5] and "token_ids" not in rows[1]
     assert rows[1]["advantage"] is None and rows[1]["nonfinite"] == ["advantage"]
 
 
 def test_a_reward_that_is_not_finite_is_named_with_its_function(tmp_path: Path) -> None:
-    writer = CompletionsWriter(tmp_path / "completions.jsonl")
-    writer.write(1, [a_sample(rewards={"mine": float("inf")})])
-    (row,) = rows_of(writer.path)
+    append_rows(tmp_path / "completions.jsonl", 1, [a_sample(rewards={"mine": float("inf")})])
+    (row,) = rows_of(tmp_path / "completions.jsonl")
     assert row["rewards"] == {"mine": None} and row["nonfinite"] == ["rewards/mine"]
 
 

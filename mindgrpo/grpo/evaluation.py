@@ -7,7 +7,7 @@ The trainer's evaluations and `python -m mindgrpo eval` are this same code. The 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,29 +104,14 @@ class Outcome:
             columns.append(text)
         return f"{self.mode.title}:  " + "  ".join(columns)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One a sample; texts are there on rank 0 alone."""
-        per_function = self.scored.scores.per_function
-        return [
-            {
-                "mode": self.mode.name,
-                "prompt": prompt.text,
-                "completion": self.scored.texts[i],
-                "answer": prompt.answer,
-                "finish_reason": self.rollout.finish_reasons[i],
-                "length": len(self.rollout.completion_ids[i]),
-                "rewards": {name: number(values[i]) for name, values in per_function.items()},
-            }
-            for i, prompt in enumerate(self.prompts)
-        ]
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One a sample, on rank 0."""
+        rows = self.scored.rows(self.rollout, self.prompts)
+        return ({"mode": self.mode.name, **row} for row in rows)
 
 
 def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def number(value: float) -> float | None:
-    return None if value != value else float(value)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,11 @@ from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
 
 
+def number(value: float) -> float | None:
+    """None for nan: a sample that a reward did not score."""
+    return None if value != value else float(value)
+
+
 class ScoringFailed(RuntimeError):
     """The reward side of rank 0 failed as a whole; raised on every rank, so that none waits for it."""
 
@@ -25,6 +30,19 @@ class Scored:
 
     scores: Scores
     texts: list[str]
+
+    def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample."""
+        per_function = self.scores.per_function
+        for i, prompt in enumerate(prompts):
+            yield {
+                "prompt": prompt.text,
+                "completion": self.texts[i],
+                "answer": prompt.answer,
+                "finish_reason": rollout.finish_reasons[i],
+                "length": len(rollout.completion_ids[i]),
+                "rewards": {name: number(values[i]) for name, values in per_function.items()},
+            }
 
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
         """`fresh`'s samples at `indices`, in order."""

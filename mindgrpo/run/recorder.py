@@ -21,15 +21,13 @@ from mindgrpo.grpo.evaluation import (
     Figure,
     Outcome,
     figure,
-    number,
 )
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.metrics import MetricsWriter
+from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run.evaluation_log import write_evaluation
 from mindgrpo.run.output_paths import (
@@ -92,12 +90,6 @@ class RunRecord:
             rl.tensorboard_queue_size,
             self._earlier.step,
         )
-        self._completions = None
-        if self._paths.completions is not None:
-            self._completions = CompletionsWriter(
-                self._paths.completions / "completions.jsonl",
-                rl.save_prompt_completions_interval,
-            )
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -211,26 +203,15 @@ class RunRecord:
     def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
         """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
         self.rewards(f"step {step}", outcome.scored.scores)
-        if not self._is_writer or self._completions is None:
+        if not self._is_writer or self._paths.completions is None:
             return
-        batch, scored = outcome.batch, outcome.scored
-        rollout, per_function = batch.rollout, scored.scores.per_function
-        self._completions.write(
-            step,
-            (
-                Sample(
-                    prompt=owners[i].text,
-                    completion=scored.texts[i],
-                    answer=owners[i].answer,
-                    finish_reason=rollout.finish_reasons[i],
-                    length=len(rollout.completion_ids[i]),
-                    rewards={name: number(values[i]) for name, values in per_function.items()},
-                    advantage=float(batch.advantages[i]),
-                    token_ids=rollout.completion_ids[i].tolist(),
-                )
-                for i in range(len(rollout))
-            ),
+        batch, ids = outcome.batch, outcome.batch.rollout.completion_ids
+        rows = (
+            {**row, "advantage": batch.advantages[i], "token_ids": ids[i]}
+            for i, row in enumerate(outcome.scored.rows(batch.rollout, owners))
         )
+        interval = self._loaded.config.rl_config.save_prompt_completions_interval
+        append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
 
     def _draw(self) -> None:
         before = self._evaluations[0] if self._evaluations else None
