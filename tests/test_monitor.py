@@ -173,7 +173,7 @@ def test_a_phase_tells_how_long_it_took_and_that_it_failed() -> None:
 
 def test_a_console_that_is_not_enabled_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(False)
-    console.banner("title", [("layouts", ["DP1"])])
+    console.banner("title", {"layouts": ["DP1"]})
     with console.phase("compiling"):
         console.step_line(a_step(1))
     assert capsys.readouterr().out == ""
@@ -181,7 +181,9 @@ def test_a_console_that_is_not_enabled_is_silent(capsys: pytest.CaptureFixture[s
 
 def test_the_banner_is_plain_text_where_nobody_sits_at_a_terminal() -> None:
     stream = io.StringIO()
-    Console(True, stream).banner("run", [("layouts", ["DP1/MP4", "DP2/MP2"]), ("batch", ["8"])])
+    Console(True, stream).banner(
+        "run", {"layouts": ["DP1/MP4", "DP2/MP2"], "batch": ["8"], "none": []}
+    )
     assert "\033" not in stream.getvalue()
     assert "  layouts  DP1/MP4\n           DP2/MP2\n  batch    8\n" in stream.getvalue()
 

@@ -1,7 +1,7 @@
 """`python -m mindgrpo eval`: what a model earns on held-out prompts, on the ranks that there are.
 
 Only the generator has weights and a cache here: no optimizer, no reference, no policy. With the same model, seed, step
-and `model_parallel` the figures are those of a training run's own evaluation. Refuses to train.
+and `model_parallel` the figures are those of a training run's own evaluation.
 """
 
 from __future__ import annotations

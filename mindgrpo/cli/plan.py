@@ -1,7 +1,7 @@
 """`python -m mindgrpo plan`: what a configuration would do, from shapes alone.
 
 Needs no device and loads no weights. Where actor_config.load is not there yet, the shapes come from the MindFormers
-form that model_config names; refuses to guess shapes that neither tells.
+form that model_config names.
 """
 
 from __future__ import annotations

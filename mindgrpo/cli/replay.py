@@ -1,7 +1,6 @@
 """`python -m mindgrpo replay DUMP`: an update that was skipped, made again in one process and looked at.
 
-Computes with the weights that saw the batch, or with those of `--model`. Refuses to change weights and to write to
-the dump.
+Computes with the weights that saw the batch, or with those of `--model`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
 def _told(kept: dump.Dump) -> dict[str, Any]:
     about = kept.about
     return {
-        "found": about.found,
+        "cause": about.cause,
         "step": about.step,
         "update": about.update,
         "samples": len(kept.batch),
@@ -84,7 +83,7 @@ def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
 
 
 def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
-    yield f"step {report['step']}, update {report['update']}: {report['found']}"
+    yield f"step {report['step']}, update {report['update']}: {report['cause']}"
     yield f"{report['samples']} samples, {report['members']} of them in this update"
     for name, figures in report["stored"].items():
         line = f"  {name}: {figures['count']} numbers"

@@ -1,7 +1,4 @@
-"""Tries rewards on a file of completions, without a model: `python -m mindgrpo score`.
-
-Scores as a run does, in steps of a few dozen samples, and prints a table. Refuses rows without an answer.
-"""
+"""Tries rewards on a file of completions as a run does, without a model: `python -m mindgrpo score`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A run's files where it goes on: rows after its checkpoint are put aside, and nothing is lost.
-
-Refuses to judge which step that is.
-"""
+"""A run's files where it goes on: rows after its checkpoint are put aside, and nothing is lost."""
 
 from __future__ import annotations
 

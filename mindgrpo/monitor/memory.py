@@ -1,4 +1,4 @@
-"""The memory of this process, in bytes and in words. Refuses to guess about other processes."""
+"""The memory of this process, in bytes and in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run writes. Refuses a directory that holds an earlier run: nothing is overwritten."""
+"""Makes the folders that a run writes to; one that holds an earlier run is an error: nothing is overwritten."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.errors import UserError
 
-FORMAT = "mindgrpo dump 2"
+FORMAT = "mindgrpo dump 3"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
 IDS = ("prompt_ids", "completion_ids")
 ROLLOUT_BY_TOKEN = ("generator_logps", "action_mask", "weights_version")
@@ -36,7 +36,7 @@ class About(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: str = FORMAT
-    found: str
+    cause: str
     step: int
     update: int
     members: list[int]

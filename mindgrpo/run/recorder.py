@@ -1,6 +1,6 @@
 """What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
 
-Only rank 0 writes and speaks; the other ranks call the same lines in vain. Refuses to compute figures.
+Only rank 0 writes and speaks; the other ranks call the same lines in vain.
 """
 
 from __future__ import annotations
@@ -122,34 +122,23 @@ class RunRecord:
         data = [inputs.prompts.report()]
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
-        sections: list[tuple[str, Sequence[str]]] = [
-            (
-                "run",
-                [
-                    f"{num_steps} steps on {backend.world_size} ranks ({backend.name}), {self.directory}"
-                ],
-            ),
-            (
-                "model",
-                [
-                    f"{name}: {plan.model.model_type}, {num_parameters(plan.model) / 1e6:.2f} M parameters"
-                ],
-            ),
-            ("layouts", plan.layout_lines()),
-            ("batch", plan.batch.lines()),
-            ("algorithm", algorithm_lines(plan.config, plan.batch)),
-            ("memory", plan.memory_lines()),
-            ("reshard", plan.reshard_lines()),
-            ("data", data),
-            ("prompt", [repr(first.text)]),
-            ("stops", [stops]),
-        ]
-        if backend.notices:
-            sections.append(("kernels", backend.notices))
-        if self._paths.elsewhere:
-            sections.append(("elsewhere", self._paths.elsewhere))
-        if notes or self._loaded.notices:
-            sections.append(("notes", [*notes, *self._loaded.notices]))
+        ranks = f"{num_steps} steps on {backend.world_size} ranks ({backend.name})"
+        size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
+        sections = {
+            "run": [f"{ranks}, {self.directory}"],
+            "model": [f"{name}: {plan.model.model_type}, {size}"],
+            "layouts": plan.layout_lines(),
+            "batch": plan.batch.lines(),
+            "algorithm": algorithm_lines(plan.config, plan.batch),
+            "memory": plan.memory_lines(),
+            "reshard": plan.reshard_lines(),
+            "data": data,
+            "prompt": [repr(first.text)],
+            "stops": [stops],
+            "kernels": backend.notices,
+            "elsewhere": self._paths.elsewhere,
+            "notes": [*notes, *self._loaded.notices],
+        }
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
     def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
@@ -243,25 +232,15 @@ class RunRecord:
             self._tell_the_end(summary)
 
     def _tell_the_end(self, summary: Mapping[str, Any]) -> None:
-        evaluations = self._evaluations
-        self.console.banner(
-            "done",
-            [
-                (
-                    "seconds",
-                    [f"{summary['seconds']:.0f}, {summary['compiles']} graphs compiled a rank"],
-                ),
-                (
-                    "held out",
-                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"]
-                    if any(evaluations)
-                    else [],
-                ),
-                ("model", [str(self.model_directory)]),
-                ("curve", [str(self.directory / "reward_curve.png")]),
-            ],
-        )
+        graphs = f"{summary['compiles']} graphs compiled a rank"
+        sections = {"seconds": [f"{summary['seconds']:.0f}, {graphs}"]}
+        if any(self._evaluations):
+            means = (_means(self._evaluations[i]) for i in (0, -1))
+            sections["held out"] = [" -> ".join(means)]
+        sections["model"] = [str(self.model_directory)]
+        sections["curve"] = [str(self.directory / "reward_curve.png")]
+        self.console.banner("done", sections)
 
 
-def _told(means: Mapping[str, float | None]) -> str:
+def _means(means: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {figure(value)}" for name, value in means.items()) or "-"

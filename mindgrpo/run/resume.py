@@ -1,7 +1,6 @@
 """Going on from a checkpoint: its weights and counts into this run's roles.
 
-A checkpoint that turns out damaged is passed over for the one before, unless the user named it. Refuses to load
-anything into another run than the one that was saved.
+A checkpoint that turns out damaged is passed over for the one before, unless the user named it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether all ranks start from one configuration and one code. Refuses to go on where they do not."""
+"""Checks that all ranks start from one configuration and one code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.rank_consistency import different_ranks, digest
 
 SOURCES = (".py", ".c", ".h")
+FOLDER = Path(mindgrpo.__file__).parent
 
 
 def check_same_start(config: Config, backend: Backend) -> None:
@@ -23,7 +24,7 @@ def check_same_start(config: Config, backend: Backend) -> None:
     if others:
         raise UserError(
             f"rank {others[0]} runs other code than the other ranks (mindgrpo {mindgrpo.__version__} in "
-            f"{_folder()} here); install one version on every host."
+            f"{FOLDER} here); install one version on every host."
         )
 
 
@@ -43,10 +44,5 @@ def check_configurations(by_rank: Sequence[Mapping[str, str]]) -> None:
 
 
 def code_digest() -> str:
-    folder = _folder()
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
-    return digest([(str(path.relative_to(folder)), path.read_bytes()) for path in files])
-
-
-def _folder() -> Path:
-    return Path(mindgrpo.__file__).parent
+    files = sorted(path for path in FOLDER.rglob("*") if path.suffix in SOURCES)
+    return digest([(str(path.relative_to(FOLDER)), path.read_bytes()) for path in files])

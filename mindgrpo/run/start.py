@@ -1,6 +1,6 @@
 """Whether a run goes on from an earlier one, and whether it is still the same run; before any device is touched.
 
-Refuses another model, data set or algorithm than the one that was saved, unless the user allows it by name.
+Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name.
 """
 
 from __future__ import annotations
@@ -54,6 +54,5 @@ def identity_of(
     )
 
 
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
+def _as_json(values: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(values, default=str))

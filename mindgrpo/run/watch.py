@@ -1,6 +1,6 @@
 """How a run is watched while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
 
-What was asked for and is not there is told in a note, and the run goes on. Refuses to change what is computed.
+What was asked for and is not there is told in a note, and the run goes on.
 """
 
 from __future__ import annotations
