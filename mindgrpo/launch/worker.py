@@ -25,12 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from mindgrpo.launch.parent_death import end_with_parent
+from mindgrpo.launch.signals import STOPPING, end_with_parent
 
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def exit_status(ending: BaseException) -> int:
