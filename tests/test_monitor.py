@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def a_step(step: int, **more: Any) -> dict[str, Any]:
 
 
 def test_each_step_is_one_json_object_a_line(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(1, {"loss": np.float32(0.5), "tokens": np.int64(7)})
         writer.write(2, {"step": 2, "loss": 0.25, "kl": None})
     assert rows_of(tmp_path / "metrics.jsonl") == [
@@ -60,19 +61,19 @@ def test_a_step_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(1, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
     (row,) = rows_of(tmp_path / "metrics.jsonl")
     assert row == {"step": 1, "loss": None, "kl": None, "lr": 0.1, "nonfinite": ["loss", "kl"]}
 
 
 def test_an_array_is_no_figure(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer, pytest.raises(TypeError, match="list"):
+    with closing(MetricsWriter(tmp_path, None)) as writer, pytest.raises(TypeError, match="list"):
         writer.write(1, {"loss": [0.5]})
 
 
 def test_tensorboard_gets_the_numbers_only(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tmp_path / "board", queue_size=1) as writer:
+    with closing(MetricsWriter(tmp_path, tmp_path / "board", queue_size=1)) as writer:
         writer.write(1, {"loss": 0.5, "note": "text", "kl": None})
     (events,) = (tmp_path / "board").iterdir()
     content = events.read_bytes()
@@ -122,7 +123,7 @@ def test_a_reward_that_is_not_finite_is_named_with_its_function(tmp_path: Path) 
 
 
 def test_the_curve_is_a_picture_even_of_one_step_and_of_missing_figures(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(0, {"eval/accuracy_reward/mean": 0.4})
         writer.write(1, a_step(1, kl=0.0, **{"reward/std": float("nan")}))
     draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")

@@ -98,11 +98,11 @@ def test_plan_prints_the_seconds_and_who_is_waited_for(
     ("words", "named"),
     [
         (["--ranks_per_host", "8"], "--link_GB_per_s"),
-        (["--link_GB_per_s", "0"], "--link_GB_per_s is '0'"),
+        (["--link_GB_per_s", "0"], "--link_GB_per_s: '0'"),
         (["--link_GB_per_s", "fast"], "'fast'"),
         (["--link_GB_per_s", "nan"], "'nan'"),
-        (["--link_GB_per_s", "1", "--ranks_per_host", "0"], "--ranks_per_host is '0'"),
-        (["--link_GB_per_s", "1", "--local_GB_per_s", "-1"], "--local_GB_per_s is '-1'"),
+        (["--link_GB_per_s", "1", "--ranks_per_host", "0"], "--ranks_per_host: '0'"),
+        (["--link_GB_per_s", "1", "--local_GB_per_s", "-1"], "--local_GB_per_s: '-1'"),
     ],
 )
 def test_links_that_cannot_be_are_refused(

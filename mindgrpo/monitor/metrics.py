@@ -89,12 +89,6 @@ class MetricsWriter:
         if self._board is not None:
             self._board.close()
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; the half line that a killed run may leave is passed."""
