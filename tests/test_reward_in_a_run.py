@@ -6,6 +6,7 @@ The ranks are stand-ins here. Does NOT prove a whole run; the distributed tests 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     finally:
         inputs.scorer.close()
     assert scored.scores.total.tolist() == [1.0, 1.0, 1.0, 1.0]
-    with MetricsWriter(tmp_path, None) as metrics:
+    with closing(MetricsWriter(tmp_path, None)) as metrics:
         metrics.write(1, scored.scores.figures())
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     kinds = ("errors", "exceptions", "timeouts", "exits", "memory", "nan", "bad_results", "none")
