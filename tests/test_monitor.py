@@ -18,7 +18,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.memory import format_bytes, process_rss
+from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 
 

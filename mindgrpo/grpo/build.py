@@ -154,7 +154,7 @@ def make_stepper(
         sampling=sampling,
         advantages=advantage_config(plan.config),
         updates_per_rollout=plan.batch.updates_per_rollout,
-        num_iterations=plan.batch.num_iterations,
+        num_iterations=rl.num_iterations,
         old_logps=rl.enable_oldpolicy,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,

@@ -134,27 +134,20 @@ class Evaluator:
 
         `check` is called after generating, and raises where the evaluation is to end there.
         """
-        return [self._run(list(prompts), mode, step, version, check) for mode in modes]
-
-    def _run(
-        self,
-        prompts: list[Prompt],
-        mode: Mode,
-        step: int,
-        version: int,
-        check: Callable[[], None],
-    ) -> Outcome:
-        compilations = self.replicas.backend.compile_log.entries
-        num_compiled, started = len(compilations), time.perf_counter()
-        rollout = self.replicas.generate(
-            [prompt.ids for prompt in prompts],
-            mode.num_samples,
-            mode.settings,
-            SeedKey(self.seed, EVALUATION, step),
-            version,
-        )
-        compiling = sum(spent for _, spent in compilations[num_compiled:])
-        seconds = time.perf_counter() - started - compiling
-        check()
-        owners = [prompts[group] for group in rollout.group_ids]
-        return Outcome(mode, owners, rollout, self.scorer.score(rollout, owners), seconds)
+        compilations, outcomes = self.replicas.backend.compile_log.entries, []
+        for mode in modes:
+            num_compiled, started = len(compilations), time.perf_counter()
+            rollout = self.replicas.generate(
+                [prompt.ids for prompt in prompts],
+                mode.num_samples,
+                mode.settings,
+                SeedKey(self.seed, EVALUATION, step),
+                version,
+            )
+            compiling = sum(spent for _, spent in compilations[num_compiled:])
+            seconds = time.perf_counter() - started - compiling
+            check()
+            owners = [prompts[group] for group in rollout.group_ids]
+            scored = self.scorer.score(rollout, owners)
+            outcomes.append(Outcome(mode, owners, rollout, scored, seconds))
+        return outcomes

@@ -18,7 +18,6 @@ from pathlib import Path
 import psutil
 
 from mindgrpo.config.observation import MonitorConfig
-from mindgrpo.monitor.memory import format_bytes
 
 CGROUPS = (  # folder, limit, use: version 2, then version 1
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -26,6 +25,19 @@ CGROUPS = (  # folder, limit, use: version 2, then version 1
 )
 # A warning comes again only after the share was this much below the limit.
 HYSTERESIS = 0.02
+
+
+def process_rss() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 class HostMemoryExhausted(RuntimeError):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.monitor.memory import process_rss
+from mindgrpo.monitor.host_memory import process_rss
 
 Event = dict[str, Any]
 MICROSECONDS = 1e6

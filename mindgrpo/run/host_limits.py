@@ -13,7 +13,7 @@ from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.run.machine_checks import Finding, needs
 
 # What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.

@@ -19,7 +19,7 @@ import psutil
 
 from mindgrpo.backend.targets import BOARD_FOLDERS
 from mindgrpo.config.environment import wrong_variables
-from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
 Numbers = tuple[int, ...]
