@@ -37,7 +37,7 @@ class GradientSync:
                 ends = grid.stage_group(rank)
                 shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
         self._square = backend.kernels.square_sum
-        self._counted = list(self._once())
+        self._norm_terms = list(self._once())
         self._shared = [(backend.group(ranks), names) for ranks, names in shared.items()]
         self._data = backend.group(grid.data_group(rank))
         self._replica = backend.group(grid.replica(grid.coordinates(rank).data))
@@ -84,6 +84,6 @@ class GradientSync:
 
     def global_norm(self) -> float:
         """The 2-norm over the model's parameters, each counted once."""
-        square = sum(self._square(array) / copies for array, copies in self._counted)
+        square = sum(self._square(array) / copies for array, copies in self._norm_terms)
         total = self._replica.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))
