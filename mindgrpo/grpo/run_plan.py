@@ -66,16 +66,6 @@ class RunPlan:
         return min(rl.max_steps or all_epochs, all_epochs)
 
     @property
-    def prompts_per_replica(self) -> int:
-        return -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
-
-    @property
-    def slots(self) -> int:
-        """Samples in flight on each generating replica."""
-        wanted = self.prompts_per_replica * self.config.rl_config.num_generations
-        return min(wanted, self.config.generate_config.max_num_seqs or wanted)
-
-    @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""
         in_slots = keeps_slots(self.config.context.device_target)
@@ -86,51 +76,39 @@ class RunPlan:
         return by_phase(self._bytes_by_role())
 
     def _bytes_by_role(self) -> Mapping[str, int]:
-        train = trained = largest_share(self.train)
-        if self.lora is not None:
-            trained = self._adapter_bytes(self.train)
-            train += trained
+        lora, ref = self.lora, self.config.ref_config
+
+        def adapters(layout: Layout) -> int:
+            specs = adapter_specs(self.train.specs, lora) if lora is not None else ()
+            return largest_share(replace(layout, specs=specs))
+
+        trained = largest_share(self.train) if lora is None else adapters(self.train)
         by_role = {
-            "policy": train,
+            "policy": largest_share(self.train) + adapters(self.train),
             "gradients": trained,
             "optimizer": 2 * trained,
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
+            "adapters_copy": adapters(self.infer),
         }
-        if self.lora is not None:
-            by_role["adapters_copy"] = self._adapter_bytes(self.infer)
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
-            copy = self._reference_copy_bytes(self.reference)
-            if copy:
-                by_role["reference_copy"] = copy
-        return by_role
-
-    def _adapter_bytes(self, layout: Layout) -> int:
-        if self.lora is None:
-            return 0
-        return largest_share(replace(layout, specs=adapter_specs(self.train.specs, self.lora)))
-
-    def _reference_copy_bytes(self, reference: Layout) -> int:
-        """The policy in the reference's layout while the two are mixed, and its adapters there."""
-        ref = self.config.ref_config
-        if not ref.sync_ref_model:
-            return 0
-        mixed = largest_share(reference) if ref.ref_model_mixup_alpha < 1.0 else 0
-        return mixed + self._adapter_bytes(reference)
+        if self.reference is not None and ref.sync_ref_model:
+            # The policy in the reference's layout while the two are mixed, and its adapters there.
+            mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
+            by_role["reference_copy"] = mixed + adapters(self.reference)
+        return {role: size for role, size in by_role.items() if size}
 
     @property
     def room(self) -> Room:
         """What the generator of each replica has memory for."""
-        generate = self.config.generate_config
+        generate, group = self.config.generate_config, self.config.rl_config.num_generations
+        prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
+        slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         return Room(
-            self.slots,
-            self.config.rl_config.num_generations,
-            self.prompts_per_replica,
-            generate.max_prompt_length,
-            generate.sampling_config.max_tokens,
+            slots, group, prompts, generate.max_prompt_length, generate.sampling_config.max_tokens
         )
 
     def _generator_bytes(self) -> int:
