@@ -45,9 +45,7 @@ class Loaded:
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, object] | None = None,
+    path: str | Path, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Loaded:
     """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError."""
     entries = read_yaml(Path(path))
@@ -63,10 +61,7 @@ def load_config(
 
 
 def require_run_keys(
-    loaded: Loaded,
-    *,
-    rewards_in_code: bool = False,
-    needed: Mapping[str, str] = RUN_KEYS,
+    loaded: Loaded, *, rewards_in_code: bool = False, needed: Mapping[str, str] = RUN_KEYS
 ) -> None:
     """Raises UserError with all the settings that a run needs and the user has still to make.
 

@@ -20,11 +20,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
-from mindgrpo.parallel.sharding import (
-    Layout,
-    layers_of_stage,
-    local_shape,
-)
+from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
 from mindgrpo.weight_sync.plan import Plan, plan_reshard

@@ -230,11 +230,7 @@ class Stepper:
         return batch, correction, None
 
     def _update(
-        self,
-        step: int,
-        batch: TrainBatch,
-        packed: PackedRollout,
-        bad: tuple[int, NonFinite] | None,
+        self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """No update is made of a batch with something `bad`."""
         settings = self.settings

@@ -23,9 +23,7 @@ def load_saver() -> Any:
 
 
 def key_data(
-    batch: TrainBatch,
-    rewards: Mapping[str, np.ndarray],
-    policy_logps: Mapping[int, np.ndarray],
+    batch: TrainBatch, rewards: Mapping[str, np.ndarray], policy_logps: Mapping[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
 

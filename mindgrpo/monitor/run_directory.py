@@ -14,10 +14,7 @@ ROOT = Path("output")
 
 
 def create(
-    output_dir: Path | str | None,
-    config_name: str,
-    root: Path | str = ROOT,
-    goes_on: bool = False,
+    output_dir: Path | str | None, config_name: str, root: Path | str = ROOT, goes_on: bool = False
 ) -> Path:
     """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it; `goes_on` in a run that is there."""
     root = Path(root)

@@ -17,11 +17,7 @@ from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
-from mindgrpo.grpo.evaluation import (
-    Figure,
-    Outcome,
-    figure,
-)
+from mindgrpo.grpo.evaluation import Figure, Outcome, figure
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
@@ -30,12 +26,7 @@ from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run.evaluation_log import write_evaluation
-from mindgrpo.run.output_paths import (
-    OutputPaths,
-    continue_files,
-    label_of,
-    make_output_paths,
-)
+from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
 
 STEPS_BETWEEN_PICTURES = 10
@@ -85,10 +76,7 @@ class RunRecord:
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
         self._metrics = MetricsWriter(
-            self.directory,
-            self._paths.tensorboard,
-            rl.tensorboard_queue_size,
-            self._earlier.step,
+            self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
         )
 
     def history(self) -> dict[str, Any]:

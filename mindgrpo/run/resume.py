@@ -52,11 +52,7 @@ def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
 
 
 def restore(
-    start: Start,
-    config: Config,
-    roles: Roles,
-    now: Identity,
-    say: Callable[[str], None],
+    start: Start, config: Config, roles: Roles, now: Identity, say: Callable[[str], None]
 ) -> Candidate | None:
     """Fills the roles from the newest candidate that is whole; None where there is no candidate. Raises UserError."""
     if not start.candidates:

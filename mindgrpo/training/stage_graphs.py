@@ -49,11 +49,7 @@ class LossStep(nn.Cell):
     """
 
     def __init__(
-        self,
-        net: LogProbStage,
-        loss: PolicyLoss,
-        parameters: list[Any],
-        accumulators: list[Any],
+        self, net: LogProbStage, loss: PolicyLoss, parameters: list[Any], accumulators: list[Any]
     ) -> None:
         super().__init__()
         self.net = net
