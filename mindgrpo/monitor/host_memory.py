@@ -1,7 +1,7 @@
 """Looks at the host's memory while a run works: writes it down, warns, and ends this run before the host runs out.
 
 A thread of one rank a host. Reads figures of the ranks' own processes and of the host as a whole, no others'.
-What it ends is the process that it runs in, and that ends its run: no process is signalled.
+All it ends is the process that it runs in, and that ends its run.
 """
 
 from __future__ import annotations
