@@ -128,7 +128,12 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
         notice = f"{retired} has no effect ({entry.origin}): {RETIRED[retired]}."
         notices.setdefault(retired, notice)
     elif key in PENDING:
-        _check_pending(key, entry, notices)
+        pending = PENDING[key]
+        asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
+        if pending.may_go_on(entry.value):
+            notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
+        elif not pending.accepts(entry.value):
+            raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
     elif key not in SECTIONS:
         raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
     elif entry.value is not None and entry.value != {}:
@@ -137,16 +142,6 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
             f"'{key.rpartition('.')[2]}:' and its keys indented below ({entry.origin})."
         )
     return False
-
-
-def _check_pending(key: str, entry: Sourced, notices: dict[str, str]) -> None:
-    pending = PENDING[key]
-    if pending.accepts(entry.value):
-        return
-    asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
-    if not pending.may_go_on(entry.value):
-        raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
-    notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
 
 
 def _build(live: dict[str, Sourced]) -> Config:

@@ -191,9 +191,9 @@ class RunRecord:
         append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
 
     def _draw(self) -> None:
-        before = self._evaluations[0] if self._evaluations else None
+        picture = self.directory / "reward_curve.png"
         draw_reward_curve(
-            self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
+            self.directory / "metrics.jsonl", picture, next(iter(self._evaluations), {})
         )
 
     def close(self, num_steps: int, engine: str, ended: str | None = None) -> None:
@@ -201,14 +201,14 @@ class RunRecord:
         if not self._is_writer:
             return
         self._metrics.close()
-        evaluations = self._evaluations
+        before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
         summary: dict[str, Any] = {
             "steps": num_steps,
             "seconds": self._seconds(),
             "first_step_seconds": self._first_step_seconds,
             "compiles": self._compiles(),
-            "eval_before": evaluations[0] if evaluations else {},
-            "eval_after": evaluations[-1] if evaluations else {},
+            "eval_before": before,
+            "eval_after": after,
             "engine": engine,
         }
         if ended is not None:
@@ -217,17 +217,15 @@ class RunRecord:
         if num_steps:
             self._draw()
         if ended is None:
-            self._tell_the_end(summary)
-
-    def _tell_the_end(self, summary: Mapping[str, Any]) -> None:
-        graphs = f"{summary['compiles']} graphs compiled a rank"
-        sections = {"seconds": [f"{summary['seconds']:.0f}, {graphs}"]}
-        if any(self._evaluations):
-            means = (_means(self._evaluations[i]) for i in (0, -1))
-            sections["held out"] = [" -> ".join(means)]
-        sections["model"] = [str(self.model_directory)]
-        sections["curve"] = [str(self.directory / "reward_curve.png")]
-        self.console.banner("done", sections)
+            graphs = f"{summary['compiles']} graphs compiled a rank"
+            held_out = f"{_means(before)} -> {_means(after)}"
+            sections = {
+                "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
+                "held out": [held_out] if any(self._evaluations) else [],
+                "model": [str(self.model_directory)],
+                "curve": [str(self.directory / "reward_curve.png")],
+            }
+            self.console.banner("done", sections)
 
 
 def _means(means: Mapping[str, float | None]) -> str:
