@@ -22,7 +22,7 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
-from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome
+from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
@@ -216,9 +216,6 @@ def report(
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
     """What --output gets. `eval` has the first mode's means, as a run's summary has them, `figures` all metrics."""
-    figures: dict[str, Any] = {}
-    for outcome in outcomes:
-        figures |= outcome.figures()
     return {
         "model": config.actor_config.load,
         "data": config.rl_config.eval_dataset_file,
@@ -228,7 +225,7 @@ def report(
         "ranks": backend.world_size,
         "layout": str(inputs.layout.grid),
         "eval": outcomes[0].means,
-        "figures": figures,
+        "figures": figures_of(outcomes),
         "compiles": len(backend.compile_log.entries),
         "modes": {outcome.mode.name: details(outcome) for outcome in outcomes},
     }

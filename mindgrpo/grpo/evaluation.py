@@ -110,6 +110,11 @@ class Outcome:
         return ({"mode": self.mode.name, **row} for row in rows)
 
 
+def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+    """Of all modes, as metrics name them."""
+    return {key: value for outcome in outcomes for key, value in outcome.figures().items()}
+
+
 def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.grpo.evaluation import Outcome, figure
+from mindgrpo.grpo.evaluation import Outcome, figure, figures_of
 from mindgrpo.monitor.metrics import append_rows
 from mindgrpo.rollout.sampling_params import SamplingSettings
 
@@ -15,10 +15,7 @@ def write_evaluation(
     folder: Path, step: int, outcomes: Sequence[Outcome], with_completions: bool
 ) -> None:
     """Appends to both files in `folder`."""
-    figures: dict[str, Any] = {}
-    for outcome in outcomes:
-        figures |= outcome.figures()
-    append_rows(folder / "evaluations.jsonl", step, [figures])
+    append_rows(folder / "evaluations.jsonl", step, [figures_of(outcomes)])
     if with_completions:
         write_completions(folder / "eval_completions.jsonl", step, outcomes)
 

@@ -43,7 +43,12 @@ def label_of(directory: Path) -> str:
 
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
     """Raises UserError for what cannot be made or written."""
-    directory = _directory(config.output_dir, name, start)
+    asked, goes_on = config.output_dir, False
+    if start is not None and start.output is not None:
+        asked = str(start.output)
+        # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
+        goes_on = start.output == start.source or not start.candidates
+    directory = run_directory.create(asked, name, goes_on=goes_on)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
@@ -62,21 +67,12 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
         board = outside("tensorboard_dir", rl.tensorboard_dir, "*tfevents*", "tensorboard")
         board = board or directory / "tensorboard"
     if rl.save_prompt_completions_data:
-        key, asked = "save_prompt_completions_dir", rl.save_prompt_completions_dir
-        completions = outside(key, asked, "completions.jsonl", "completions") or directory
+        key, folder = "save_prompt_completions_dir", rl.save_prompt_completions_dir
+        completions = outside(key, folder, "completions.jsonl", "completions") or directory
     model = directory / "hf"
     if save:
         model = run_directory.own_folder(save, label, "*", "actor_config.save")
     return OutputPaths(directory, model, completions, board, notes)
-
-
-def _directory(asked: str | None, name: str, start: Start | None) -> Path:
-    if start is None or start.output is None:
-        return run_directory.create(asked, name)
-    # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
-    return run_directory.create(
-        start.output, name, goes_on=start.output == start.source or not start.candidates
-    )
 
 
 def continue_files(

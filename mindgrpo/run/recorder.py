@@ -17,7 +17,7 @@ from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
-from mindgrpo.grpo.evaluation import Figure, Outcome, figure
+from mindgrpo.grpo.evaluation import Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
@@ -149,15 +149,13 @@ class RunRecord:
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
         self._evaluations.append(outcomes[0].means)
-        figures: dict[str, Figure] = {}
         for outcome in outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)
             self.console.line(f"  {outcome.line()}")
-            figures |= outcome.figures()
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
             write_evaluation(self.directory, step, outcomes, keeps)
-        return figures
+        return figures_of(outcomes)
 
     def not_evaluated(self) -> None:
         """There is nothing to compare later evaluations with."""
