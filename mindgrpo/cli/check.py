@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from mindgrpo.backend.targets import check_target
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
-from mindgrpo.config.environment import wrong_variables
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.run.host_limits import refuse_what_cannot_run
+from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.output_paths import run_name
 from mindgrpo.run.preflight import prepare
 from mindgrpo.run.start import find_start

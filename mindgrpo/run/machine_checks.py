@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
@@ -18,7 +19,6 @@ from typing import Literal
 import psutil
 
 from mindgrpo.backend.targets import BOARD_FOLDERS
-from mindgrpo.config.environment import wrong_variables
 from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
@@ -39,6 +39,10 @@ TESTED_OPTIONAL = {  # package: (tested version, what it is for)
     "mindformers": ("1.9.0", "an independent reference model"),
     "vllm": ("0.31.0", "the optional rollout engine"),
 }
+
+# Variables of the environment that a run reads.
+COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
+SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,25 @@ def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
     # Another MindSpore may well work.
     level: Level = "warn" if name == "mindspore" else "error"
     return Finding(level, f"{name} {version} is none that was tested", remedy)
+
+
+def wrong_variables(environment: Mapping[str, str]) -> list[str]:
+    """Says of each variable that cannot be used what is wrong; empty ones count as not set."""
+    wrong = []
+    for name in COUNTS:
+        value = environment.get(name, "")
+        # OpenMP takes a list of counts, one a level.
+        counts = value.split(",") if name == "OMP_NUM_THREADS" else [value]
+        if value and not all(count.strip().isdecimal() and int(count[:12]) > 0 for count in counts):
+            wrong.append(f"{name} is {value!r}, but must be a whole number above 0")
+    for name in SWITCHES:
+        value = environment.get(name, "")
+        if value not in ("", "0", "1"):
+            wrong.append(f"{name} is {value!r}, but must be 0 or 1")
+    folder = environment.get("TMPDIR", "")
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
+    return wrong
 
 
 def _kernels() -> Finding:
