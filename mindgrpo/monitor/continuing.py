@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -23,7 +22,6 @@ RUN_FILES = (
     "hf",
     "adapter",
 )
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 def cut_after(path: Path, step: int) -> int:
@@ -66,9 +64,6 @@ def _first_after(path: Path, step: int) -> tuple[int, int]:
 
 
 def _step_of(row: bytes) -> float:
-    match = _STEP.match(row)
-    if match:
-        return int(match[1])
     try:
         return float(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError):
