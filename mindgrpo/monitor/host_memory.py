@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,12 +134,10 @@ class HostMemoryMonitor:
             self._warned = False
 
     def _rss(self) -> dict[int, int]:
-        bytes_by_rank = {}
+        bytes_by_rank = dict.fromkeys(self._processes, 0)
         for rank, process in self._processes.items():
-            try:
+            with suppress(psutil.Error):
                 bytes_by_rank[rank] = int(process.memory_info().rss)
-            except psutil.Error:
-                bytes_by_rank[rank] = 0
         return bytes_by_rank
 
     def _write(self, memory: HostMemory, rss: Mapping[int, int]) -> None:
