@@ -10,7 +10,6 @@ from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 from mindgrpo.errors import UserError
-from mindgrpo.strict_files import no_path
 
 FLAGS: dict[str, str] = {
     "--model_name": "rl_config.model_name",
@@ -77,9 +76,6 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
         if flag == "--config":
-            reason = no_path(value)
-            if reason is not None:
-                raise UserError(f"--config is '{value[:60]}', but {reason}; give a YAML file.")
             config = Path(value)
             continue
         key_of(flag)
