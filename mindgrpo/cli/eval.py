@@ -72,8 +72,7 @@ class EvaluationInputs:
     num_prompts: int
 
     def check_rewards(self) -> None:
-        if self.scorer is not None:
-            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
 
     def room(self, config: Config) -> Room:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -162,11 +161,11 @@ def main(argv: Sequence[str]) -> None:
     if backend.rank == 0:
         figures = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
+        for path in filter(None, (line.output, line.completions)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if line.output is not None:
-            line.output.parent.mkdir(parents=True, exist_ok=True)
             line.output.write_text(json.dumps(figures, indent=2) + "\n")
         if line.completions is not None:
-            line.completions.parent.mkdir(parents=True, exist_ok=True)
             write_completions(line.completions, line.step, outcomes)
     backend.close()
 

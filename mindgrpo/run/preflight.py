@@ -54,13 +54,13 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     def check_rewards(self) -> None:
-        """Two samples through every reward; waits until all have been imported. Raises UserError."""
-        if self.scorer is not None:
-            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
 
 
-def dry_run_rewards(scorer: Scorer, tokenizer: Tokenizer, prompts: PromptSet) -> None:
-    """The answers of two of the prompts through every reward. Raises UserError."""
+def dry_run_rewards(scorer: Scorer | None, tokenizer: Tokenizer, prompts: PromptSet) -> None:
+    """The answers of two of the prompts through every reward, when all have been imported. Raises UserError."""
+    if scorer is None:
+        return
     two = (prompts[:2] * 2)[:2]
     answers = [prompt.answer for prompt in two]
     ids = [tokenizer.encode(answer) for answer in answers]
