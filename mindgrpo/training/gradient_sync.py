@@ -67,7 +67,8 @@ class GradientSync:
             return [tuple(ranks[first : first + replicas])]
         return []
 
-    def sum(self) -> None:
+    def sum(self) -> float:
+        """Returns the 2-norm of the summed gradients over the model's parameters, each counted once."""
         self._gradients.pool.pull()
         for group, names in self._shared:
             shares = [self._gradients.parts[name] for name in names]
@@ -81,9 +82,6 @@ class GradientSync:
             for run in self._gradients.runs:
                 self._data.sum_array(run)
         self._gradients.pool.push()
-
-    def global_norm(self) -> float:
-        """The 2-norm over the model's parameters, each counted once."""
         square = sum(self._square(array) / copies for array, copies in self._norm_terms)
         total = self._replica.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))

@@ -109,8 +109,7 @@ class Policy:
 
     def gradient_norm(self) -> float:
         """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
-        self._sync.sum()
-        return self._sync.global_norm()
+        return self._sync.sum()
 
     def bad_gradient(self) -> NonFinite | None:
         """Of this rank's gradients."""
