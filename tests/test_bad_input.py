@@ -90,12 +90,19 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
             read(tmp_path / "rows.jsonl")
 
 
+BOMB = "a: &a {x: 1, y: 2}\n" + "".join(
+    f"{k}: &{k} {{p: *{j}, q: *{j}, r: *{j}, s: *{j}}}\n"
+    for j, k in zip("abcdefghijkl", "bcdefghijklm", strict=True)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a: &a\n  b: *a\n", "recursion"),
+        (BOMB, "sections are more than 6 deep"),
+        ("a: &a\n  b: *a\n", "within themselves"),
         ("a: &a [*a]\n", "recursive"),
-        ("a: " + "[" * 5000, "recursion"),
+        ("a: " + "[" * 5000, "nested too deep"),
         ("a: !!python/object/apply:os.system [ls]\n", "could not determine a constructor"),
         ("a: !!int x\n", r"invalid literal .*line 1"),
         ('a: "\\UFFFFFFFF"\n', "not valid YAML"),

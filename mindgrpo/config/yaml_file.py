@@ -16,6 +16,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_text
 
 MAX_YAML_BYTES = 1 << 18
+MAX_DEPTH, MAX_SECTIONS = 50, 6
 MAX_INTEGER = 2**63 - 1
 
 
@@ -32,6 +33,17 @@ class _Loader(yaml.SafeLoader):
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # The scanner's time grows with the square of the depth.
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise yaml.YAMLError("it is nested too deep")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
@@ -40,7 +52,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(value, str):
                 value.encode()  # half a character has no place in a file
         except (ValueError, LookupError, AttributeError) as error:  # of a value unlike its tag
-            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
+            raise _at(node, str(error)) from None
         return value
 
 
@@ -55,11 +67,15 @@ for _tag, _pattern in (("int", _INT), ("float", _FLOAT)):
     )
 
 
+def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
 def parse_yaml(text: str) -> Any:
     """Returns the value of a text's one document. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError) as error:
         raise yaml.YAMLError(str(error)) from None
 
 
@@ -76,7 +92,7 @@ def read_yaml(path: Path) -> dict[str, Sourced]:
                 "value or a list."
             )
         return dict(_entries(loader, root, "", path.name)) if root else {}
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
@@ -89,6 +105,8 @@ def read_yaml(path: Path) -> dict[str, Sourced]:
 def _entries(
     loader: _Loader, node: yaml.MappingNode, prefix: str, file: str
 ) -> Iterator[tuple[str, Sourced]]:
+    if prefix.count(".") > MAX_SECTIONS:
+        raise _at(node, f"sections are more than {MAX_SECTIONS} deep, or within themselves")
     _check_keys(node, prefix, file)
     # Values that `<<: *anchor` brings in come first, so that the section's own win.
     loader.flatten_mapping(node)
