@@ -122,7 +122,7 @@ def test_greedy_takes_the_first_of_the_largest_on_whichever_rank_it_is(
     prompts = [np.array([1], np.int32)] * rows
     ranks = Ranks(replace(made[made_with], stop_ids=()), VOCAB, ways, rows)
     greedy = SamplingSettings(temperature=0.0, stop_ids=())
-    tokens, logps, _ = ranks.draw(logits, rng.random(rows).astype(np.float32), prompts, greedy)
+    tokens, logps, _ = ranks.draw(logits, np.arange(rows, dtype=np.uint64), prompts, greedy)
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logps, exact.max(axis=1), rtol=0, atol=1e-5)

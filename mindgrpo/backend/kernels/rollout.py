@@ -51,14 +51,14 @@ class Rules:
 class Job:
     """Samples to make, and the arrays that they are written to; `longest` columns, `limits` of them may be used.
 
-    `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32 [samples], `uniforms` float32 and `tokens`
-    int32, `logps` float32 [samples, longest], `lengths`, `stopped` int32 [samples].
+    `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
+    `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest].
     """
 
     prompts: Sequence[np.ndarray]
     prompt_of: np.ndarray
     limits: np.ndarray
-    uniforms: np.ndarray
+    keys: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
     lengths: np.ndarray
@@ -70,16 +70,16 @@ class Job:
         prompts: Sequence[np.ndarray],
         prompt_of: Sequence[int],
         limits: Sequence[int],
-        uniforms: np.ndarray,
+        keys: np.ndarray,
     ) -> Job:
-        count = len(prompt_of)
+        count, longest = len(prompt_of), max(limits)
         return cls(
             prompts,
             np.array(prompt_of, np.int32),
             np.array(limits, np.int32),
-            uniforms,
-            np.zeros(uniforms.shape, np.int32),
-            np.zeros(uniforms.shape, np.float32),
+            keys,
+            np.zeros((count, longest), np.int32),
+            np.zeros((count, longest), np.float32),
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
         )

@@ -20,7 +20,10 @@ from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Decode(nn.Cell):
-    """(tokens int32 [B], positions int32 [B], uniforms [B], banned [B]) -> next tokens int32 [B], logps [B]."""
+    """(tokens int32 [B], positions int32 [B], noise, banned [B]) -> next tokens int32 [B], log-probs [B].
+
+    `noise` is float32 [B, local vocabulary], see sampling.py.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class Decode(nn.Cell):
         first = shard.first_token
         self.ids = Tensor([list(range(first, first + shard.local_vocab))], ms.int32)
 
-    def construct(self, tokens: Any, positions: Any, uniforms: Any, banned: Any) -> Any:
+    def construct(self, tokens: Any, positions: Any, noise: Any, banned: Any) -> Any:
         at = ops.expand_dims(positions, 1)
         past = (self.order <= at).astype(ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
@@ -67,7 +70,7 @@ class Decode(nn.Cell):
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
-        return self.sample(logits, uniforms, banned, seen)
+        return self.sample(logits, noise, banned, seen)
 
 
 class Prefill(nn.Cell):

@@ -21,7 +21,7 @@ from mindgrpo.rollout.embedded.kv_cache import Room
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
-from mindgrpo.rollout.noise import uniforms
+from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weights.local_weights import Weights
@@ -116,10 +116,10 @@ class EmbeddedEngine:
             self._check(request, settings)
             limits += request.max_tokens or (settings.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        noise = uniforms(key.seed, key.purpose, key.step, samples, max(limits))
+        keys = sample_keys(key.seed, key.purpose, key.step, samples)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
-        return Job.of(prompts, prompt_of, limits, noise)
+        return Job.of(prompts, prompt_of, limits, keys)
 
     def _check(self, request: Request, settings: SamplingSettings) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:

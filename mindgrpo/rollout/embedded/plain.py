@@ -17,6 +17,7 @@ from mindgrpo.backend.kernels.rollout import Job
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.cells import Decode, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, Footprint, Room
+from mindgrpo.rollout.noise import gumbel, position_keys
 from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.rollout.stats import RolloutStats
 
@@ -135,14 +136,23 @@ class PlainDecoder:
             self._seen[slots] = marks
         self._seen_pool.push()
 
+    def _noise(self, job: Job, busy: np.ndarray) -> np.ndarray:
+        """float32 [slots, local vocabulary] for the next tokens of the samples in slots `busy`."""
+        if self._settings.temperature == 0:
+            return np.zeros((self._room.slots, 1), np.float32)
+        shard, samples = self._shard, self._sample[busy]
+        noise = np.zeros((self._room.slots, shard.local_vocab), np.float32)
+        keys = position_keys(job.keys[samples], job.lengths[samples])
+        noise[busy] = gumbel(keys, shard.first_token, shard.local_vocab)
+        return noise
+
     def _step(self, job: Job) -> None:
         busy = np.flatnonzero(self._sample != IDLE)
         samples = self._sample[busy]
         made = job.lengths[samples]
-        noise, banned = np.zeros((2, self._room.slots), np.float32)
-        noise[busy] = job.uniforms[samples, made]
+        banned = np.zeros(self._room.slots, np.float32)
         banned[busy] = made < self._settings.min_tokens
-        inputs = (self._tokens, self._positions, noise, banned)
+        inputs = (self._tokens, self._positions, self._noise(job, busy), banned)
         drawn, logps = (out.asnumpy() for out in self._decode(*map(Tensor, inputs)))
         job.tokens[samples, made], job.logps[samples, made] = drawn[busy], logps[busy]
         job.lengths[samples] += 1

@@ -5,8 +5,6 @@ Refuses to allocate what a phase could want back: caches and scratch are views t
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +12,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.native.library import operation
+from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
     Job,
     Memory,
@@ -24,46 +23,8 @@ from mindgrpo.backend.kernels.rollout import (
     Slots,
 )
 
-# In the order of native/rollout.h; every field is 8 bytes wide.
-_SIZES = "hidden inner queries kv dim vocab first_token ways index greedy top_k candidates min_tokens num_stops"
-_NUMBERS = "eps scale penalty top_p min_p"
-_STATE = (
-    "slots slot_room entry_room layer_floats longest num_rows num_free queue_head queue_tail prompt_rows "
-    "prompt_starts steps row_steps"
-)
-_ARRAYS = {
-    "cache": np.float32,
-    "scratch": np.float32,
-    "next": np.float32,
-    "starts": np.float32,
-    "rotary": np.float32,
-    "seen": np.float32,
-    "above": np.float64,
-    "stops": np.int32,
-    "prompt_tokens": np.int32,
-    "prompt_at": np.int64,
-    "prompt_length": np.int32,
-    "limit": np.int32,
-    "uniforms": np.float32,
-    "tokens": np.int32,
-    "logps": np.float32,
-    "lengths": np.int32,
-    "stopped": np.int32,
-    "queue_sample": np.int32,
-    "queue_entry": np.int32,
-    "users": np.int32,
-    "free_slots": np.int32,
-    "row_sample": np.int32,
-    "row_slot": np.int32,
-    "row_entry": np.int32,
-    "row_shared": np.int32,
-    "row_own": np.int32,
-    "prompt_row_entry": np.int32,
-    "prompt_row_seen": np.int32,
-    "start_entry": np.int32,
-}
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
-FIRST, BINS, ROUNDS = 5, 256, 4
+FIRST, BINS, ROUNDS = 6, 256, 4
 
 
 @dataclass(frozen=True)
@@ -72,23 +33,14 @@ class _Form:
 
     columns: int
     has_nucleus: bool
-    needs_shares: bool
+    needs_scores: bool
 
     def serves(self, other: _Form, ways: int) -> bool:
         enough = self.columns >= other.columns
         if ways == 1:
             return enough
         nucleus = self.has_nucleus or not other.has_nucleus
-        return enough and nucleus and (self.needs_shares or not other.needs_shares)
-
-
-class _Entry(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES.split()),
-        *((name, ctypes.c_double) for name in _NUMBERS.split()),
-        *((name, ctypes.c_int64) for name in _STATE.split()),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-    ]
+        return enough and nucleus and (self.needs_scores or not other.needs_scores)
 
 
 class _Kernel(nn.Cell):
@@ -135,18 +87,17 @@ class NativeSlots(Slots):
     ) -> None:
         self._share, self._rules, self._capacity = share, rules, slots
         self._has_seen = rules.penalty != 1.0
-        self._entry = _Entry()
-        self._arrays: dict[str, np.ndarray] = {}
-        self._number = self._register()
+        self._table = RolloutTable()
+        self._number = self._table.number
         self.use(rules)
         arrays = {
             "cache": memory.cache,
             "scratch": memory.scratch,
             "next": memory.inputs,
             "starts": memory.starts,
-            "seen": memory.seen,
+            "seen": memory.seen.view(np.uint8),
             "rotary": rotary,
-            "above": np.zeros(slots * (share.ways + 1)),
+            "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // share.hidden, np.int32),
             "start_entry": np.zeros(prompt_rows, np.int32),
@@ -157,28 +108,18 @@ class NativeSlots(Slots):
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("entry", "seen")
         }
         for name, array in arrays.items():
-            self._point(name, array)
+            self._table[name] = array
         self.users = arrays["users"]
-
-    def _register(self) -> int:
-        native = library()
-        if native is None or native.rollout_bytes() != ctypes.sizeof(_Entry):
-            raise RuntimeError("native/rollout.h and native_rollout.py describe different entries")
-        native.rollout_register.argtypes = [ctypes.c_void_p]
-        number = int(native.rollout_register(ctypes.addressof(self._entry)))
-        if number < 0:
-            raise RuntimeError("more generators at once than native/decode.c has room for")
-        weakref.finalize(self, native.rollout_forget, number)
-        return number
 
     def use(self, rules: Rules) -> None:
         if rules.penalty != 1.0 and not self._has_seen:
             raise ValueError("these slots have no room for the tokens that a penalty has to know")
         self._rules = rules
-        self._point("stops", np.array(rules.stop_ids, np.int32))
+        self._table["stops"] = np.array(rules.stop_ids, np.int32)
         share = self._share
         vocab = share.vocabulary
         numbers: dict[str, float] = {
+            "layers": share.layers,
             "hidden": share.hidden,
             "inner": share.inner,
             "queries": share.heads.queries,
@@ -192,7 +133,6 @@ class NativeSlots(Slots):
             "top_k": self._top_k_of(rules),
             "candidates": self._candidates_of(rules),
             "min_tokens": rules.min_tokens,
-            "num_stops": len(rules.stop_ids),
             "eps": share.norm_eps,
             "scale": rules.scale,
             "penalty": rules.penalty,
@@ -200,7 +140,7 @@ class NativeSlots(Slots):
             "min_p": 0.0 if rules.greedy else rules.min_p,
         }
         for name, value in numbers.items():
-            setattr(self._entry, name, value)
+            self._table[name] = value
 
     def _top_k_of(self, rules: Rules) -> int:
         vocab = self._share.vocabulary
@@ -213,32 +153,36 @@ class NativeSlots(Slots):
     def _form_of(self, rules: Rules) -> _Form:
         free = not rules.greedy and not self._top_k_of(rules)
         nucleus = free and rules.top_p < 1.0
-        columns = FIRST + (self._candidates_of(rules) or (BINS if nucleus else 0))
-        return _Form(columns, nucleus, free and rules.min_p > 0.0)
+        columns = FIRST + (2 * self._candidates_of(rules) or (BINS if nucleus else 0))
+        return _Form(columns, nucleus, nucleus or (free and rules.min_p > 0.0))
 
     def serves(self, made_with: Rules) -> bool:
         made, wanted = self._form_of(made_with), self._form_of(self._rules)
         return made.serves(wanted, self._share.ways)
 
-    def _point(self, name: str, array: np.ndarray) -> None:
-        if array.dtype != _ARRAYS[name] or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} is {array.dtype}, but the kernels take {_ARRAYS[name]} in order"
-            )
-        self._arrays[name] = array
-        setattr(self._entry, name, array.ctypes.data)
-
     def start(self, job: Job, partition: Partition) -> None:
-        entry, heads = self._entry, self._share.heads
-        entry.slots, entry.slot_room = partition.slots, partition.slot_room
-        entry.entry_room = partition.entry_room
+        table, heads = self._table, self._share.heads
         positions = partition.slots * partition.slot_room + partition.entries * partition.entry_room
-        entry.layer_floats = 2 * positions * heads.kv * heads.dim
-        entry.longest = job.uniforms.shape[1]
-        for name in ("num_rows", "queue_head", "queue_tail", "steps", "row_steps"):
-            setattr(entry, name, 0)
-        entry.num_free = partition.slots
-        self._arrays["free_slots"][: partition.slots] = np.arange(partition.slots)[::-1]
+        numbers = {
+            "slots": partition.slots,
+            "slot_room": partition.slot_room,
+            "entry_room": partition.entry_room,
+            "layer_floats": 2 * positions * heads.kv * heads.dim,
+            "longest": job.tokens.shape[1],
+            "num_free": partition.slots,
+        }
+        state = (
+            "num_rows",
+            "queue_head",
+            "queue_tail",
+            "prompt_rows",
+            "prompt_starts",
+            "steps",
+            "row_steps",
+        )
+        for name, value in (dict.fromkeys(state, 0) | numbers).items():
+            table[name] = value
+        table["free_slots"][: partition.slots] = np.arange(partition.slots)[::-1]
         self.users[...] = 0
         lengths = np.array([len(prompt) for prompt in job.prompts], np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -247,7 +191,7 @@ class NativeSlots(Slots):
             "prompt_at": begins[job.prompt_of],
             "prompt_length": lengths[job.prompt_of].astype(np.int32),
             "limit": job.limits,
-            "uniforms": job.uniforms,
+            "keys": job.keys,
             "tokens": job.tokens,
             "logps": job.logps,
             "lengths": job.lengths,
@@ -256,30 +200,31 @@ class NativeSlots(Slots):
             "queue_entry": np.zeros(len(job.limits), np.int32),
         }
         for name, array in arrays.items():
-            self._point(name, array)
+            table[name] = array
+        table.check_complete()
 
     def enqueue(self, sample: int, entry: int) -> None:
-        tail = self._entry.queue_tail
-        self._arrays["queue_sample"][tail] = sample
-        self._arrays["queue_entry"][tail] = entry
+        tail = self._table["queue_tail"]
+        self._table["queue_sample"][tail[0]] = sample
+        self._table["queue_entry"][tail[0]] = entry
         self.users[entry] += 1
-        self._entry.queue_tail = tail + 1
+        tail[0] += 1
 
     def set_prompt_rows(
         self, entries: np.ndarray, seen: np.ndarray, start_entries: np.ndarray
     ) -> None:
-        self._arrays["prompt_row_entry"][: len(entries)] = entries
-        self._arrays["prompt_row_seen"][: len(entries)] = seen
-        self._arrays["start_entry"][: len(start_entries)] = start_entries
-        self._entry.prompt_rows, self._entry.prompt_starts = len(entries), len(start_entries)
+        self._table["prompt_row_entry"][: len(entries)] = entries
+        self._table["prompt_row_seen"][: len(entries)] = seen
+        self._table["start_entry"][: len(start_entries)] = start_entries
+        self._table["prompt_rows"], self._table["prompt_starts"] = len(entries), len(start_entries)
 
     @property
     def waiting(self) -> int:
-        return int(self._entry.queue_tail - self._entry.queue_head)
+        return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
     def steps(self) -> tuple[int, int]:
-        return int(self._entry.steps), int(self._entry.row_steps)
+        return int(self._table["steps"][0]), int(self._table["row_steps"][0])
 
     def begin(self) -> nn.Cell:
         shape = [self._capacity, self._share.hidden]
@@ -310,11 +255,11 @@ class NativeSlots(Slots):
         if self._share.ways == 1:
             return 0
         form = self._form_of(self._rules)
-        return (ROUNDS - 1) * form.has_nucleus + form.needs_shares
+        return (ROUNDS - 1) * form.has_nucleus + form.needs_scores
 
     def narrow(self, number: int) -> nn.Cell:
-        if self._form_of(self._rules).needs_shares and number == self.num_narrowings - 1:
-            return _Kernel("rollout_shares", _one_a_row, _float, [self._number])
+        if self._form_of(self._rules).needs_scores and number == self.num_narrowings - 1:
+            return _Kernel("rollout_score", _two_a_row, _float, [self._number])
         return _Kernel("rollout_narrow", _bins_a_row, _float, [self._number, number + 1])
 
     def draw(self) -> nn.Cell:
@@ -332,8 +277,8 @@ class NativeSlots(Slots):
         return _Kernel("rollout_commit", shapes, _float_and_int, [self._number])
 
 
-def _one_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 1]
+def _two_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 2]
 
 
 def _bins_a_row(logits: Any, *others: Any) -> Any:

@@ -36,13 +36,12 @@ static void give_next(const Rollout *g, float *x, int64_t capacity) {
     memset(x + g->num_rows * g->hidden, 0, (capacity - g->num_rows) * g->hidden * sizeof(float));
 }
 
-/* (anything, number int32 [1]) -> x [B, H], the inputs of the first step of a call */
-int rollout_begin(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Rollout *g = rollout_of(params[1]);
-    if (!g) return 1;
+/* x: the inputs of the first step of a call */
+KERNEL(rollout_begin, "ticket i32[1], number i32[1] -> x f32[B, H]") {
+    Rollout *g = rollout_of(call, call->params[1]);
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
     admit(g);
-    give_next(g, params[2], shapes[2][0]);
+    give_next(g, call->params[2], dim(call, 'B'));
     return 0;
 }
 
@@ -54,19 +53,19 @@ static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     g->logps[sample * g->longest + at] = logp;
     g->lengths[sample] = at + 1;
     if (g->penalty != 1.0) mark_seen(g, g->row_slot[row], token);
-    for (int64_t i = 0; i < g->num_stops; i++)
+    for (int64_t i = 0; i < g->stops_count; i++)
         if (g->stops[i] == token) g->stopped[sample] = 1;
     return g->stopped[sample] || at + 1 == g->limit[sample];
 }
 
-/* (drawn [B, H + 2]: the token's embedding, the token, its log-prob; number int32 [1])
- * -> (x [B, H], the inputs of the next step; rows and places in the queue that are left, int32 [1]) */
-int rollout_commit(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Rollout *g = rollout_of(params[1]);
-    if (!g) return 1;
-    const float *drawn = params[0];
+/* drawn: the token's embedding, the token, its log-prob. x: the inputs of the next step; left: rows and places in the
+ * queue that are left. */
+KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[1]") {
+    Rollout *g = rollout_of(call, call->params[1]);
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
+    const float *drawn = call->params[0];
     int64_t width = g->hidden + 2, left = 0;
+    if (dim(call, 'E') != width) return refuse(call, "E is %ld, but must be %ld", dim(call, 'E'), width);
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
     for (int64_t row = 0; row < g->num_rows; row++) {
@@ -83,7 +82,7 @@ int rollout_commit(KERNEL_ARGS) {
     }
     g->num_rows = left;
     admit(g);
-    give_next(g, params[2], shapes[2][0]);
-    *(int32_t *)params[3] = g->num_rows + g->queue_tail - g->queue_head;
+    give_next(g, call->params[2], dim(call, 'B'));
+    *(int32_t *)call->params[3] = g->num_rows + g->queue_tail - g->queue_head;
     return 0;
 }
