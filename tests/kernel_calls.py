@@ -120,28 +120,26 @@ def embed_grad(rng: np.random.Generator) -> KernelCall:
     return KernelCall("embed_grad", [tokens, dy, table, first], [filled(*table.shape)], [dtable])
 
 
-def log_prob_pieces(rng: np.random.Generator) -> KernelCall:
+def log_prob_stats(rng: np.random.Generator) -> KernelCall:
     logits = floats(rng, size(rng, 40), size(rng, 300))
     first, real, scale = size(rng, 9), int(rng.integers(0, logits.shape[1] + 1)), 0.7
     labels = rng.integers(-5, 310, len(logits)).astype(np.int32)
-    pieces = np.zeros((len(logits), 4))
-    pieces[:, 0] = -1e30
+    stats = np.zeros((len(logits), 4))
+    stats[:, 0] = -1e30
     if real:
         scaled = logits[:, :real].astype(np.float64) * scale
         top = scaled.max(1)
         mass = np.exp(scaled - top[:, None])
         is_here = (labels >= first) & (labels < first + real)
         label = scaled[np.arange(len(logits)), np.clip(labels - first, 0, real - 1)]
-        pieces = np.stack(
-            [top, mass.sum(1), (mass * scaled).sum(1), np.where(is_here, label, 0)], 1
-        )
+        stats = np.stack([top, mass.sum(1), (mass * scaled).sum(1), np.where(is_here, label, 0)], 1)
     sizes = np.array([first, real], np.int32)
     inputs = [logits, labels, sizes, one(scale)]
-    return KernelCall("log_prob_pieces", inputs, [filled(len(logits), 4)], [pieces])
+    return KernelCall("log_prob_stats", inputs, [filled(len(logits), 4)], [stats])
 
 
 def log_prob_grad(rng: np.random.Generator) -> KernelCall:
-    logits, labels, sizes, scale = log_prob_pieces(rng).inputs
+    logits, labels, sizes, scale = log_prob_stats(rng).inputs
     first, real = sizes
     total, entropy, dlogp, dentropy = floats(rng, 4, len(logits))
     total, dentropy = (
@@ -269,7 +267,7 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         gated_grad,
         embed,
         embed_grad,
-        log_prob_pieces,
+        log_prob_stats,
         log_prob_grad,
         adamw,
         square_sums,

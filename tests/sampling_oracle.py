@@ -1,6 +1,6 @@
 """How a token is drawn, from the definitions, in Python's integers and float64: for comparing samplers with.
 
-Shares nothing with the package but SamplingSettings.
+Shares nothing with the package but SamplingParams.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 
 def splitmix64(state: int) -> int:
@@ -62,7 +62,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def processed(
-    settings: SamplingSettings, logits: np.ndarray, banned: float, seen: np.ndarray
+    settings: SamplingParams, logits: np.ndarray, banned: float, seen: np.ndarray
 ) -> np.ndarray:
     """float64: penalty, temperature, ban; in this order."""
     x = logits.astype(np.float64)
@@ -74,7 +74,7 @@ def processed(
 
 
 def distribution(
-    settings: SamplingSettings, logits: np.ndarray, banned: float, seen: np.ndarray
+    settings: SamplingParams, logits: np.ndarray, banned: float, seen: np.ndarray
 ) -> np.ndarray:
     """What one token is drawn from: penalty, temperature, ban, top-k, top-p, min-p, in this order."""
     x = processed(settings, logits, banned, seen)
@@ -94,7 +94,7 @@ def distribution(
 
 
 def draw(
-    settings: SamplingSettings, logits: np.ndarray, key: int, banned: float, seen: np.ndarray
+    settings: SamplingParams, logits: np.ndarray, key: int, banned: float, seen: np.ndarray
 ) -> tuple[int, float]:
     """The first token of the sample with this key, and its log-prob."""
     kept = distribution(settings, logits, banned, seen) > 0

@@ -18,12 +18,12 @@ from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import (
-    Job,
+    GenerationBatch,
+    KVCacheLayout,
+    LocalModelShape,
     Memory,
-    Partition,
-    Share,
 )
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
@@ -50,48 +50,49 @@ def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
 
 
 class Ranks:
-    """`ways` ranks that share a vocabulary, with slots for `rows` rows and kernels made for `settings`.
+    """`tp_size` ranks that share a vocabulary, with slots for `rows` rows and kernels made for `settings`.
 
     `hidden` is 4 to an integer power, see HIDDEN.
     """
 
     def __init__(
-        self, settings: SamplingSettings, vocab: int, ways: int, rows: int, hidden: int = HIDDEN
+        self, settings: SamplingParams, vocab: int, tp_size: int, rows: int, hidden: int = HIDDEN
     ) -> None:
-        self.vocab, self.ways, self.rows, self.hidden = vocab, ways, rows, hidden
-        self.width = -(-vocab // ways)
-        self.slots = [self._slots(settings, rank) for rank in range(ways)]
+        self.vocab, self.tp_size, self.rows, self.hidden = vocab, tp_size, rows, hidden
+        self.width = -(-vocab // tp_size)
+        self.slots = [self._slots(settings, rank) for rank in range(tp_size)]
         self.heads = [slots.head() for slots in self.slots]
-        self.narrowings = [
-            [slots.narrow(i) for slots in self.slots] for i in range(self.slots[0].num_narrowings)
+        self.rounds = [
+            [slots.truncate(i) for slots in self.slots]
+            for i in range(self.slots[0].num_truncation_rounds)
         ]
 
-    def _slots(self, settings: SamplingSettings, rank: int) -> NativeSlots:
+    def _slots(self, settings: SamplingParams, rank: int) -> NativeSlots:
         first = self.width * rank
         real = min(self.width, max(0, self.vocab - first))
-        share = Share(
+        share = LocalModelShape(
             layers=1,
             hidden=self.hidden,
             inner=1,
             heads=Heads(1, 1, 1),
             vocabulary=Vocabulary(first, self.width, real),
             norm_eps=0.0,
-            ways=self.ways,
-            index=rank,
+            tp_size=self.tp_size,
+            tp_rank=rank,
         )
         seen = np.zeros(self.rows * self.width // 4 + 1, np.float32)
         inputs, starts = np.zeros((2, self.rows * self.hidden), np.float32)
         scratch = np.zeros(self.rows * (2 * self.hidden + 3), np.float32)
         memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
         rotary = np.zeros(2, np.float32)
-        return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
+        return NativeSlots(share, settings, rotary, self.rows, 1, memory)
 
     def draw(
         self,
         logits: np.ndarray,
         keys: np.ndarray,
         prompts: Sequence[np.ndarray],
-        settings: SamplingSettings | None = None,
+        settings: SamplingParams | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """By the settings that the kernels were made with, or by others in the same kernels.
 
@@ -101,7 +102,7 @@ class Ranks:
         """
         if settings is not None:
             for slots in self.slots:
-                slots.use(settings.rules())
+                slots.use(settings)
         jobs = self._start(keys, prompts, 2)
         x = self._step(logits)
         for job, inputs in zip(jobs[1:], x[1:], strict=True):
@@ -116,10 +117,15 @@ class Ranks:
             self._step(logits)
         return jobs[0].tokens
 
-    def _start(self, keys: np.ndarray, prompts: Sequence[np.ndarray], longest: int) -> list[Job]:
-        jobs = [Job.of(prompts, range(self.rows), [longest] * self.rows, keys) for _ in self.slots]
+    def _start(
+        self, keys: np.ndarray, prompts: Sequence[np.ndarray], longest: int
+    ) -> list[GenerationBatch]:
+        jobs = [
+            GenerationBatch.of(prompts, range(self.rows), [longest] * self.rows, keys)
+            for _ in self.slots
+        ]
         for slots, job in zip(self.slots, jobs, strict=True):
-            slots.start(job, Partition(self.rows, 0, self.rows, 0))
+            slots.start(job, KVCacheLayout(self.rows, 0, self.rows, 0))
             for row in range(self.rows):
                 slots.enqueue(row, row)
             call(slots.begin(), np.zeros(1, np.int32))
@@ -127,7 +133,7 @@ class Ranks:
 
     def _step(self, logits: np.ndarray) -> list[np.ndarray]:
         """The kernels after the layers, each on all ranks before the next; the inputs that follow on each rank."""
-        tables = np.zeros((self.ways * self.width, self.hidden), np.float32)
+        tables = np.zeros((self.tp_size * self.width, self.hidden), np.float32)
         tables[: self.vocab, : len(logits)] = logits.T
         names = np.repeat(np.arange(len(tables), dtype=np.float32)[:, None], self.hidden, 1)
         units = np.eye(len(logits), self.hidden, dtype=np.float32)[
@@ -136,20 +142,20 @@ class Ranks:
         norm = np.full(self.hidden, self.hidden**-0.5, np.float32)
         outputs = [
             call(head, units, np.zeros_like(units), norm, table)
-            for head, table in zip(self.heads, np.split(tables, self.ways), strict=True)
+            for head, table in zip(self.heads, np.split(tables, self.tp_size), strict=True)
         ]
         local = [logits for logits, _ in outputs]
-        pieces = answer = np.stack([pieces for _, pieces in outputs])
-        for narrowing in self.narrowings:
+        stats = answer = np.stack([stats for _, stats in outputs])
+        for round_cells in self.rounds:
             answers = [
-                call(narrow, logits, pieces, answer)[0]
-                for narrow, logits in zip(narrowing, local, strict=True)
+                call(truncate, logits, stats, answer)[0]
+                for truncate, logits in zip(round_cells, local, strict=True)
             ]
             answer = np.stack(answers)
         drawn = [
-            call(slots.draw(), logits, pieces, answer, table)[0]
+            call(slots.draw(), logits, stats, answer, table)[0]
             for slots, logits, table in zip(
-                self.slots, local, np.split(names, self.ways), strict=True
+                self.slots, local, np.split(names, self.tp_size), strict=True
             )
         ]
         return [call(slots.commit(), np.sum(drawn, axis=0))[0] for slots in self.slots]

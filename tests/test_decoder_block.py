@@ -28,7 +28,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Request
 from mindgrpo.weights.pretrained import fill_random
@@ -100,7 +100,7 @@ class Model:
             Layout(Grid(1, 1, 1), parameter_specs(config), (layers,)),
             backend,
         )
-        room = Room(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)
+        room = KVCacheConfig(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)
         self.generator = EmbeddedEngine(config, self.layout, backend, SETTINGS, room)
         self.generator.publish(self._fill, VERSION)
         weights = self.generator.weights

@@ -21,8 +21,8 @@ from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
-from mindgrpo.backend.kernels.rollout import Job, Memory, Partition, Share
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.rollout import GenerationBatch, KVCacheLayout, LocalModelShape, Memory
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
@@ -120,7 +120,9 @@ class Rollout:
         self.heads = Heads(kv * size(rng, 3), kv, dim)
         self.hidden, self.rows, vocab = hidden, rows, size(rng, 200)
         self.room = 16
-        share = Share(1, hidden, inner, self.heads, Vocabulary(0, vocab, vocab), 1e-6, 1, 0)
+        share = LocalModelShape(
+            1, hidden, inner, self.heads, Vocabulary(0, vocab, vocab), 1e-6, 1, 0
+        )
         positions = 2 * rows * self.room
         width = hidden + max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner)
         self.memory = Memory(
@@ -130,9 +132,9 @@ class Rollout:
             starts=np.zeros(rows * hidden, np.float32),
             seen=np.zeros(0, np.float32),
         )
-        settings = SamplingSettings(temperature=1.0)
+        settings = SamplingParams(temperature=1.0)
         rotary = floats(rng, 2 * self.room, 2 * dim)
-        self.slots = NativeSlots(share, settings.rules(), rotary, rows, 16, self.memory)
+        self.slots = NativeSlots(share, settings, rotary, rows, 16, self.memory)
         self.table = self.slots._table
         mixed = self.heads.queries * dim
         self.nothing = one(0)
@@ -145,8 +147,8 @@ class Rollout:
         prompts = [np.zeros(size(rng, self.room), np.int32) for _ in range(self.rows)]
         limits = [min(4, self.room)] * self.rows
         keys = rng.integers(0, 2**64, self.rows, np.uint64)
-        job = Job.of(prompts, range(self.rows), limits, keys)
-        self.slots.start(job, Partition(self.rows, self.room, self.rows, self.room))
+        job = GenerationBatch.of(prompts, range(self.rows), limits, keys)
+        self.slots.start(job, KVCacheLayout(self.rows, self.room, self.rows, self.room))
         for row in range(self.rows):
             self.slots.enqueue(row, row)
 
@@ -167,9 +169,9 @@ class Rollout:
 
     def steps(self, rng: Generator) -> Iterator[KernelCall]:
         """The calls of a rollout in their order, each of which has to run before the next is asked for."""
-        entries = np.repeat(np.arange(3, dtype=np.int32) % self.rows, 4)
+        prefixes = np.repeat(np.arange(3, dtype=np.int32) % self.rows, 4)
         self.slots.set_prompt_rows(
-            entries, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
+            prefixes, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
         )
         yield self.attend(floats(rng, 16, self.hidden), True)
         begin = self.call(self.slots.begin(), np.zeros(1, np.int32))
@@ -182,8 +184,8 @@ class Rollout:
             yield mlp
             head = self.head(*mlp.outputs)
             yield head
-            logits, pieces = head.outputs
-            draw = self.call(self.slots.draw(), logits, pieces[None], pieces[None], self.head_table)
+            logits, stats = head.outputs
+            draw = self.call(self.slots.draw(), logits, stats[None], stats[None], self.head_table)
             yield draw
             commit = self.call(self.slots.commit(), draw.outputs[0])
             yield commit
@@ -206,9 +208,9 @@ def test_rollouts_of_any_number_of_rows_give_numpys_logits(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("ways", [1, 3])
-def test_the_head_writes_within_what_it_was_given(rows: int, ways: int) -> None:
-    ranks = slots_by_hand.Ranks(SamplingSettings(top_k=5, top_p=0.9), 50, ways, rows)
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_the_head_writes_within_what_it_was_given(rows: int, tp_size: int) -> None:
+    ranks = slots_by_hand.Ranks(SamplingParams(top_k=5, top_p=0.9), 50, tp_size, rows)
     logits = floats(default_rng(0), rows, 50)
     tokens, _, _ = ranks.draw(logits, np.full(rows, 0.5, np.float32), [np.ones(1, np.int32)] * rows)
     assert (np.argsort(-logits)[:, :5] == tokens[:, None]).any(1).all()
@@ -239,8 +241,8 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
         ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
         ("num_free", 1, "6 rows and 1 free slots are not 6"),
         ("layers", 0, "layer 0"),
-        ("slot_room", 4, "rooms"),
-        ("row_entry", np.full(6, 99, np.int32), "in entry 99"),
+        ("slot_size", 4, "rooms"),
+        ("row_prefix", np.full(6, 99, np.int32), "in prefix 99"),
         ("row_slot", np.full(6, -1, np.int32), "in slot -1"),
         ("row_own", np.full(6, 16, np.int32), "17 in slot"),
         ("hidden", 5, "H is"),

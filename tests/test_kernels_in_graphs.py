@@ -21,7 +21,7 @@ from mindgrpo.backend.kernels.contract import Heads
 from mindgrpo.backend.kernels.native import library
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.rollout import Job, Partition
+from mindgrpo.backend.kernels.rollout import GenerationBatch, KVCacheLayout
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.embedded.engine import Request
 
@@ -54,8 +54,8 @@ def tokens_after(backend: CpuBackend, is_chained: bool) -> np.ndarray:
     """[ROWS, 2], 0 where no token was written."""
     slots = Ranks(SETTINGS, 50, 1, ROWS).slots[0]
     prompts = [np.ones(1, np.int32)] * ROWS
-    job = Job.of(prompts, range(ROWS), [2] * ROWS, np.zeros((ROWS, 2), np.float32))
-    slots.start(job, Partition(ROWS, 0, ROWS, 0))
+    job = GenerationBatch.of(prompts, range(ROWS), [2] * ROWS, np.zeros((ROWS, 2), np.float32))
+    slots.start(job, KVCacheLayout(ROWS, 0, ROWS, 0))
     for row in range(ROWS):
         slots.enqueue(row, row)
     drawn = np.zeros((ROWS, HIDDEN + 2), np.float32)

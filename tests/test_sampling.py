@@ -19,26 +19,26 @@ from slots_by_hand import HIDDEN, Ranks
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native import library
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded.sampling import Sampler
 from mindgrpo.rollout.noise import ROLLOUT, gumbel, position_keys, sample_keys
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 ROWS, VOCAB = 128, 67
-PLAIN = SamplingSettings(stop_ids=(3, 40))
+PLAIN = SamplingParams(stop_ids=(3, 40))
 
 Drawn = tuple[np.ndarray, np.ndarray]
 Draw = Callable[..., Drawn]
 
 WITH_C = pytest.mark.skipif(library.library_path() is None, reason="no C compiler on this machine")
-KINDS = [0, *(pytest.param(ways, marks=WITH_C) for ways in (1, 2, 4))]
+KINDS = [0, *(pytest.param(tp_size, marks=WITH_C) for tp_size in (1, 2, 4))]
 
 
 def plain_sampler() -> Draw:
     backend = CpuBackend({}, "shared_memory")
-    graphs: dict[SamplingSettings, Sampler] = {}
+    graphs: dict[SamplingParams, Sampler] = {}
 
     def call(
-        settings: SamplingSettings,
+        settings: SamplingParams,
         logits: np.ndarray,
         keys: np.ndarray,
         banned: np.ndarray,
@@ -54,16 +54,16 @@ def plain_sampler() -> Draw:
     return call
 
 
-def kernels(ways: int) -> Draw:
-    made: dict[SamplingSettings, Ranks] = {}
+def kernels(tp_size: int) -> Draw:
+    made: dict[SamplingParams, Ranks] = {}
 
-    def of(settings: SamplingSettings) -> Ranks:
+    def of(settings: SamplingParams) -> Ranks:
         if settings not in made:
-            made[settings] = Ranks(settings, VOCAB, ways, ROWS)
+            made[settings] = Ranks(settings, VOCAB, tp_size, ROWS)
         return made[settings]
 
     def call(
-        settings: SamplingSettings,
+        settings: SamplingParams,
         logits: np.ndarray,
         keys: np.ndarray,
         banned: np.ndarray,
@@ -96,7 +96,7 @@ def case(seed: int) -> tuple[np.ndarray, ...]:
     return logits, rng.integers(0, 2**64, ROWS, np.uint64), banned, seen
 
 
-def reference(settings: SamplingSettings, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def reference(settings: SamplingParams, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     drawn = [
         oracle.draw(settings, logits, int(key), float(banned), seen)
         for logits, key, banned, seen in zip(*arrays, strict=True)
@@ -119,7 +119,7 @@ SETTINGS = {
     "top_p_and_min_p": replace(PLAIN, top_p=0.9, min_p=0.05),
     "top_k_and_top_p": replace(PLAIN, top_k=12, top_p=0.8),
     "top_k_and_min_p": replace(PLAIN, top_k=30, min_p=0.2),
-    "all_but_top_k": SamplingSettings(
+    "all_but_top_k": SamplingParams(
         temperature=0.9,
         top_p=0.9,
         min_p=0.02,
@@ -130,7 +130,7 @@ SETTINGS = {
     "min_tokens": replace(PLAIN, min_tokens=2, temperature=2.0),
     "greedy": replace(PLAIN, temperature=0.0),
     "greedy_penalty": replace(PLAIN, temperature=0.0, repetition_penalty=2.0, min_tokens=2),
-    "everything": SamplingSettings(
+    "everything": SamplingParams(
         temperature=0.9,
         top_k=20,
         top_p=0.9,
@@ -154,7 +154,7 @@ def test_every_token_and_log_prob_is_that_of_the_definition(draw: Draw, name: st
 
 
 FEW, LONGEST = 24, 1024
-FREE = SamplingSettings()
+FREE = SamplingParams()
 OFTEN = {
     "plain": FREE,
     "hot": replace(FREE, temperature=1.7),
@@ -165,13 +165,13 @@ OFTEN = {
 }
 
 
-def drawn_by_kernels(settings: SamplingSettings, logits: np.ndarray) -> np.ndarray:
+def drawn_by_kernels(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
     rows = LONGEST
     ranks = Ranks(settings, FEW, 1, rows, hidden=16)
     return ranks.draw_many(logits[None], sample_keys(0, ROLLOUT, 0, range(rows)), LONGEST)
 
 
-def drawn_by_graph(settings: SamplingSettings, logits: np.ndarray) -> np.ndarray:
+def drawn_by_graph(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
     group = CpuBackend({}, "shared_memory").group((0,))
     sampler, rows = Sampler(settings, FEW, 0, group), 1 << 14
     keys = sample_keys(0, ROLLOUT, 0, range(LONGEST))[:, None]
@@ -186,7 +186,7 @@ def drawn_by_graph(settings: SamplingSettings, logits: np.ndarray) -> np.ndarray
 )
 @pytest.mark.parametrize("name", OFTEN)
 def test_of_a_million_draws_every_token_has_its_share(
-    name: str, drawn: Callable[[SamplingSettings, np.ndarray], np.ndarray]
+    name: str, drawn: Callable[[SamplingParams, np.ndarray], np.ndarray]
 ) -> None:
     """Chi-square against the exact distribution, over positions and samples as a run numbers them."""
     settings = OFTEN[name]
@@ -262,12 +262,12 @@ def test_stop_ids_are_drawn_again_once_they_are_no_longer_banned(draw: Draw) -> 
     assert set(free_tokens) == {3, 40}
 
 
-def rows_of_kernels(settings: SamplingSettings, logits: np.ndarray, ways: int) -> np.ndarray:
-    """The tokens that `ways` ranks draw, one for each row of logits, with the same keys whatever `ways` is."""
+def rows_of_kernels(settings: SamplingParams, logits: np.ndarray, tp_size: int) -> np.ndarray:
+    """The tokens that `tp_size` ranks draw, one for each row of logits, with the same keys whatever `tp_size` is."""
     rows, vocab = logits.shape
     keys = sample_keys(3, ROLLOUT, 0, range(rows))
     prompts = [np.zeros(1, np.int32)] * HIDDEN
-    ranks = Ranks(settings, vocab, ways, HIDDEN)
+    ranks = Ranks(settings, vocab, tp_size, HIDDEN)
     batches = [slice(i, i + HIDDEN) for i in range(0, rows, HIDDEN)]
     return np.concatenate([ranks.draw(logits[b], keys[b], prompts)[0] for b in batches])
 
@@ -283,14 +283,14 @@ SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] 
 
 
 @WITH_C
-@pytest.mark.parametrize("ways", [1, 3])
+@pytest.mark.parametrize("tp_size", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["plain", "hot", "min_p"])
-def test_no_block_that_needs_no_noise_has_the_winner(name: str, shape: str, ways: int) -> None:
+def test_no_block_that_needs_no_noise_has_the_winner(name: str, shape: str, tp_size: int) -> None:
     """Against the noise of every token, over a vocabulary of many blocks with a last one that is not full."""
     settings = replace(SETTINGS[name], stop_ids=())
     logits = SHAPES[shape](np.random.default_rng(5), (512, 5000)).astype(np.float32)
-    tokens = rows_of_kernels(settings, logits, ways)
+    tokens = rows_of_kernels(settings, logits, tp_size)
     keys = position_keys(sample_keys(3, ROLLOUT, 0, range(512)), np.zeros(512, np.int64))
     x = logits * np.float32(1 / settings.trainer_temperature)
     kept = x >= x.max(axis=1, keepdims=True) + np.log(np.float32(settings.min_p or 1e-30))
@@ -313,9 +313,9 @@ def test_layouts_draw_the_same_tokens_of_a_real_vocabulary(name: str, scale: flo
     alone = rows_of_kernels(settings, logits, 1)
     assert len(set(alone.tolist())) > 400
     different = 0
-    for ways in (2, 3, 4):
+    for tp_size in (2, 3, 4):
         rounding = rng.uniform(-3e-6, 3e-6, logits.shape).astype(np.float32)
-        others = rows_of_kernels(settings, logits + logits * rounding, ways)
+        others = rows_of_kernels(settings, logits + logits * rounding, tp_size)
         different += (others != alone).sum()
     assert different <= 1
 

@@ -11,10 +11,16 @@ from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
-from mindgrpo.backend.kernels.rollout import Job, Memory, Partition, Share, Slots
+from mindgrpo.backend.kernels.rollout import (
+    GenerationBatch,
+    KVCacheLayout,
+    LocalModelShape,
+    Memory,
+    Slots,
+)
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded.kv_cache import padded
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class _Step(nn.Cell):
@@ -29,8 +35,8 @@ class _Step(nn.Cell):
 
     def construct(self, x: Any, table: Any) -> Any:
         logits, answer = self.head(x, x, self.one, table)
-        pieces = answer.expand_dims(0)
-        return self.commit(self.draw(logits, pieces, pieces, self.embeddings))
+        stats = answer.expand_dims(0)
+        return self.commit(self.draw(logits, stats, stats, self.embeddings))
 
 
 class Drawing:
@@ -40,13 +46,12 @@ class Drawing:
         self, backend: Backend, vocab: int, rows: int, tokens: int, **sampling: Any
     ) -> None:
         self.rows, self.tokens = rows, tokens
-        settings = SamplingSettings(max_tokens=tokens, stop_ids=(), **sampling)
-        share = Share(1, 1, 1, Heads(1, 1, 1), Vocabulary(0, vocab, vocab), 0.0, 1, 0)
+        params = SamplingParams(max_tokens=tokens, **sampling)
+        share = LocalModelShape(1, 1, 1, Heads(1, 1, 1), Vocabulary(0, vocab, vocab), 0.0, 1, 0)
         nothing = np.zeros(1, np.float32)
         inputs, starts = np.ones((2, rows), np.float32)
         memory = Memory(nothing, np.zeros(padded(rows), np.float32), inputs, starts, nothing)
-        rules = settings.rules()
-        self.slots = backend.kernels.slots(share, rules, nothing, rows, 1, memory)
+        self.slots = backend.kernels.slots(share, params, nothing, rows, 1, memory)
         self.begin = backend.graph(self.slots.begin(), "begin")
         self.step = backend.graph(_Step(self.slots, vocab), "step")
 
@@ -55,8 +60,8 @@ class Drawing:
         table = Tensor(logits.astype(np.float32)[:, None])
         keys = sample_keys(0, ROLLOUT, number, range(self.rows))
         prompts = [np.zeros(1, np.int32)] * self.rows
-        job = Job.of(prompts, range(self.rows), [self.tokens] * self.rows, keys)
-        self.slots.start(job, Partition(self.rows, 0, self.rows, 0))
+        job = GenerationBatch.of(prompts, range(self.rows), [self.tokens] * self.rows, keys)
+        self.slots.start(job, KVCacheLayout(self.rows, 0, self.rows, 0))
         for row in range(self.rows):
             self.slots.enqueue(row, row)
         x = self.begin(Tensor([0], ms.int32))

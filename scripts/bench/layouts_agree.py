@@ -53,8 +53,8 @@ def measure(given: argparse.Namespace) -> None:
     """Writes tokens int32 and log-probs float32 [completions, new_tokens] to `given.result`, on rank 0."""
     import assembly
 
-    from mindgrpo.grpo.rollout import generate
-    from mindgrpo.rollout.embedded.engine import Draw
+    from mindgrpo.grpo.rollout import Replicas
+    from mindgrpo.rollout.engine import SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
     backend = assembly.join_ranks()
@@ -64,24 +64,23 @@ def measure(given: argparse.Namespace) -> None:
     work = Work(MODEL, given.prompts, given.generations, 16, given.new_tokens)
     config = assembly.configuration(work, train, infer, assembly.Rows(1, 1), SLOTS, beta=0.0)
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
-    roles = assembly.roles_of(plan, backend)
+    sampling = assembly.sampling_of(plan)
+    roles = assembly.roles_of(plan, backend, sampling)
     weights = roles.policy.weights
     if "model.embed_tokens.weight" in weights.parts:
         weights.parts["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
         weights.pool.push()
-    roles.refresh_generator()
-    roles.enter("rollout")
-    samples = generate(
-        roles.generator,
-        plan.infer,
-        backend,
-        list(work.prompt_ids(0)),
-        work.generations,
-        Draw(0, ROLLOUT, 0),
-        roles.policy.version,
+    roles.refresh_engine()
+    version = roles.enter_rollout()
+    samples = Replicas(roles.engine, plan.infer.grid, backend).generate(
+        list(work.prompt_ids(0)), work.generations, sampling, SeedKey(0, ROLLOUT, 0), version
     )
     if backend.rank == 0:
-        np.savez(given.result, tokens=samples.completions, logps=samples.generator_logps)
+        np.savez(
+            given.result,
+            tokens=np.stack(samples.completion_ids),
+            logps=np.stack(samples.generator_logps),
+        )
         launching.give_figures({})
     backend.close()
 
@@ -103,7 +102,9 @@ def main() -> None:
         measure(given)
         return
     figures: dict[str, Any] = {"bench": "layouts_agree", "new_tokens": given.new_tokens}
-    counts = [f"--{name}={getattr(given, name)}" for name in ("prompts", "generations", "new_tokens")]
+    counts = [
+        f"--{name}={getattr(given, name)}" for name in ("prompts", "generations", "new_tokens")
+    ]
     with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
         for logits in EMBEDDING_SCALES:
             results = []

@@ -13,10 +13,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import NEVER
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.sampling import Sampler
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Decode(nn.Cell):
@@ -31,7 +31,7 @@ class Decode(nn.Cell):
         caches: list[tuple[Parameter, Parameter]],
         slots: int,
         length: int,
-        settings: SamplingSettings,
+        sampling: SamplingParams,
         seen: Parameter | None,
     ) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Decode(nn.Cell):
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
-        self.sample = Sampler(settings, shard.local_vocab, shard.first_token, shard.group)
+        self.sample = Sampler(sampling, shard.local_vocab, shard.first_token, shard.group)
         rotary = Rotary(shard, length)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)

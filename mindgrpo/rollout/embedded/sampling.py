@@ -24,8 +24,8 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import NEVER
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.parallel_cells import GatherColumns
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Sampler(nn.Cell):
@@ -37,23 +37,23 @@ class Sampler(nn.Cell):
     """
 
     def __init__(
-        self, settings: SamplingSettings, local_vocab: int, first_token: int, group: Group
+        self, sampling: SamplingParams, local_vocab: int, first_token: int, group: Group
     ) -> None:
         super().__init__()
-        self.greedy = settings.temperature == 0
-        self.scale = 1.0 / settings.trainer_temperature
-        self.penalty = settings.repetition_penalty
-        self.top_p, self.min_p = settings.top_p, settings.min_p
+        self.greedy = sampling.temperature == 0
+        self.scale = 1.0 / sampling.trainer_temperature
+        self.penalty = sampling.repetition_penalty
+        self.top_p, self.min_p = sampling.top_p, sampling.min_p
         self.first_token = first_token
-        self.top_k = min(settings.top_k, local_vocab * group.size) if settings.top_k > 0 else 0
+        self.top_k = min(sampling.top_k, local_vocab * group.size) if sampling.top_k > 0 else 0
         # Any of the k largest of all is among the k largest of its own rank.
         self.candidates = min(self.top_k, local_vocab) if self.top_k else local_vocab
-        self.truncates = self.top_k > 0 or settings.top_p < 1.0
+        self.truncates = self.top_k > 0 or sampling.top_p < 1.0
         self.gather = GatherColumns(group)
-        stops = set(settings.stop_ids)
+        stops = set(sampling.stop_ids)
         ids = range(first_token, first_token + local_vocab)
         self.stops = Tensor([[NEVER if i in stops else 0.0 for i in ids]], ms.float32)
-        self.bans = settings.min_tokens > 0
+        self.bans = sampling.min_tokens > 0
         self.cumulate = ops.CumSum()
 
     def construct(self, logits: Any, noise: Any, banned: Any, seen: Any) -> Any:

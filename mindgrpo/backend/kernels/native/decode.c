@@ -1,17 +1,17 @@
-/* The layers of a decoder for rows of a rollout: rows of slots decode, rows of prompts fill entries. See rollout.h.
+/* The layers of a decoder for rows of a rollout: rows of slots decode, rows of prompts fill prefix blocks. See rollout.h.
  *
  * Between two sums over ranks there is one kernel. Attention as in arXiv:1706.03762, section 3.2.1, of each row over
- * exactly the keys that it sees; rows that follow each other in one entry read its keys together.
+ * exactly the keys that it sees; rows that follow each other in one prefix read its keys together.
  */
 #include "rollout.h"
 
 enum { RUN_ROWS = 8 };
 
-/* What a kernel of layers works on. A row sees `shared` keys in its entry, and with `own` as many in its slot and the
+/* What a kernel of layers works on. A row sees `shared` keys in its prefix, and with `own` as many in its slot and the
  * one of its own token; a row of a prompt has no slot. */
 typedef struct {
     const Rollout *g;
-    const int32_t *entry, *shared, *own;
+    const int32_t *prefix, *shared, *own;
     int64_t layer, rows, width, member_floats;
     float *normed, *qkv, *mixed, *memory; /* of `memory` `member_floats` for each member */
     const float *x, *added, *added_bias, *norm, *first, *bias, *q_norm, *k_norm, *second;
@@ -26,27 +26,27 @@ static int work_of(const Call *call, const int32_t *meta, Work *w) {
     const Rollout *g = rollout_of(call, meta);
     if (!g) return KERNEL_REFUSED;
     int64_t positions = g->layer_floats / (2 * g->kv * g->dim), most = 0, most_own = 0;
-    int64_t entries = g->entry_room ? (positions - g->slots * g->slot_room) / g->entry_room : g->users_count;
-    *w = (Work){g, g->row_entry, g->row_shared, g->row_own, meta[1], g->num_rows};
-    if (meta[2]) *w = (Work){g, g->prompt_row_entry, g->prompt_row_seen, NULL, meta[1], g->prompt_rows};
+    int64_t prefix_blocks = g->prefix_block_size ? (positions - g->slots * g->slot_size) / g->prefix_block_size : g->users_count;
+    *w = (Work){g, g->row_prefix, g->row_shared, g->row_own, meta[1], g->num_rows};
+    if (meta[2]) *w = (Work){g, g->prompt_row_prefix, g->prompt_row_seen, NULL, meta[1], g->prompt_rows};
     if (check_rows(call, w->rows + (meta[2] ? g->prompt_starts : 0))) return KERNEL_REFUSED;
-    if (w->layer < 0 || w->layer >= g->layers || g->entry_room % VEC || g->slot_room % VEC ||
-        g->slots * g->slot_room > positions)
+    if (w->layer < 0 || w->layer >= g->layers || g->prefix_block_size % VEC || g->slot_size % VEC ||
+        g->slots * g->slot_size > positions)
         return refuse(call, "layer %ld, or rooms of %ld and %ld positions, are not in the cache", w->layer,
-                      g->slot_room, g->entry_room);
+                      g->slot_size, g->prefix_block_size);
     for (int64_t i = 0; i < w->rows; i++) {
-        int64_t entry = w->entry[i], shared = w->shared[i], own = own_of(w, i), slot = w->own ? g->row_slot[i] : 0;
-        if (entry < 0 || entry >= entries || shared < 0 || shared > g->entry_room || own < 0 || own > g->slot_room ||
+        int64_t prefix = w->prefix[i], shared = w->shared[i], own = own_of(w, i), slot = w->own ? g->row_slot[i] : 0;
+        if (prefix < 0 || prefix >= prefix_blocks || shared < 0 || shared > g->prefix_block_size || own < 0 || own > g->slot_size ||
             slot < 0 || slot >= g->slots || shared + own < 1 || (shared + own) * 2 * g->dim > g->rotary_count)
             return refuse(call,
-                          "row %ld has %ld keys in entry %ld and %ld in slot %ld: not there, or without a rotary angle",
-                          i, shared, entry, own, slot);
+                          "row %ld has %ld keys in prefix %ld and %ld in slot %ld: not there, or without a rotary angle",
+                          i, shared, prefix, own, slot);
         most = shared > most ? shared : most;
         most_own = own > most_own ? own : most_own;
     }
     for (int64_t i = 0; meta[2] && i < g->prompt_starts; i++)
-        if (g->start_entry[i] < 0 || g->start_entry[i] >= g->users_count)
-            return refuse(call, "no entry %d", g->start_entry[i]);
+        if (g->start_prefix[i] < 0 || g->start_prefix[i] >= g->users_count)
+            return refuse(call, "no prefix %d", g->start_prefix[i]);
     w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + 2 * g->dim));
     w->width = (g->queries + 2 * g->kv) * g->dim;
     w->normed = g->scratch;
@@ -69,7 +69,7 @@ static void keep_row(const Work *w, int64_t row) {
     const Rollout *g = w->g;
     const float *bias = w->bias;
     int64_t dim = g->dim, shared = w->shared[row], own = own_of(w, row), at = own ? own - 1 : shared - 1;
-    Region target = own ? slot_region(g, w->layer, g->row_slot[row]) : entry_region(g, w->layer, w->entry[row]);
+    Region target = own ? slot_region(g, w->layer, g->row_slot[row]) : prefix_region(g, w->layer, w->prefix[row]);
     const float *angles = g->rotary + 2 * dim * (shared + own - 1);
     float *source = w->qkv + row * w->width, rotated[dim];
     for (int64_t head = 0; head < g->queries + g->kv; head++, source += dim) {
@@ -102,7 +102,7 @@ static float softmax(float *scores, int64_t shared, int64_t shared_end, float *o
     return 1.0f / sum;
 }
 
-/* Rows [begin, end) of one entry, one head of keys and the queries that share it. */
+/* Rows [begin, end) of one prefix, one head of keys and the queries that share it. */
 static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, float *memory) {
     const Rollout *g = w->g;
     int64_t dim = g->dim, share = g->queries / g->kv, count = (end - begin) * share, most = 0, most_own = 0;
@@ -115,9 +115,9 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
     for (int64_t i = begin; i < end; i++)
         memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim,
                share * dim * sizeof(float));
-    Region entry = entry_region(g, w->layer, w->entry[begin]);
-    const float *keys = entry.keys + head * dim * entry.room, *values = entry.values + head * dim * entry.room;
-    gemm_alone(count, split, dim, queries, dim, 1, keys, entry.room, scores, stride, 0);
+    Region prefix = prefix_region(g, w->layer, w->prefix[begin]);
+    const float *keys = prefix.keys + head * dim * prefix.room, *values = prefix.values + head * dim * prefix.room;
+    gemm_alone(count, split, dim, queries, dim, 1, keys, prefix.room, scores, stride, 0);
     for (int64_t i = begin; i < end; i++) {
         int64_t first = (i - begin) * share, own = own_of(w, i);
         if (own) {
@@ -146,7 +146,7 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
 static void attend_rows(const Work *w, Member member) {
     int64_t begins[w->rows + 1], runs = 0;
     for (int64_t i = 0; i < w->rows; i++)
-        if (i == 0 || w->entry[i] != w->entry[i - 1] || i - begins[runs - 1] == RUN_ROWS) begins[runs++] = i;
+        if (i == 0 || w->prefix[i] != w->prefix[i - 1] || i - begins[runs - 1] == RUN_ROWS) begins[runs++] = i;
     begins[runs] = w->rows;
     /* In turn, as neighbours are alike in length. */
     for (int64_t i = member.index; i < runs * w->g->kv; i += member.size) {
@@ -189,7 +189,7 @@ static void mlp(void *task, Member member) {
 /* Rows of prompts may bring first inputs along: they follow those that layers work on. */
 static void keep_starts(const Rollout *g, const float *x) {
     for (int64_t i = 0; i < g->prompt_starts; i++)
-        memcpy(g->starts + g->start_entry[i] * g->hidden, x + (g->prompt_rows + i) * g->hidden,
+        memcpy(g->starts + g->start_prefix[i] * g->hidden, x + (g->prompt_rows + i) * g->hidden,
                g->hidden * sizeof(float));
 }
 

@@ -5,7 +5,7 @@
  */
 #include "winner.h"
 
-/* Inputs of a kernel: logits, gathered pieces, gathered answer of the narrowing before, and more. */
+/* Inputs of a kernel: logits, gathered stats, gathered answer of the round before, and more. */
 typedef struct {
     const Rollout *g;
     void **params;
@@ -17,23 +17,23 @@ typedef struct {
 
 static float *memory_of(const Task *t, Member member) { return t->memory + member.index * t->own_floats; }
 
-/* What was gathered for a row: `pieces` and `bins` [ways], each so many floats after the other. */
+/* What was gathered for a row: `stats` and `bins` [tp_size], each so many floats after the other. */
 typedef struct {
-    const float *pieces, *bins;
-    int64_t next_pieces, next_bins;
+    const float *stats, *bins;
+    int64_t next_stats, next_bins;
     float top;
     double mass;
 } Gathered;
 
-static const float *pieces_of(const Gathered *all, int64_t rank) { return all->pieces + rank * all->next_pieces; }
+static const float *stats_of(const Gathered *all, int64_t rank) { return all->stats + rank * all->next_stats; }
 
-static float share_of(const Gathered *all, int64_t rank) { return fast_exp(pieces_of(all, rank)[TOP] - all->top); }
+static float share_of(const Gathered *all, int64_t rank) { return fast_exp(stats_of(all, rank)[TOP] - all->top); }
 
 /* Of all ranks, in a range of digit `round`. */
 static double mass_in(const Rollout *g, const Gathered *all, int round, int64_t bin) {
     double mass = 0.0;
-    for (int64_t r = 0; r < g->ways; r++)
-        mass += round ? all->bins[r * all->next_bins + bin] : pieces_of(all, r)[FIRST + bin] * share_of(all, r);
+    for (int64_t r = 0; r < g->tp_size; r++)
+        mass += round ? all->bins[r * all->next_bins + bin] : stats_of(all, r)[FIRST + bin] * share_of(all, r);
     return mass;
 }
 
@@ -41,10 +41,10 @@ static double mass_in(const Rollout *g, const Gathered *all, int round, int64_t 
 static Gathered gathered_of(const Task *t, int64_t row, const float *bins, int64_t next_bins) {
     const int64_t *shape = t->shapes[1];
     Gathered all = {(const float *)t->params[1] + row * shape[2], bins, shape[1] * shape[2], next_bins, NONE, 0.0};
-    for (int64_t r = 0; r < t->g->ways; r++) all.top = fmaxf(all.top, pieces_of(&all, r)[TOP]);
-    for (int64_t r = 0; r < t->g->ways && has_nucleus(t->g); r++) {
+    for (int64_t r = 0; r < t->g->tp_size; r++) all.top = fmaxf(all.top, stats_of(&all, r)[TOP]);
+    for (int64_t r = 0; r < t->g->tp_size && has_nucleus(t->g); r++) {
         double mass = 0.0;
-        for (int64_t bin = 0; bin < BINS; bin++) mass += pieces_of(&all, r)[FIRST + bin];
+        for (int64_t bin = 0; bin < BINS; bin++) mass += stats_of(&all, r)[FIRST + bin];
         all.mass += mass * share_of(&all, r);
     }
     return all;
@@ -74,12 +74,12 @@ static void settle_digit(const Rollout *g, int64_t row, const Gathered *all, int
 
 static Row task_row(const Task *t, int64_t i) { return row_of(t->g, i, t->params[0], t->shapes[0][1]); }
 
-/* With the bins that were gathered after the narrowing before. */
+/* With the bins that were gathered in the round before. */
 static Gathered with_bins(const Task *t, int64_t i) {
     return gathered_of(t, i, (const float *)t->params[2] + i * BINS, t->shapes[1][1] * BINS);
 }
 
-static void narrow(void *task, Member member) {
+static void top_p_round(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
@@ -95,12 +95,12 @@ static void narrow(void *task, Member member) {
 static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(void *, Member), int any) {
     int last = call->num_params - 1;
     int64_t least = FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
-    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->ways ||
+    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->tp_size ||
         dim(call, 'C') < least)
         return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
-                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->ways);
+                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->tp_size);
     Task t = {g, call->params, call->shapes, round, call->params[last], NULL, 0};
-    int64_t blocks = num_blocks(g), candidates = g->ways * g->candidates;
+    int64_t blocks = num_blocks(g), candidates = g->tp_size * g->candidates;
     t.own_floats = padded(candidates > blocks ? candidates : blocks);
     t.memory = scratch(call, pool_size() * t.own_floats);
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;
@@ -109,26 +109,26 @@ static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(
     return 0;
 }
 
-/* Bins of this round; round 1 takes `pieces` for bins. meta: number, round. */
-KERNEL(rollout_narrow, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
+/* Bins of this round; round 1 takes `stats` for bins. meta: number, round. */
+KERNEL(rollout_top_p, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
     const int32_t *meta = call->params[3];
     const Rollout *g = rollout_of(call, meta);
     if (!g) return KERNEL_REFUSED;
     if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
         return refuse(call, "round %d of %ld bins", meta[1], dim(call, 'A'));
-    /* A graph that narrows also serves rules that have nothing to narrow. */
-    return run_rows(call, g, meta[1], narrow, has_nucleus(g));
+    /* A graph with rounds of top-p also serves parameters without top-p. */
+    return run_rows(call, g, meta[1], top_p_round, has_nucleus(g));
 }
 
 /* A rank's smallest candidate. */
-static float smallest_of(const Rollout *g, const float *pieces) { return pieces[FIRST + g->candidates - 1]; }
+static float smallest_of(const Rollout *g, const float *stats) { return stats[FIRST + g->candidates - 1]; }
 
-/* The smallest logit that top-k and top-p keep; each rank's pieces hold all that can be among the k largest. */
+/* The smallest logit that top-k and top-p keep; each rank's stats hold all that can be among the k largest. */
 static float best_threshold(const Rollout *g, const Gathered *all, float *values) {
     int64_t size = 0, count = 0;
-    for (int64_t r = 0; r < g->ways; r++)
+    for (int64_t r = 0; r < g->tp_size; r++)
         for (int64_t i = 0; i < g->candidates; i++) {
-            values[size] = pieces_of(all, r)[FIRST + i];
+            values[size] = stats_of(all, r)[FIRST + i];
             size += values[size] > NONE;
         }
     if (!size) return -INFINITY;
@@ -137,8 +137,8 @@ static float best_threshold(const Rollout *g, const Gathered *all, float *values
     double mass = 0.0, above = 0.0, more = 0.0;
     for (int64_t i = 0; i < size; i++)
         if (values[i] >= least) values[count++] = values[i];
-    for (int64_t r = 0; r < g->ways; r++)
-        if (smallest_of(g, pieces_of(all, r)) == least) more += pieces_of(all, r)[MORE];
+    for (int64_t r = 0; r < g->tp_size; r++)
+        if (smallest_of(g, stats_of(all, r)) == least) more += stats_of(all, r)[MORE];
     for (int64_t i = 0; i < count; i++) mass += fast_exp(values[i] - all->top);
     mass += more * fast_exp(least - all->top);
     qsort(values, count, sizeof(float), descending);
@@ -154,7 +154,7 @@ static float best_threshold(const Rollout *g, const Gathered *all, float *values
 static float nucleus_threshold(const Row *row, Gathered *all) {
     const Rollout *g = row->g;
     float bins[BINS];
-    if (g->ways == 1) {
+    if (g->tp_size == 1) {
         all->bins = bins;
         for (int round = 0; round < ROUNDS - 1; round++) {
             settle_digit(g, row->number, all, round);
@@ -184,12 +184,12 @@ static Winner own_winner(const Row *row, float threshold, float *room) {
 static Winner best_candidate(const Row *row, const Gathered *all, float threshold) {
     const Rollout *g = row->g;
     Winner winner = NO_WINNER;
-    for (int64_t r = 0; r < g->ways; r++) {
-        const float *pieces = pieces_of(all, r), *values = pieces + FIRST, *tokens = values + g->candidates;
+    for (int64_t r = 0; r < g->tp_size; r++) {
+        const float *stats = stats_of(all, r), *values = stats + FIRST, *tokens = values + g->candidates;
         for (int64_t i = 0; i < g->candidates; i++)
             if (values[i] >= threshold && values[i] > NONE)
                 consider(&winner, values[i], token_bits(row->key, (uint32_t)tokens[i]), tokens[i]);
-        if (pieces[MORE] > 0.0f && smallest_of(g, pieces) >= threshold) contest(&winner, pieces[SCORE], pieces[TOKEN]);
+        if (stats[MORE] > 0.0f && smallest_of(g, stats) >= threshold) contest(&winner, stats[SCORE], stats[TOKEN]);
     }
     return winner;
 }
@@ -197,7 +197,7 @@ static Winner best_candidate(const Row *row, const Gathered *all, float threshol
 /* (score, token) of each rank, `next` floats apart. */
 static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next) {
     Winner winner = NO_WINNER;
-    for (int64_t r = 0; r < g->ways; r++, scores += next)
+    for (int64_t r = 0; r < g->tp_size; r++, scores += next)
         if (scores[1] >= 0.0f) contest(&winner, scores[0], scores[1]);
     return winner;
 }
@@ -214,13 +214,13 @@ static void give_scores(void *task, Member member) {
     }
 }
 
-/* The best score of what is kept on this rank and its token, for rules whose pieces do not tell it. `bins` are those of
+/* The best score of what is kept on this rank and its token, for rules whose stats do not tell it. `bins` are those of
  * the last round, if there was one. */
-KERNEL(rollout_score, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A], number i32[1] -> scores f32[B, 2]") {
+KERNEL(rollout_score, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], number i32[1] -> scores f32[B, 2]") {
     const Rollout *g = rollout_of(call, call->params[3]);
     if (!g) return KERNEL_REFUSED;
-    if (g->ways > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
-    /* A graph that scores also serves rules whose pieces tell it. */
+    if (g->tp_size > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
+    /* A graph that scores also serves rules whose stats tell it. */
     return run_rows(call, g, 0, give_scores, !g->top_k && !decides_alone(g));
 }
 
@@ -228,9 +228,9 @@ KERNEL(rollout_score, "logits f32[B, V], pieces f32[R, B, C], bins f32[R, B, A],
 static float plain_log_sum(const Rollout *g, const Gathered *all) {
     float top = NONE;
     double sum = 0.0;
-    for (int64_t r = 0; r < g->ways; r++) top = fmaxf(top, pieces_of(all, r)[RAW_TOP]);
-    for (int64_t r = 0; r < g->ways; r++)
-        sum += (double)pieces_of(all, r)[RAW_SUM] * fast_exp(pieces_of(all, r)[RAW_TOP] - top);
+    for (int64_t r = 0; r < g->tp_size; r++) top = fmaxf(top, stats_of(all, r)[RAW_TOP]);
+    for (int64_t r = 0; r < g->tp_size; r++)
+        sum += (double)stats_of(all, r)[RAW_SUM] * fast_exp(stats_of(all, r)[RAW_TOP] - top);
     return top + logf(sum);
 }
 
@@ -260,10 +260,10 @@ static void draw(void *task, Member member) {
         Gathered all = gathered_of(t, i, NULL, 0);
         Winner winner;
         if (decides_alone(g))
-            winner = best_of_ranks(g, all.pieces + SCORE, all.next_pieces);
+            winner = best_of_ranks(g, all.stats + SCORE, all.next_stats);
         else if (g->top_k)
             winner = best_candidate(&row, &all, threshold_of(&row, &all, room));
-        else if (g->ways == 1)
+        else if (g->tp_size == 1)
             winner = own_winner(&row, threshold_of(&row, &all, NULL), room);
         else
             winner = best_of_ranks(g, (const float *)t->params[2] + 2 * i, 2 * capacity);
@@ -271,14 +271,14 @@ static void draw(void *task, Member member) {
     }
 }
 
-/* `answer`: the scores of all ranks, or the pieces where nothing was narrowed. */
+/* `answer`: the scores of all ranks, or the stats where there was no round. */
 KERNEL(rollout_draw,
-       "logits f32[B, V], pieces f32[R, B, C], answer f32[R, B, A], table f32[V, H], number i32[1] "
+       "logits f32[B, V], stats f32[R, B, C], answer f32[R, B, A], table f32[V, H], number i32[1] "
        "-> drawn f32[B, E]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g) return KERNEL_REFUSED;
     if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %ld for H + 2", dim(call, 'E'));
-    if (g->ways > 1 && !g->top_k && !decides_alone(g) && dim(call, 'A') != 2)
+    if (g->tp_size > 1 && !g->top_k && !decides_alone(g) && dim(call, 'A') != 2)
         return refuse(call, "%ld scores a row", dim(call, 'A'));
     return run_rows(call, g, 0, draw, 1);
 }

@@ -1,12 +1,12 @@
 /* Logits of the next token of every row, and what the other ranks must know of this rank's. See logits.h.
  *
- * The vocabulary itself never leaves a rank: the caller gathers the pieces, a few numbers a row.
+ * The vocabulary itself never leaves a rank: the caller gathers the stats, a few numbers a row.
  */
 #include "winner.h"
 
 /* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the
  * number that is not among them and the best of these. `room` takes 3 floats a logit. */
-static void find_candidates(const Row *row, float *pieces, float *room) {
+static void find_candidates(const Row *row, float *stats, float *room) {
     const Rollout *g = row->g;
     int64_t vocab = g->vocab, wanted = g->candidates, stretches = (vocab + BLOCK - 1) / BLOCK * (BLOCK / VEC);
     int64_t size = 0, listed = 0;
@@ -35,45 +35,45 @@ static void find_candidates(const Row *row, float *pieces, float *room) {
         for (int64_t i = 0; i < size; i++) {
             if (is_tie ? values[i] != smallest : values[i] <= smallest) continue;
             if (listed < count) {
-                pieces[FIRST + listed] = values[i];
-                pieces[FIRST + wanted + listed++] = tokens[i];
+                stats[FIRST + listed] = values[i];
+                stats[FIRST + wanted + listed++] = tokens[i];
                 continue;
             }
-            pieces[MORE]++;
+            stats[MORE]++;
             consider(&ties, smallest, token_bits(row->key, (uint32_t)tokens[i]), tokens[i]);
         }
-    if (ties.token >= 0) give_winner(ties, pieces + SCORE);
-    for (; listed < wanted; listed++) pieces[FIRST + listed] = NONE;
+    if (ties.token >= 0) give_winner(ties, stats + SCORE);
+    for (; listed < wanted; listed++) stats[FIRST + listed] = NONE;
 }
 
 typedef struct {
     const Rollout *g;
     const float *x, *added, *norm, *table;
-    float *logits, *pieces, *memory;
+    float *logits, *stats, *memory;
     int64_t width, columns, own_floats; /* of `memory` for each member */
 } Task;
 
-static void give_pieces(const Task *t, int64_t number, float *room) {
+static void write_stats(const Task *t, int64_t number, float *room) {
     const Rollout *g = t->g;
-    float *pieces = t->pieces + number * t->columns;
+    float *stats = t->stats + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
     raw.seen = NULL;
     raw.is_banned = 0;
     double mass = 0.0;
     int is_raw = !row.seen && !row.is_banned, decides = decides_alone(g);
-    pieces[RAW_TOP] = pieces[TOP] = find_largest(&raw, room);
-    if (!is_raw) pieces[TOP] = find_largest(&row, room);
-    if (!is_raw || !decides) mass = mass_of(&raw, pieces[RAW_TOP]);
+    stats[RAW_TOP] = stats[TOP] = find_largest(&raw, room);
+    if (!is_raw) stats[TOP] = find_largest(&row, room);
+    if (!is_raw || !decides) mass = mass_of(&raw, stats[RAW_TOP]);
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
-    memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
+    memset(stats + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
-        find_candidates(&row, pieces, room);
+        find_candidates(&row, stats, room);
     else if (has_nucleus(g))
-        histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
+        histogram(&row, 0, 0, stats[TOP], stats + FIRST);
     else if (decides)
-        give_winner(winner_of(&row, room, pieces[TOP], min_p_threshold(g, pieces[TOP]), is_raw ? &mass : NULL),
-                    pieces + SCORE);
-    pieces[RAW_SUM] = mass;
+        give_winner(winner_of(&row, room, stats[TOP], min_p_threshold(g, stats[TOP]), is_raw ? &mass : NULL),
+                    stats + SCORE);
+    stats[RAW_SUM] = mass;
 }
 
 static void head(void *task, Member member) {
@@ -88,12 +88,12 @@ static void head(void *task, Member member) {
     pool_meet(member);
     gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
     pool_meet(member);
-    for (int64_t i = begin; i < end; i++) give_pieces(t, i, t->memory + member.index * t->own_floats);
+    for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);
 }
 
 KERNEL(rollout_head,
        "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
-       "-> logits f32[B, V], pieces f32[B, C]") {
+       "-> logits f32[B, V], stats f32[B, C]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
     void **p = call->params;
@@ -104,7 +104,7 @@ KERNEL(rollout_head,
     t.memory = scratch(call, pool_size() * t.own_floats);
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
-    memset(t.pieces + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
+    memset(t.stats + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
     if (g->num_rows) pool_run(head, &t);
     return 0;
 }

@@ -20,7 +20,8 @@ from mindgrpo.backend.kernels.contract import (
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
+from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 # Elements whose squares native/optimizer.c adds up first.
 SQUARES_AT_ONCE = 1 << 15
@@ -193,7 +194,7 @@ def _four_a_row(logits: Any, *others: Any) -> Any:
 class _LogProbPieces(nn.Cell):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.run = operation("log_prob_pieces", _four_a_row, _as_first)
+        self.run = operation("log_prob_stats", _four_a_row, _as_first)
         self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
         self.scale = Tensor([vocabulary.scale], ms.float32)
 
@@ -272,7 +273,7 @@ class NativeKernels(PlainKernels):
         call_kernel("square_sums", flat, sums)
         return float(sums.sum())
 
-    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
@@ -280,11 +281,11 @@ class NativeKernels(PlainKernels):
 
     def slots(
         self,
-        share: Share,
-        rules: Rules,
+        model_shape: LocalModelShape,
+        sampling: SamplingParams,
         rotary: np.ndarray,
         slots: int,
         prompt_rows: int,
         memory: Memory,
     ) -> NativeSlots:
-        return NativeSlots(share, rules, rotary, slots, prompt_rows, memory)
+        return NativeSlots(model_shape, sampling, rotary, slots, prompt_rows, memory)

@@ -12,7 +12,7 @@ static int check_sizes(const Call *call) {
 static void pieces_of_rows(const Call *call, int64_t begin, int64_t end) {
     const float *logits = call->params[0], scale = *(const float *)call->params[3];
     const int32_t *labels = call->params[1], *sizes = call->params[2];
-    float *pieces = call->params[4];
+    float *stats = call->params[4];
     int64_t width = dim(call, 'V'), real = sizes[1];
     for (int64_t i = begin; i < end; i++) {
         const float *row = logits + i * width;
@@ -24,14 +24,14 @@ static void pieces_of_rows(const Call *call, int64_t begin, int64_t end) {
             moment += mass * row[j];
         }
         int64_t at = (int64_t)labels[i] - sizes[0];
-        float *out = pieces + 4 * i;
+        float *out = stats + 4 * i;
         out[0] = top, out[1] = total, out[2] = moment * scale;
         out[3] = at >= 0 && at < real ? row[at] * scale : 0.0f;
     }
 }
 
-/* pieces: top l, sum exp(l - top), sum exp(l - top) l, and l of the label or 0, where l = logits * scale */
-KERNEL(log_prob_pieces, "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1] -> pieces f32[N, 4]") {
+/* stats: top l, sum exp(l - top), sum exp(l - top) l, and l of the label or 0, where l = logits * scale */
+KERNEL(log_prob_stats, "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1] -> stats f32[N, 4]") {
     int status = check_sizes(call);
     return status ? status : over_rows(call, pieces_of_rows);
 }

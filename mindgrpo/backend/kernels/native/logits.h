@@ -10,7 +10,7 @@
 #include "rollout.h"
 #include "select.h"
 
-/* Columns of a rank's pieces of a row: the largest logit of the plain distribution and its sum of exp(logit - largest);
+/* Columns of a rank's stats of a row: the largest logit of the plain distribution and its sum of exp(logit - largest);
  * the largest logit of the one that is drawn from; a score and its token. From FIRST on
  * - with top-k its k largest logits, then their tokens. MORE logits equal the smallest of these: the score is the
  *   largest one among them;
@@ -30,12 +30,12 @@ typedef struct {
     int is_banned;
 } Row;
 
-/* Whether a row's pieces are masses by range of logits. */
+/* Whether a row's stats are masses by range of logits. */
 static inline int has_nucleus(const Rollout *g) { return !g->top_k && g->top_p < 1.0; }
 
 /* Whether a rank knows from its own logits which of them are kept; with a temperature of 0 Python turns all rules off. */
 static inline int decides_alone(const Rollout *g) {
-    return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->ways == 1);
+    return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->tp_size == 1);
 }
 
 /* Of min-p alone; minus infinity where it is off. */

@@ -1,7 +1,7 @@
 /* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
  * A graph carries the table's number, never an address. A slot holds the keys and values that one sample has made; an
- * entry those of a prompt, which all samples of the prompt read. Rows are what a kernel works on: the slots in use, in
+ * prefix those of a prompt, which all samples of the prompt read. Rows are what a kernel works on: the slots in use, in
  * order, or the tokens of prompts.
  *
  * These kernels change the table and what it points to, but the graph compiler takes every operation for a pure
@@ -24,14 +24,14 @@
     /* this rank's share of the model */                                                                         \
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
     NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) ARRAY(float, rotary, 2 * g->dim)                \
-    NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, ways) NUMBER(int64_t, index)             \
+    NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)             \
     /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
     NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
     ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
-    NUMBER(int64_t, slots) NUMBER(int64_t, slot_room) NUMBER(int64_t, entry_room) NUMBER(int64_t, layer_floats)  \
+    NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size) NUMBER(int64_t, layer_floats)  \
     ARRAY(float, cache, g->layers * g->layer_floats) ARRAY(float, scratch, scratch_floats(g))                    \
     /* the job, by sample: `longest` columns in each of its [samples, longest] arrays */                         \
     NUMBER(int64_t, longest) ARRAY(int32_t, limit, 0) ARRAY(int32_t, prompt_tokens, 0)                           \
@@ -39,18 +39,18 @@
     ARRAY(uint64_t, keys, g->limit_count) ARRAY(int32_t, tokens, g->limit_count * g->longest)                    \
     ARRAY(float, logps, g->limit_count * g->longest) ARRAY(int32_t, lengths, g->limit_count)                     \
     ARRAY(int32_t, stopped, g->limit_count)                                                                      \
-    /* the queue, whose prompts are in entries, and first inputs of entries */                                   \
+    /* the queue, whose prompts are in prefix blocks, and first inputs of prefix blocks */                                   \
     NUMBER(int64_t, queue_head) NUMBER(int64_t, queue_tail) ARRAY(int32_t, queue_sample, g->queue_tail)          \
-    ARRAY(int32_t, queue_entry, g->queue_tail) ARRAY(int32_t, users, 0)                                          \
+    ARRAY(int32_t, queue_prefix, g->queue_tail) ARRAY(int32_t, users, 0)                                          \
     ARRAY(float, starts, g->users_count * g->hidden)                                                             \
     /* rows in use, and their next inputs; free slots */                                                         \
     NUMBER(int64_t, num_rows) NUMBER(int64_t, steps) NUMBER(int64_t, row_steps) NUMBER(int64_t, num_free)        \
     ARRAY(int32_t, free_slots, g->slots) ARRAY(float, next, g->slots * g->hidden)                                \
-    ARRAY(int32_t, row_sample, g->slots) ARRAY(int32_t, row_slot, g->slots) ARRAY(int32_t, row_entry, g->slots)  \
+    ARRAY(int32_t, row_sample, g->slots) ARRAY(int32_t, row_slot, g->slots) ARRAY(int32_t, row_prefix, g->slots)  \
     ARRAY(int32_t, row_shared, g->slots) ARRAY(int32_t, row_own, g->slots)                                       \
-    /* tokens of prompts: entry and number of keys seen, the own included; entries of first inputs */            \
-    NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_entry, g->prompt_rows) \
-    ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_entry, g->prompt_starts)
+    /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
+    NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
+    ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
 
 #define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
 #define DECLARE_ARRAY(TYPE, NAME, LEAST) \
@@ -75,14 +75,14 @@ typedef struct {
 } Region;
 
 static inline Region slot_region(const Rollout *g, int64_t layer, int64_t slot) {
-    float *base = g->cache + layer * g->layer_floats + slot * g->slot_room * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->slot_room};
+    float *base = g->cache + layer * g->layer_floats + slot * g->slot_size * g->kv * g->dim;
+    return (Region){base, base + g->layer_floats / 2, g->slot_size};
 }
 
-static inline Region entry_region(const Rollout *g, int64_t layer, int64_t entry) {
-    int64_t position = g->slots * g->slot_room + entry * g->entry_room;
+static inline Region prefix_region(const Rollout *g, int64_t layer, int64_t prefix) {
+    int64_t position = g->slots * g->slot_size + prefix * g->prefix_block_size;
     float *base = g->cache + layer * g->layer_floats + position * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->entry_room};
+    return (Region){base, base + g->layer_floats / 2, g->prefix_block_size};
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Which sample sits in which slot, from one token to the next. See rollout.h.
  *
  * A slot that becomes free takes the next sample of the queue at once, inside the graph; the queue holds samples whose
- * prompts are in their entries. Every rank of a group decides alike, as all have the same tokens.
+ * prompts are in their prefix blocks. Every rank of a group decides alike, as all have the same tokens.
  */
 #include "rollout.h"
 
@@ -13,16 +13,16 @@ static void mark_seen(const Rollout *g, int64_t slot, int32_t token) {
 /* Rows for as many samples of the queue as there are free slots; their first inputs go to `next`. */
 static void admit(Rollout *g) {
     while (g->num_free > 0 && g->queue_head < g->queue_tail) {
-        int32_t sample = g->queue_sample[g->queue_head], entry = g->queue_entry[g->queue_head];
+        int32_t sample = g->queue_sample[g->queue_head], prefix = g->queue_prefix[g->queue_head];
         int32_t slot = g->free_slots[--g->num_free];
         int64_t row = g->num_rows++;
         g->queue_head++;
         g->row_sample[row] = sample;
         g->row_slot[row] = slot;
-        g->row_entry[row] = entry;
+        g->row_prefix[row] = prefix;
         g->row_shared[row] = g->prompt_length[sample] - 1;
         g->row_own[row] = 0;
-        memcpy(g->next + row * g->hidden, g->starts + entry * g->hidden, g->hidden * sizeof(float));
+        memcpy(g->next + row * g->hidden, g->starts + prefix * g->hidden, g->hidden * sizeof(float));
         if (g->penalty == 1.0) continue;
         memset(g->seen + slot * g->vocab, 0, g->vocab);
         for (int64_t i = 0; i < g->prompt_length[sample]; i++)
@@ -72,10 +72,10 @@ KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[
         const float *one = drawn + row * width;
         if (keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1])) {
             g->free_slots[g->num_free++] = g->row_slot[row];
-            g->users[g->row_entry[row]]--;
+            g->users[g->row_prefix[row]]--;
             continue;
         }
-        int32_t *columns[] = {g->row_sample, g->row_slot, g->row_entry, g->row_shared, g->row_own};
+        int32_t *columns[] = {g->row_sample, g->row_slot, g->row_prefix, g->row_shared, g->row_own};
         for (int i = 0; i < 5; i++) columns[i][left] = columns[i][row];
         memcpy(g->next + left * g->hidden, one, g->hidden * sizeof(float));
         left++;
