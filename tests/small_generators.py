@@ -95,7 +95,7 @@ def requests_of(group: int = GROUP) -> list[Request]:
 
 
 def run(generator: EmbeddedEngine, requests: Sequence[Request], step: int = 0) -> list[Completion]:
-    return run_by(generator, generator.settings, requests, step)
+    return run_by(generator, generator.sampling, requests, step)
 
 
 def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:

@@ -23,6 +23,7 @@ from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import GenerationBatch, KVCacheLayout, LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
@@ -210,9 +211,10 @@ def test_rollouts_of_any_number_of_rows_give_numpys_logits(rows: int) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_the_head_writes_within_what_it_was_given(rows: int, tp_size: int) -> None:
-    ranks = slots_by_hand.Ranks(SamplingParams(top_k=5, top_p=0.9), 50, tp_size, rows)
+    ranks = slots_by_hand.Ranks(SamplingParams(top_k=5, top_p=0.9), 50, tp_size, rows, hidden=256)
     logits = floats(default_rng(0), rows, 50)
-    tokens, _, _ = ranks.draw(logits, np.full(rows, 0.5, np.float32), [np.ones(1, np.int32)] * rows)
+    keys = sample_keys(0, ROLLOUT, 0, range(rows))
+    tokens, _, _ = ranks.draw(logits, keys, [np.ones(1, np.int32)] * rows)
     assert (np.argsort(-logits)[:, :5] == tokens[:, None]).any(1).all()
 
 

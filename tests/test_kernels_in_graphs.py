@@ -54,7 +54,7 @@ def tokens_after(backend: CpuBackend, is_chained: bool) -> np.ndarray:
     """[ROWS, 2], 0 where no token was written."""
     slots = Ranks(SETTINGS, 50, 1, ROWS).slots[0]
     prompts = [np.ones(1, np.int32)] * ROWS
-    job = GenerationBatch.of(prompts, range(ROWS), [2] * ROWS, np.zeros((ROWS, 2), np.float32))
+    job = GenerationBatch.of(prompts, range(ROWS), [2] * ROWS, np.zeros(ROWS, np.uint64))
     slots.start(job, KVCacheLayout(ROWS, 0, ROWS, 0))
     for row in range(ROWS):
         slots.enqueue(row, row)

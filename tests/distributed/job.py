@@ -138,7 +138,7 @@ class Run:
         settings = StepSettings(
             num_generations=c.NUM_GENERATIONS,
             seed=SEED,
-            sampling=self.generator.settings,
+            sampling=self.generator.sampling,
             advantages=self.advantages,
             resampling_rounds=self.recipe.resampling_rounds,
         )
@@ -216,7 +216,7 @@ class Run:
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
         self.refresh_engine()
-        settings = replace(self.generator.settings, temperature=0.0)
+        settings = replace(self.generator.sampling, temperature=0.0)
         key = SeedKey(SEED, EVALUATION, c.NUM_STEPS)
         rollout = self.replicas.generate(prompts(), 1, settings, key, self.policy.version)
         return [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids]
