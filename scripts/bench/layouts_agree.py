@@ -3,7 +3,7 @@
 layouts_agree.py [--prompts 125] [--generations 8] [--new_tokens 24] prints one JSON line. One rank does everything; of
 six the trainer's layout is MP3/PP2 and the generator's DP2/MP3, so 3 ranks share the vocabulary of 49,152. "flat": all
 weights have a deviation of 0.02, and a token some 1/49,152 of the probability; "peaked": the embedding, which is the
-head too, is 16 times as large, and few tokens have most of it. `logp_gap` is the largest difference of two log-probs
+head too, is 6 times as large, and few tokens have most of it. `logp_gap` is the largest difference of two log-probs
 before a pair of completions parts.
 """
 
@@ -34,7 +34,7 @@ MODEL = {
 }
 # (ranks, the trainer's dp, mp, pp, the generator's dp, mp)
 LAYOUTS = {"one rank": (1, (1, 1, 1), (1, 1)), "MP3/PP2": (6, (1, 3, 2), (2, 3))}
-EMBEDDING_SCALES = {"flat": 1.0, "peaked": 16.0}
+EMBEDDING_SCALES = {"flat": 1.0, "peaked": 6.0}
 SLOTS = 256
 
 
