@@ -38,7 +38,7 @@ RAW: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -77,6 +77,7 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
     ("has_local_layers",): Variant(
         {"has_local_layers": True},
         {
+            "num_hidden_layers": 2,
             "layer_types": ["full_attention", "sliding_attention"],
             "sliding_window": ROW,
             "rope_local_base_freq": 3.0,
