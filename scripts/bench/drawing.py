@@ -50,8 +50,8 @@ class Drawing:
         share = LocalModelShape(1, 1, 1, Heads(1, 1, 1), Vocabulary(0, vocab, vocab), 0.0, 1, 0)
         nothing = np.zeros(1, np.float32)
         inputs, starts = np.ones((2, rows), np.float32)
-        memory = Memory(nothing, np.zeros(padded(rows), np.float32), inputs, starts, nothing)
-        self.slots = backend.kernels.slots(share, params, nothing, rows, 1, memory)
+        memory = Memory(nothing, np.zeros(5 * padded(rows), np.float32), inputs, starts, nothing)
+        self.slots = backend.kernels.slots(share, params, np.zeros(2, np.float32), rows, 1, memory)
         self.begin = backend.graph(self.slots.begin(), "begin")
         self.step = backend.graph(_Step(self.slots, vocab), "step")
 
