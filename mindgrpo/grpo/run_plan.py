@@ -22,7 +22,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
-from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4
@@ -98,14 +98,13 @@ class RunPlan:
         return {role: size for role, size in by_role.items() if size}
 
     @property
-    def room(self) -> Room:
+    def cache_config(self) -> KVCacheConfig:
         """What the generator of each replica has memory for."""
         generate, group = self.config.generate_config, self.config.rl_config.num_generations
         prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
-        return Room(
-            slots, group, prompts, generate.max_prompt_length, generate.sampling_config.max_tokens
-        )
+        longest = generate.sampling_config.max_tokens
+        return KVCacheConfig(slots, group, prompts, generate.max_prompt_length, longest)
 
     def _generator_bytes(self) -> int:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
@@ -113,10 +112,10 @@ class RunPlan:
         kv = max(1, model.num_key_value_heads // tp_size)
         heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
         if not keeps_slots(self.config.context.device_target) or missing_options(model):
-            return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
+            return KVCacheSizes.plain(self.cache_config, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
-        footprint = Footprint.of(
-            self.room,
+        footprint = KVCacheSizes.of(
+            self.cache_config,
             model.num_hidden_layers,
             model.hidden_size,
             -(-model.intermediate_size // tp_size),

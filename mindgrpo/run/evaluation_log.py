@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.evaluation import Outcome, figure, figures_of
 from mindgrpo.monitor.metrics import append_rows
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 def write_evaluation(
@@ -65,7 +65,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _settings(settings: SamplingSettings) -> str:
+def _settings(settings: SamplingParams) -> str:
     if settings.temperature == 0:
         return "the likeliest token each time"
     return f"temperature {settings.temperature:g}, top_p {settings.top_p:g}"

@@ -66,8 +66,8 @@ class _Embedding(nn.Cell):
         local = tokens - self.first
         rows = table.shape[0]
         mine = ops.logical_and(local >= 0, local < rows)
-        found = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
-        return found * ops.expand_dims(mine.astype(ms.float32), 1)
+        gathered = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
+        return gathered * ops.expand_dims(mine.astype(ms.float32), 1)
 
 
 class _Vocabulary(nn.Cell):
@@ -168,7 +168,7 @@ class PlainKernels(Kernels):
     def square_sum(self, array: np.ndarray) -> float:
         return float(np.sum(np.square(array, dtype=np.float64)))
 
-    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary, vocabulary.width)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
