@@ -107,6 +107,6 @@ def test_mindformers_computes_the_same_logits_loss_and_gradients() -> None:
     policy, logps = train(golden, backend, each_in_its_row(golden.rollout))
     count = sum(len(part) for part in logps)
     assert abs(float(mean_loss) + np.concatenate(logps).mean()) < LOGPS
-    for name, ours in policy.gradients.parts.items():
+    for name, ours in policy.gradients.hf_views.items():
         theirs = -count * by_name[mindformers_name(name)]
         assert np.abs(ours - theirs).max() < GRADIENTS * np.abs(theirs).max(), name

@@ -45,7 +45,7 @@ def _listed(roles: Mapping[str, object]) -> str:
 def load_role(folder: Path, manifest: Manifest, role: str, weights: Weights) -> None:
     """Fills `weights`, which must be in memory. Raises DamagedCheckpoint."""
     reader = ShardReader(folder, manifest.files)
-    for name, view in weights.parts.items():
+    for name, view in weights.hf_views.items():
         read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
     weights.pool.push()
 

@@ -137,7 +137,7 @@ def joined(sums: Mapping[str, int]) -> str:
 
 def values_of(chunk: Chunk, weights: Weights) -> np.ndarray:
     """Views a chunk's values in the weights of the rank that writes it."""
-    return weights.parts[chunk.name][chunk.box.within(weights.boxes[chunk.name]).slices]
+    return weights.hf_views[chunk.name][chunk.box.within(weights.boxes[chunk.name]).slices]
 
 
 def values_digest(weights: Weights, backend: Backend) -> str:

@@ -19,7 +19,7 @@ from mindgrpo.weights.local_weights import FUSED, Weights
 def fill_adapters(adapters: Weights, seed: int) -> None:
     """A uniform in +-1 / sqrt(in), B zero: the model is the base at first, under every layout the same."""
     for spec in adapters.specs():
-        part = adapters.parts.get(spec.name)
+        part = adapters.hf_views.get(spec.name)
         if part is None:
             continue
         part[...] = 0.0
@@ -35,10 +35,10 @@ def fill_adapters(adapters: Weights, seed: int) -> None:
 
 def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
     """Adds scale * B A to each adapted part of `weights`; both of one layout, on one rank."""
-    for name, part in weights.parts.items():
+    for name, part in weights.hf_views.items():
         a_name, b_name = adapter_names(name)
-        if b_name in adapters.parts:
-            low_rank = adapters.parts[b_name] @ adapters.parts[a_name]
+        if b_name in adapters.hf_views:
+            low_rank = adapters.hf_views[b_name] @ adapters.hf_views[a_name]
             part += np.float32(settings.scale) * low_rank
     weights.pool.push()
 

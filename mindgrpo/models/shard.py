@@ -56,7 +56,7 @@ class Shard:
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = {
             entry.key: backend.parameter(weights.tensors[entry.key], f"{prefix}.{entry.key}")
-            for entry in weights.stored
+            for entry in weights.fused
         }
 
         self._adapters = adapters
@@ -66,7 +66,7 @@ class Shard:
                 entry.key: backend.parameter(
                     adapters.weights.tensors[entry.key], f"{prefix}.{entry.key}"
                 )
-                for entry in adapters.weights.stored
+                for entry in adapters.weights.fused
             }
 
     def linear(self, key: str) -> nn.Cell:
@@ -75,9 +75,9 @@ class Shard:
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
             return base
-        adapted = {spec.name for e in self._adapters.weights.stored for spec in e.parts}
+        adapted = {spec.name for e in self._adapters.weights.fused for spec in e.specs}
         flags = [adapter_names(part)[0] in adapted for part in fused_parts(key)]
-        (entry,) = [entry for entry in self.weights.stored if entry.key == key]
+        (entry,) = [entry for entry in self.weights.fused if entry.key == key]
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
         return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
 

@@ -166,13 +166,13 @@ def checksums(weights: Weights, boxes: dict[str, Box] | None = None) -> dict[str
     """crc32 of each held part's bytes, [out, in] order: equal parts have equal sums under any layout."""
     return {
         name: zlib.crc32(np.ascontiguousarray(part).tobytes())
-        for name, part in weights.parts.items()
+        for name, part in weights.hf_views.items()
         if boxes is None or name in boxes
     }
 
 
 def _view(weights: Weights, name: str, box: Box) -> np.ndarray:
-    return weights.parts[name][box.within(weights.boxes[name]).slices]
+    return weights.hf_views[name][box.within(weights.boxes[name]).slices]
 
 
 def _stop(piece: Piece) -> int:

@@ -68,7 +68,7 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
     files = check_tensors(directory, weights.layout.specs)
-    for name, part in weights.parts.items():
+    for name, part in weights.hf_views.items():
         part[...] = files.read(name, weights.boxes[name])
     weights.pool.push()
 
@@ -76,7 +76,7 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
     """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
     for spec in weights.specs():
-        part = weights.parts.get(spec.name)
+        part = weights.hf_views.get(spec.name)
         if part is None:
             continue
         if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
