@@ -38,13 +38,16 @@ class Failure:
     message: str
 
 
-def to_json(outcome: float | None | Failure) -> dict[str, Any]:
+Outcome = float | None | Failure
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         return {"failed": [outcome.kind, outcome.message]}
     return {"value": outcome, "counts": getattr(outcome, "counts", None)}
 
 
-def from_json(message: Mapping[str, Any]) -> float | None | Failure:
+def from_json(message: Mapping[str, Any]) -> Outcome:
     """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
     if "failed" in message:
         return Failure(*message["failed"])
@@ -67,7 +70,7 @@ class RewardResult:
     seconds: float = 0.0
     restarts: int = 0
 
-    def record(self, index: int, outcome: float | None | Failure) -> None:
+    def record(self, index: int, outcome: Outcome) -> None:
         if isinstance(outcome, Failure):
             self.failures[index] = outcome
         else:

@@ -15,16 +15,13 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.call import CONTRACT, Columns, Samples
-from mindgrpo.rewards.executors import Executor, ThreadExecutor, wait_all
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor
 from mindgrpo.rewards.load import from_callable, name_of, resolve
 from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
 from mindgrpo.rewards.spec import WHERE, Spec, parse, reference_to
 from mindgrpo.rewards.workers.executor import WorkerExecutor
-from mindgrpo.rewards.workers.pool import WorkerPool
 
 Reward = str | Callable[..., Any]
 
@@ -47,25 +44,15 @@ class Scorer:
         sources = [source_of(function) for function in functions]
         self.names = [name for name, _ in sources]
         self.weights = check_weights(self.names, weights)
-        self._pool = WorkerPool(self.limits.memory)
         self._executors: dict[str, list[Executor]] = {name: [] for name in self.names}
         try:
             for name, source in sources:
-                self._start_executors(self._executors[name], source)
+                is_apart = isinstance(source, Spec) and not source.is_quick
+                for _ in range(self.limits.workers if is_apart else 1):
+                    self._executors[name].append(executor_for(source, self.limits))
         except BaseException:
             self.close()
             raise
-
-    def _start_executors(
-        self, executors: list[Executor], source: Spec | Callable[..., Any]
-    ) -> None:
-        if not isinstance(source, Spec):
-            executors.append(ThreadExecutor(from_callable(source), self.limits.deadline))
-        elif not source.source and BUILTINS[source.name].quick:
-            executors.append(ThreadExecutor(resolve(source), math.inf))
-        else:
-            for _ in range(self.limits.workers):
-                executors.append(WorkerExecutor(source, self._pool, self.limits))
 
     def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
         """Score two samples with every function; what would fail on every step fails here.
@@ -79,7 +66,6 @@ class Scorer:
             executor.signature().check(executor.name, few)
         for executor in firsts:
             executor.start(few, range(len(few)), patient=True)
-        wait_all(firsts)
         for executor in firsts:
             refuse_what_cannot_work(executor.name, executor.result(), len(few))
 
@@ -93,7 +79,6 @@ class Scorer:
             shares = np.array_split(np.arange(len(samples)), len(executors))
             for executor, share in zip(executors, shares, strict=True):
                 executor.start(samples, share.tolist())
-        wait_all([executor for executors in self._executors.values() for executor in executors])
         results = {name: RewardResult() for name in self.names}
         for name, executors in self._executors.items():
             for executor in executors:
@@ -102,11 +87,18 @@ class Scorer:
 
     def close(self) -> None:
         """End the worker processes and whatever they started."""
-        self._pool.close()
         for executors in self._executors.values():
             for executor in executors:
                 executor.close()
         self._executors = {}
+
+
+def executor_for(source: Spec | Callable[..., Any], limits: Limits) -> Executor:
+    if not isinstance(source, Spec):
+        return ThreadExecutor(from_callable(source), limits.deadline)
+    if source.is_quick:
+        return ThreadExecutor(resolve(source), math.inf)
+    return WorkerExecutor(source, limits)
 
 
 def source_of(reward: Reward) -> tuple[str, Spec | Callable[..., Any]]:

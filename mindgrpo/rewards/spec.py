@@ -29,6 +29,10 @@ class Spec:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_quick(self) -> bool:
+        return not self.source and BUILTINS[self.name].quick
+
 
 def parse(text: str) -> Spec:
     """Read `name`, `module:name` or `file.py:name`, each with `(key=value, ...)` behind it or not."""
