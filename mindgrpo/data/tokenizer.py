@@ -58,27 +58,24 @@ class Tokenizer:
         return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError."""
-        return self._rendered(messages, add_generation_prompt, tools, documents)[0]
+        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError.
+
+        `variables` are its `tools` and `documents`.
+        """
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self._rendered(messages, variables, with_spans=False)[0]
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], **variables: Any
     ) -> tuple[list[int], list[int]]:
         """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
 
         The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)`. Raises UserError.
         """
-        text, spans = self._rendered(messages, add_generation_prompt, tools, documents, True)
+        variables = {"add_generation_prompt": False} | variables
+        text, spans = self._rendered(messages, variables, with_spans=True)
         with self._encoding():
             encoding = self.codec.encode(text, add_special_tokens=False)
         mask = [0] * len(encoding.ids)
@@ -91,27 +88,15 @@ class Tokenizer:
         return list(encoding.ids), mask
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        with_spans: bool = False,
+        self, messages: Sequence[Message], variables: Mapping[str, Any], with_spans: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         # Imports transformers, which commands that render nothing need not wait for.
         from mindgrpo.data.rendering import render_chat
 
         template = self._template()
         try:
-            return render_chat(
-                template.text,
-                messages,
-                with_spans=with_spans,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=documents,
-                **self.special_tokens,
-            )
+            tokens = self.special_tokens
+            return render_chat(template.text, messages, with_spans, **tokens, **variables)
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
