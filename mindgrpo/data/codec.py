@@ -61,12 +61,13 @@ def read_codec(
             "them from the model's Hugging Face repository"
         )
     model_type = settings_in(folder / "config.json").get("model_type")
-    if has_pair and not settings.get("tokenizer_class") and not model_type:
-        if len(settings_in(pair[0])) != QWEN_VOCABULARY:
-            raise UserError(
-                f"no file in {folder} tells what kind of tokenizer {pair[0].name} is of; add the model's "
-                "tokenizer_config.json, which names its tokenizer_class"
-            )
+    kind = str(settings.get("tokenizer_class") or model_type or "").lower()
+    if has_pair and not kind and len(settings_in(pair[0])) != QWEN_VOCABULARY:
+        raise UserError(
+            f"no file in {folder} tells what kind of tokenizer {pair[0].name} is of; add the model's "
+            "tokenizer_config.json, which names its tokenizer_class"
+        )
+    if has_pair and (not kind or kind.startswith("qwen")) and not named_tokens(folder, settings):
         settings = {**QWEN_SETTINGS, **settings}
     loaded = load_with_transformers(folder, settings, pair if has_pair else ())
     codec = loaded.backend_tokenizer

@@ -62,7 +62,7 @@ def convert(
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Advance]:
-    """Shows a bar on standard error where that is a terminal; yields a function that gets how many more rows are done."""
+    """Shows a bar where standard error is a terminal; yields a function that gets how many more rows are done."""
     if not sys.stderr.isatty():
         yield lambda count: None
         return
