@@ -35,7 +35,7 @@ from mindgrpo.strict_files import (
     parse_json,
     read_text,
 )
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {

@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.plan import Chunk, cut, plan_chunks
-from mindgrpo.checkpoint.shards import by_rows, copy, values_digest
+from mindgrpo.checkpoint.shards import Chunk, by_rows, copy, cut, plan_chunks, values_digest
 from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]

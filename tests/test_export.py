@@ -24,7 +24,7 @@ from mindgrpo.grpo.hf_export import export_policy
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 
 @pytest.fixture(scope="module")

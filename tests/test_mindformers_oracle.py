@@ -15,7 +15,7 @@ from golden_models import Golden, each_in_its_row, logits_of, read_golden, train
 from mindspore import Tensor
 
 from mindgrpo.backend.connect import connect
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 LOGITS, LOGPS = 1e-4, 1e-5
 # Of a tensor's largest gradient.
