@@ -182,6 +182,7 @@ class Caller:
         return result if isinstance(result, Failure) else result[0]
 
     def _call(self, samples: Samples) -> Any:
+        self.signature.check(self._function.name, samples)
         answers: dict[str, Sequence[Any]]
         answers = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
         offered = answers | dict(samples.columns)

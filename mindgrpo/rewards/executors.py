@@ -11,12 +11,12 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.rewards.call import Caller, Samples, Signature
+from mindgrpo.rewards.call import Caller, Samples
 from mindgrpo.rewards.load import RewardFunction
 from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, RewardResult
 
@@ -55,20 +55,13 @@ class Executor(ABC):
         self._thread.start()
 
     def _serve(self) -> None:
-        for future, work, arguments in iter(self._tasks.get, None):
-            try:
-                future.set_result(work(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        self._future = Future()
-        self._tasks.put((self._future, work, arguments))
-        return self._future
+        for future, *arguments in iter(self._tasks.get, None):
+            future.set_result(self._run(*arguments))
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
         """Start scoring; `patient` gives a first call, which may load something, the whole deadline."""
-        self._submit(self._run, samples, list(indices), patient)
+        self._future = Future()
+        self._tasks.put((self._future, samples, list(indices), patient))
 
     def _run(self, samples: Samples, indices: list[int], patient: bool) -> RewardResult:
         result, started = RewardResult(), time.monotonic()
@@ -90,10 +83,6 @@ class Executor(ABC):
     ) -> None:
         """Score samples `indices` into `result`, in the executor's thread."""
 
-    @abstractmethod
-    def signature(self) -> Signature:
-        """Wait until the function is loaded. Raises UserError where it cannot be."""
-
     def close(self) -> None:
         """End the thread after what it is doing."""
         self._tasks.put(None)
@@ -109,9 +98,6 @@ class ThreadExecutor(Executor):
         super().__init__(function.name)
         self._caller, self._deadline = Caller(function), deadline
         self._is_busy = False
-
-    def signature(self) -> Signature:
-        return self._caller.signature
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
         self._started, self._indices = time.monotonic(), list(indices)

@@ -10,8 +10,7 @@ import functools
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +19,8 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.spec import WHERE, Spec, nearest, parse
+
+LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
     spec = parse(reward) if isinstance(reward, str) else reward
     if not spec.source:
         return with_arguments(spec, BUILTINS[spec.name].load())
-    is_file = spec.source.endswith(".py")
-    module = load_file(spec) if is_file else load_module(spec)
+    module = module_of(spec)
     if spec.name not in vars(module):
         raise UserError(
             f"reward function {spec.text!r}: {spec.source} has no {spec.name!r}"
@@ -83,47 +83,36 @@ def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Call
     return reward
 
 
-def load_file(spec: Spec) -> ModuleType:
+def module_of(spec: Spec) -> ModuleType:
     path = Path(spec.source).expanduser().resolve()
-    if not path.is_file():
+    is_file = spec.source.endswith(".py")
+    if is_file and not path.is_file():
         here = [str(other.relative_to(path.parent)) for other in path.parent.glob("*.py")]
         raise UserError(
             f"reward function {spec.text!r}: the file {path} does not exist"
             f"{nearest(path.name, here)}; correct {WHERE}"
         )
-    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise UserError(f"reward function {spec.text!r}: {path} is not a Python file ({WHERE})")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    with searching(path.parent), one_sentence(spec.text):
-        module_spec.loader.exec_module(module)
-    return module
-
-
-def load_module(spec: Spec) -> ModuleType:
-    with searching(Path.cwd()), one_sentence(spec.text):
-        return importlib.import_module(spec.source)
-
-
-@contextmanager
-def searching(folder: Path) -> Iterator[None]:
-    """Let a reward find the modules beside it, as a script would, later imports in a call included."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    yield
-
-
-@contextmanager
-def one_sentence(spec: str) -> Iterator[None]:
+    # A reward finds the modules beside it, as a script would, later imports in a call included.
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        yield
+        return module_in(path) if is_file else importlib.import_module(spec.source)
     except (Exception, SystemExit) as error:  # anything may happen at import
         raise UserError(
-            f"reward function {spec!r} does not import: {describe(error)}; "
+            f"reward function {spec.text!r} does not import: {describe(error)}; "
             f"correct the module or {WHERE}"
         ) from error
+
+
+def module_in(path: Path) -> ModuleType:
+    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    module_spec.loader.exec_module(module)
+    return module
 
 
 def describe(error: BaseException) -> str:
@@ -137,9 +126,6 @@ def describe(error: BaseException) -> str:
             location = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{location}"
-
-
-LONGEST_MESSAGE = 300
 
 
 def public_callables(module: ModuleType) -> list[str]:

@@ -24,7 +24,15 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Samples, Signature
 from mindgrpo.rewards.executors import Executor, Limits
-from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, RewardResult, from_json
+from mindgrpo.rewards.outcome import (
+    EXIT,
+    MEMORY,
+    REFUSED,
+    TIMEOUT,
+    Failure,
+    RewardResult,
+    from_json,
+)
 from mindgrpo.rewards.spec import WHERE, Spec
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.worker import Order, Task
@@ -171,9 +179,6 @@ class WorkerExecutor(Executor):
         self._workers[isolated] = worker
         return worker
 
-    def signature(self) -> Signature:
-        return self._submit(self._load, self._workers[False]).result()
-
     def _load(self, worker: Worker) -> Signature:
         try:
             return worker.load()
@@ -229,7 +234,7 @@ class WorkerExecutor(Executor):
         except WorkerEnded as ended:
             failure = failure or ended.failure
         except UserError as error:
-            failure = Failure(EXIT, str(error))
+            failure = Failure(REFUSED, str(error))
         except (KeyError, TypeError, ValueError):
             failure = Failure(EXIT, "its process wrote to the rank what is no score")
         self._drop(isolated, result)
