@@ -207,8 +207,9 @@ class TableFile:
         self._path, self._columns, self._cache = path, columns, cache
         self._state = state_of(path)
         with table_file(path) as file:
-            sizes = [file.num_rows]
-            if path.suffix != ".arrow":
+            if path.suffix == ".arrow":
+                sizes = [file.num_rows]
+            else:
                 groups = map(file.metadata.row_group, range(file.num_row_groups))
                 sizes = [group.num_rows for group in groups]
         self._starts = [0, *accumulate(sizes)]
@@ -231,11 +232,12 @@ class TableFile:
     def load(self, group: int) -> Any:
         """Decodes on the thread that asks: every rank has its share of the cores. Raises UserError."""
         with table_file(self._path) as file:
-            is_arrow = self._path.suffix == ".arrow"
-            names = (file.schema if is_arrow else file.schema_arrow).names
-            names = [name for name in names if self._columns is None or name in self._columns]
+            is_arrow, names = self._path.suffix == ".arrow", None
+            if self._columns is not None:
+                schema = file.schema if is_arrow else file.schema_arrow
+                names = [name for name in schema.names if name in self._columns]
             if is_arrow:
-                return file.select(names)
+                return file if names is None else file.select(names)
             return file.read_row_group(group, columns=names, use_threads=False)
 
 
