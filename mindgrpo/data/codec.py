@@ -20,15 +20,7 @@ from tokenizers import Tokenizer as Codec
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_json, read_object
 
-TOKEN_KEYS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FURTHER_KEY = "additional_special_tokens"
 PAIR = ("vocab.json", "merges.txt")
 # Qwen's vocabulary is often handed on as the two bare files; its special tokens follow it.

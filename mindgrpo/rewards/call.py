@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.load import RewardFunction, describe
+from mindgrpo.rewards.load import WHERE, RewardFunction, describe
 from mindgrpo.rewards.outcome import (
     BAD_RESULT,
     MEMORY,
@@ -23,7 +23,6 @@ from mindgrpo.rewards.outcome import (
     Outcome,
     Score,
 )
-from mindgrpo.rewards.spec import WHERE
 
 if TYPE_CHECKING:
     import asyncio
@@ -75,33 +74,36 @@ class Samples:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a reward can be given by name. `names` is None where Python cannot tell.
+    """What a reward can be given by name.
 
-    `required` are those without a default; `others` is whether it takes names of any kind; `by_name`
+    `required` are those of `names` without a default; `others` is whether it takes names of any kind; `by_name`
     whether completions go to a parameter of that name, which need not be the first.
     """
 
-    names: tuple[str, ...] | None
-    required: tuple[str, ...] = ()
-    others: bool = False
-    takes_completions: bool = True
-    by_name: bool = False
+    names: Sequence[str]
+    required: Sequence[str]
+    others: bool
+    takes_completions: bool
+    by_name: bool
 
     @classmethod
     def of(cls, function: RewardFunction) -> Signature:
         try:
             parameters = list(inspect.signature(function.call).parameters.values())
-        except (TypeError, ValueError):
-            return cls(None)
+        except ValueError as error:  # it is written in C
+            raise UserError(
+                f"reward function {function.name}: {error}; wrap it in one ({WHERE})"
+            ) from None
         others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
         names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
         # Functions that are called with names elsewhere often have the prompts first.
         by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
         first = parameters[:1]
-        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in function.bound]
+        bound = {*function.bound, COMPLETIONS}
+        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in bound]
         return cls(
-            tuple(p.name for p in left if p.name in names and p.name != COMPLETIONS),
-            tuple(p.name for p in left if is_required(p) and p.name != COMPLETIONS),
+            [p.name for p in left if p.name in names],
+            [p.name for p in left if p.default is p.empty and p.kind not in VARIADIC],
             others,
             by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
             by_name,
@@ -110,12 +112,7 @@ class Signature:
     def accepted(self, samples: Samples) -> list[str]:
         """Return names to pass. Facts, token ids and other words for answers go to those that ask for them."""
         offered = ["answers", *samples.columns]
-        if self.names is None:
-            return ["answers"]
-        on_demand = (
-            *samples.facts,
-            *(word for word in ANSWER_WORDS if word not in samples.columns),
-        )
+        on_demand = [*samples.facts, *(w for w in ANSWER_WORDS if w not in samples.columns)]
         asked = [name for name in (*offered, *on_demand) if name in self.names]
         if not self.others:
             return asked
@@ -136,10 +133,6 @@ class Signature:
                     f"{', '.join(('answers', *samples.columns))}); add the column to the data set or "
                     f"give the parameter a default or a value ({WHERE})"
                 )
-
-
-def is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
 
 
 def own_columns(

@@ -17,10 +17,9 @@ import numpy as np
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import CONTRACT, Columns, Samples
 from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor
-from mindgrpo.rewards.load import from_callable, name_of, resolve
+from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
 from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
-from mindgrpo.rewards.spec import WHERE, Spec, parse, reference_to
 from mindgrpo.rewards.workers.executor import WorkerExecutor
 
 Reward = str | Callable[..., Any]
@@ -42,14 +41,14 @@ class Scorer:
         self.limits = limits or Limits()
         self.facts = dict(facts or {})
         sources = [source_of(function) for function in functions]
-        self.names = [name for name, _ in sources]
+        self.names = [
+            source.name if isinstance(source, Spec) else name_of(source) for source in sources
+        ]
         self.weights = check_weights(self.names, weights)
-        self._executors: dict[str, list[Executor]] = {name: [] for name in self.names}
+        self._executors: dict[str, list[Executor]] = {}
         try:
-            for name, source in sources:
-                is_apart = isinstance(source, Spec) and not source.is_quick
-                for _ in range(self.limits.workers if is_apart else 1):
-                    self._executors[name].append(executor_for(source, self.limits))
+            for name, source in zip(self.names, sources, strict=True):
+                self._executors[name] = executors_for(source, self.limits)
         except BaseException:
             self.close()
             raise
@@ -91,23 +90,17 @@ class Scorer:
         self._executors = {}
 
 
-def executor_for(source: Spec | Callable[..., Any], limits: Limits) -> Executor:
+def source_of(reward: Reward) -> Spec | Callable[..., Any]:
+    """Return where a function is; itself where no other process can find it."""
+    return parse(reward) if isinstance(reward, str) else reference_to(reward) or reward
+
+
+def executors_for(source: Spec | Callable[..., Any], limits: Limits) -> list[Executor]:
     if not isinstance(source, Spec):
-        return ThreadExecutor(from_callable(source), limits.deadline)
+        return [ThreadExecutor(from_callable(source), limits.deadline)]
     if source.is_quick:
-        return ThreadExecutor(resolve(source), math.inf)
-    return WorkerExecutor(source, limits)
-
-
-def source_of(reward: Reward) -> tuple[str, Spec | Callable[..., Any]]:
-    """Return the name that a function is reported under, and where it is."""
-    if isinstance(reward, str):
-        spec = parse(reward)
-        return spec.name, spec
-    reference = reference_to(reward)
-    if reference is not None:
-        return reference.name, reference
-    return name_of(reward), reward
+        return [ThreadExecutor(resolve(source), math.inf)]
+    return [WorkerExecutor(source, limits) for _ in range(limits.workers)]
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list[float]:
@@ -131,8 +124,8 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list
 
 def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -> None:
     together, failures = result.together_failure, list(result.failures.values())
-    for failure in [*([together] if together else []), *failures]:
-        if failure.kind == REFUSED:
+    for failure in (together, *failures):
+        if failure is not None and failure.kind == REFUSED:
             raise UserError(failure.message)
     if together is not None and together.kind == BAD_RESULT:
         raise UserError(

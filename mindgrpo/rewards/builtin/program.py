@@ -15,12 +15,12 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.isolation import IsolationUnavailable
+from mindgrpo.rewards.load import WHERE
 from mindgrpo.rewards.outcome import Score
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
 LONGEST_CODE = 100_000
-WHERE = "reward_config.verifier_function"
 
 
 def code_reward(

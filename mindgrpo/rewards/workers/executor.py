@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Samples, Signature
 from mindgrpo.rewards.executors import Executor, Limits
+from mindgrpo.rewards.load import WHERE, Spec
 from mindgrpo.rewards.outcome import (
     EXIT,
     MEMORY,
@@ -33,7 +35,6 @@ from mindgrpo.rewards.outcome import (
     RewardResult,
     from_json,
 )
-from mindgrpo.rewards.spec import WHERE, Spec
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.worker import Order, Task
 
@@ -51,6 +52,7 @@ TICK_SECONDS = 0.05
 START_SECONDS = 120.0
 # Beyond the deadline of samples that run beside each other: for starting a process for each.
 ISOLATED_GRACE = 2.0
+SLOW_HINT = " (if it is only slow, raise reward_config.together_deadline)"
 CLOSING_SECONDS = 10.0
 KEPT_OUTPUT, READ_BYTES, MOST_READS = 16 << 10, 1 << 20, 8
 LONGEST_MESSAGE = 1 << 26
@@ -67,7 +69,7 @@ class Worker:
     """A worker process as its rank sees it. What it prints is read into `output` while it is waited for."""
 
     def __init__(self, spec: Spec, memory: int, output: Output) -> None:
-        self._memory, self._output = memory, output
+        self._spec, self._memory, self._output = spec, memory, output
         self._signature: Signature | None = None
         self._pid, self._unread = 0, b""
         self._socket, theirs = socket.socketpair()
@@ -84,14 +86,20 @@ class Worker:
         self._send(Order(spec, [*sys.path], memory), START_SECONDS)
 
     def load(self) -> Signature:
-        """Wait until the function is loaded. Raises UserError if it cannot be, and WorkerEnded."""
+        """Wait until the function is loaded. Raises UserError if it cannot be."""
         if self._signature is None:
-            message = next(self._messages(START_SECONDS, ""))
+            try:
+                message = next(self._messages(START_SECONDS, ""))
+            except WorkerEnded as ended:
+                printed = self._output.take()[0].strip().splitlines()
+                why = f" ({printed[-1].strip()})" if printed else ""
+                raise UserError(
+                    f"reward function {self._spec.text!r}: {ended.failure.message} while loading it{why}; "
+                    f"correct the module or {WHERE}"
+                ) from None
             if "refused" in message:
                 raise UserError(str(message["refused"]))
-            fields = message["signature"]
-            names = fields.pop("names")
-            self._signature = Signature(None if names is None else tuple(names), **fields)
+            self._signature = Signature(**message["signature"])
             self._pid = message["pid"]
         return self._signature
 
@@ -179,28 +187,18 @@ class WorkerExecutor(Executor):
         self._workers[isolated] = worker
         return worker
 
-    def _load(self, worker: Worker) -> Signature:
-        try:
-            return worker.load()
-        except WorkerEnded as ended:
-            printed = self._output.take()[0].strip().splitlines()
-            why = f" ({printed[-1].strip()})" if printed else ""
-            raise UserError(
-                f"reward function {self._spec.text!r}: {ended.failure.message} while loading it{why}; "
-                f"correct the module or {WHERE}"
-            ) from None
-
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
         limits = self._limits
         seconds = max(limits.deadline, limits.first_call) if patient else limits.first_call
-        hint = " (if it is only slow, raise reward_config.together_deadline)"
-        failure = self._ask(False, samples, indices, result, seconds, hint)
+        task = Task(False, samples, indices, limits.deadline)
+        failure = self._ask(task, result, seconds, SLOW_HINT)
         if self._spec.source:
             result.together_failure = failure
         if rest := result.rest(indices):
-            failure = self._ask(True, samples, rest, result, limits.deadline + ISOLATED_GRACE)
+            apart = Task(True, samples, rest, limits.deadline)
+            failure = self._ask(apart, result, limits.deadline + ISOLATED_GRACE)
             if failure is not None:
                 result.fail(rest, failure)
         if False not in self._workers:
@@ -208,24 +206,17 @@ class WorkerExecutor(Executor):
         result.printed, result.printed_bytes = self._output.take()
 
     def _ask(
-        self,
-        isolated: bool,
-        samples: Samples,
-        indices: list[int],
-        result: RewardResult,
-        seconds: float,
-        hint: str = "",
+        self, task: Task, result: RewardResult, seconds: float, hint: str = ""
     ) -> Failure | None:
         """Record what a worker scores; return why it did not score all."""
         failure = None
-        worker = self._workers.get(isolated) or self._start_worker(isolated)
+        worker = self._workers.get(task.isolated) or self._start_worker(task.isolated)
         if worker.has_ended():
-            self._drop(isolated, result)
-            worker = self._start_worker(isolated)
+            self._drop(task.isolated, result)
+            worker = self._start_worker(task.isolated)
         try:
-            wanted = self._load(worker).accepted(samples)
-            task = Task(isolated, samples.only(wanted), indices, self._limits.deadline)
-            for message in worker.ask(task, seconds, hint):
+            samples = task.samples.only(worker.load().accepted(task.samples))
+            for message in worker.ask(replace(task, samples=samples), seconds, hint):
                 if "index" in message:
                     result.record(message["index"], from_json(message))
                 else:
@@ -237,7 +228,7 @@ class WorkerExecutor(Executor):
             failure = Failure(REFUSED, str(error))
         except (KeyError, TypeError, ValueError):
             failure = Failure(EXIT, "its process wrote to the rank what is no score")
-        self._drop(isolated, result)
+        self._drop(task.isolated, result)
         return failure
 
     def _drop(self, isolated: bool, result: RewardResult) -> None:

@@ -23,9 +23,8 @@ from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Caller, Samples
-from mindgrpo.rewards.load import describe, resolve
+from mindgrpo.rewards.load import Spec, describe, resolve
 from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json
-from mindgrpo.rewards.spec import Spec
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.isolated import IsolatedScoring
 
