@@ -1,4 +1,4 @@
-"""A small model's layouts and values for tests of checkpoints. Refuses to need a device."""
+"""A small model's layouts and values for tests of checkpoints."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no list of rows"):
         read_rows(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('[{"question": "q", "answer": "a"}, 3]')
-    with pytest.raises(UserError, match="row 2 is a int; each row must be an object"):
+    with pytest.raises(UserError, match="row 2 holds a int; each row must be an object"):
         read_rows(tmp_path / "x.json")
     with pytest.raises(UserError, match="does not exist; set rl_config.dataset_file"):
         open_examples(tmp_path / "none.jsonl")

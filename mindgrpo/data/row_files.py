@@ -94,7 +94,12 @@ class JsonLines:
             for row in range(start, stop):
                 lines.seek(self._offsets[row])
                 where = f"{self._path}:{self._numbers[row]}"
-                yield where, parse_line(lines.readline(), where)
+                try:
+                    parsed = parse_json(lines.readline())
+                except NotJson as error:
+                    sentence = f"{where} is not a line of JSON: {error}; correct the line"
+                    raise UserError(sentence) from error
+                yield where, parsed
 
 
 def opened(path: Path) -> BinaryIO:
@@ -126,18 +131,6 @@ def check_unchanged(path: Path, state: tuple[int, int] | None) -> None:
         )
 
 
-def parse_line(line: bytes, where: str) -> Row:
-    try:
-        row = parse_json(line)
-    except NotJson as error:
-        raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
-    if not isinstance(row, dict):
-        raise UserError(
-            f'{where} holds a {type(row).__name__}; each line must be an object with "question" and "answer"'
-        )
-    return row
-
-
 def open_json(path: Path) -> Rows:
     """Files named .json hold one document or, written by many programs, one object a line."""
     with opened(path) as lines:
@@ -145,14 +138,13 @@ def open_json(path: Path) -> Rows:
         first, second = next(filled, b""), next(filled, None)
     try:
         head = parse_json(first)
+        is_document = second is None and (isinstance(head, list) or bool(tables_in(head)))
     except NotJson:
-        return ListedRows(read_document(path), path)
-    if second is None and (isinstance(head, list) or tables_in(head)):
-        return ListedRows(read_document(path), path)
-    return JsonLines(path)
+        is_document = True
+    return ListedRows(read_document(path), path) if is_document else JsonLines(path)
 
 
-def read_document(path: Path) -> list[Row]:
+def read_document(path: Path) -> list[Any]:
     """A list of objects, or an object in which one value is such a list, as in {"data": [...]}. Raises UserError."""
     content = read_json(path, "the data file", "correct the file", MAX_DOCUMENT_BYTES)
     tables = tables_in(content)
@@ -162,12 +154,6 @@ def read_document(path: Path) -> list[Row]:
             f"{path} holds no list of rows; it must be [{{...}}, ...], an object with one such list, or one "
             "object a line"
         )
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{path} row {number} is a {type(row).__name__}; each row must be an object with "
-                '"question" and "answer"'
-            )
     return rows
 
 
