@@ -174,10 +174,10 @@ def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[...,
     assert score(given, ["a"]).total.item() == 2.0
     end(workers_of(children_of(os.getpid())), signal.SIGKILL)
     assert score(given, ["a"]).total.item() == 2.0
-    keepers = children_of(os.getpid())
-    workers = workers_of(keepers)
-    assert len(keepers) == len(workers) == 2
-    end(keepers, signal.SIGKILL)
+    supervisors = children_of(os.getpid())
+    workers = workers_of(supervisors)
+    assert len(supervisors) == len(workers) == 2
+    end(supervisors, signal.SIGKILL)
     end(workers)  # each is told by the kernel
     assert score(given, ["a"]).total.item() == 2.0
 
@@ -230,8 +230,8 @@ def children_of(parent: int) -> list[int]:
     ]
 
 
-def workers_of(keepers: list[int]) -> list[int]:
-    return [worker for keeper in keepers for worker in children_of(keeper)]
+def workers_of(supervisors: list[int]) -> list[int]:
+    return [worker for supervisor in supervisors for worker in children_of(supervisor)]
 
 
 def end(pids: list[int], number: int = 0) -> None:
@@ -298,7 +298,7 @@ def test_nothing_is_left_behind_when_the_rank_is_killed(
     time.sleep(0.5)
     assert (
         len(marked(mark)) >= 6
-    )  # the rank, two workers and their keepers, and what one of them has started
+    )  # the rank, two workers and their supervisors, and what one of them has started
     rank.send_signal(number)
     rank.wait()
     rank.stdout.close()

@@ -76,7 +76,7 @@ class Worker:
         descriptors = theirs.fileno(), output.write_end
         environment = dict.fromkeys((*SINGLE_THREADED, ENDS_WITH_RANK_VARIABLE), "1")
         with theirs:
-            self._keeper = subprocess.Popen(
+            self._supervisor = subprocess.Popen(
                 [sys.executable, "-c", START, *map(str, descriptors), PACKAGE_PARENT],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
@@ -161,10 +161,10 @@ class Worker:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         try:
-            self._keeper.wait(CLOSING_SECONDS)
+            self._supervisor.wait(CLOSING_SECONDS)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
         self._socket.close()
 
 

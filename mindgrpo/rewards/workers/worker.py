@@ -1,7 +1,7 @@
-"""A worker process, which loads one reward function and scores what its rank sends, and its keeper.
+"""A worker process, which loads one reward function and scores what its rank sends, and its supervisor.
 
-The keeper is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker with
-the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is pickled;
+The supervisor is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker
+with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is pickled;
 what it is sent are lines of JSON, because a process that somebody's code has wrecked may have written them.
 """
 
@@ -54,11 +54,11 @@ class Task:
 
 
 def main() -> None:
-    """Keep a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
+    """Supervise a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
 
     The last line on the socket is {"ended": how}, in one with what the worker wrote when it died, if it did.
     """
-    rank, keeper = os.getppid(), os.getpid()
+    rank, supervisor = os.getppid(), os.getpid()
     channel, output = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     # Ctrl-C and a launcher's goodbye are the rank's to obey; this ends when the rank does.
     for number in SIGNALS:
@@ -66,7 +66,7 @@ def main() -> None:
     processes.adopt_orphans()
     worker = os.fork()
     if worker == 0:
-        processes.end_with_parent(keeper)
+        processes.end_with_parent(supervisor)
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
