@@ -1,8 +1,8 @@
 """A worker process, which loads one reward function and scores what its rank sends, and its supervisor.
 
 The supervisor is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker
-with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is pickled;
-what it is sent are lines of JSON, because a process that somebody's code has wrecked may have written them.
+with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is
+pickled; what it is sent are lines of JSON, because a process that somebody's code has wrecked may have written them.
 """
 
 from __future__ import annotations
