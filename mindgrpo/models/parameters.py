@@ -18,12 +18,12 @@ def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
         "decay": True,
     }
     first: Any = "first_and_last" if tied else "first"
-    specs = [ParameterSpec("model.embed_tokens.weight", place=first, **table)]
+    specs = [ParameterSpec("model.embed_tokens.weight", position=first, **table)]
     for layer in range(config.num_hidden_layers):
         specs += _layer_specs(config, layer)
     specs.append(_whole("model.norm.weight", config.hidden_size, "last"))
     if not tied:
-        specs.append(ParameterSpec("lm_head.weight", place="last", **table))
+        specs.append(ParameterSpec("lm_head.weight", position="last", **table))
     return tuple(specs)
 
 
@@ -31,8 +31,10 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(prod(spec.shape) for spec in parameter_specs(config))
 
 
-def _whole(name: str, extent: int, home: Any, partial: bool = False) -> ParameterSpec:
-    return ParameterSpec(name, (extent,), None, place=home, decay=False, partial_gradient=partial)
+def _whole(name: str, extent: int, position: Any, partial: bool = False) -> ParameterSpec:
+    return ParameterSpec(
+        name, (extent,), None, position=position, decay=False, partial_gradient=partial
+    )
 
 
 def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
@@ -56,7 +58,7 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     def by_heads(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterSpec:
         # Keys and values may have fewer heads than there are ranks.
         shared, decay = name[0] in "kv", len(shape) > 1
-        return ParameterSpec(prefix + name, shape, dim, unit, shared, place=layer, decay=decay)
+        return ParameterSpec(prefix + name, shape, dim, unit, shared, position=layer, decay=decay)
 
     specs = []
     for name, size in sizes.items():
@@ -77,7 +79,7 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
 def _mlp_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{layer}.mlp."
-    more: dict[str, Any] = {"place": layer, "decay": True}
+    more: dict[str, Any] = {"position": layer, "decay": True}
     return [
         ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), 0, **more),
         ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), 0, **more),
