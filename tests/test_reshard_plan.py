@@ -64,7 +64,9 @@ def decoder_specs(
         replicate: bool = False,
     ) -> None:
         decay = len(shape) > 1
-        specs.append(ParameterSpec(name, shape, dim, unit, replicate, position=position, decay=decay))
+        specs.append(
+            ParameterSpec(name, shape, dim, unit, replicate, position=position, decay=decay)
+        )
 
     embedding = (vocabulary, hidden)
     add("model.embed_tokens.weight", embedding, 0, "first_and_last" if tied else "first")
