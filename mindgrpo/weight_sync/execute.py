@@ -1,6 +1,6 @@
 """Runs a plan on one rank: what it keeps is copied, what it lacks is read from its senders or arrives in rounds.
 
-Every element of the target arrives or it is an error. Refuses to choose who sends what: plan.py does.
+Every element of the target arrives or it is an error.
 """
 
 from __future__ import annotations
