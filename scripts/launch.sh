@@ -11,6 +11,8 @@ if ! command -v msrun >/dev/null; then
     exit 2
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" MINDGRPO_LOG_DIR="${MINDGRPO_LOG_DIR:-$root/output/logs}"
+# How the command that resumes a run begins.
+export MINDGRPO_LAUNCHER="${MINDGRPO_LAUNCHER:-bash $(printf %q "$0")}"
 # As `python -m mindgrpo launch`, but modules of the present folder do not stand in for those of the standard library.
 exec python -c 'import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())' \
     launch "$@"

@@ -57,6 +57,8 @@ esac
 scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$scripts/setup_env.sh"
 example=examples/grpo
+[ "$PWD" = "$MINDGRPO_ROOT" ] || MINDGRPO_LAUNCHER="cd $(printf %q "$MINDGRPO_ROOT") && bash scripts/launch.sh"
+export MINDGRPO_LAUNCHER="${MINDGRPO_LAUNCHER:-}"
 cd "$MINDGRPO_ROOT"
 exec bash scripts/launch.sh --ranks "$ranks" -- "$example/qwen_grpo_tutorial/main.py" \
     --config "$example/tiny_arithmetic/grpo_config.yaml" \

@@ -116,6 +116,12 @@ class RankHealth:
         if self.folder is not None and self.rank == 0:
             (self.folder / "directory").write_text(f"{directory.absolute()}\n", encoding="utf-8")
 
+    def tell_checkpoint(self, checkpoint: Path, command: str) -> None:
+        """Tells the launcher of the newest checkpoint and of the command that resumes from it."""
+        if self.folder is not None and self.rank == 0:
+            text = f"{checkpoint.absolute()}\n{command}\n"
+            (self.folder / "checkpoint").write_text(text, encoding="utf-8")
+
     def how_rank_ended(self, rank: int) -> str:
         """A sentence's part with the phase, and the cause where another rank failed first; empty if not known."""
         last = self.heartbeat_of(rank)

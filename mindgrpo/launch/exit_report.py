@@ -42,6 +42,14 @@ def _text(path: Path) -> str:
         return ""
 
 
+def newest_checkpoint(folder: Path) -> list[str]:
+    """For a job that was ended at once: what it had saved, and the command that resumes it."""
+    lines = _text(folder / "checkpoint").splitlines()
+    if len(lines) != 2:
+        return ["stopped at once: nothing was saved"]
+    return [f"stopped at once; saved: {lines[0]}", f"resume with: {lines[1]}"]
+
+
 def _write_what_msrun_saw(logs: Path) -> None:
     """A rank that was killed left nothing; where the fork server had not started it, only msrun's log tells."""
     ranks = {pid: rank for rank, pid in worker_pids(logs / "status").items()}

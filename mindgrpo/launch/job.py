@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import subprocess
 import sys
@@ -73,6 +72,9 @@ class Job:
             follower.join(POLL_SECONDS)
         if code is None:
             self.is_stopped = True
+            if len(self._signals.received) > 1:
+                for line in exit_report.newest_checkpoint(self._plan.status_folder):
+                    say(line)
             say(f"stopped; full logs: {logs}")
             return 128 + self._signals.received[0]
         lines, status = exit_report.report(logs, self._options.num_ranks, first_rank, code)
@@ -131,7 +133,7 @@ class Job:
             pids = exit_report.worker_pids(self._plan.status_folder).values()
             workers = {pid for pid in pids if self._processes.owns(pid)}
             for pid in workers - signalled:
-                self._processes.signal(pid, signal.SIGTERM)
+                self._processes.signal(pid, self._signals.received[0])
             signalled |= workers
             if not workers:
                 return

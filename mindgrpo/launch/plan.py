@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindgrpo.health.resume_command import PREFIX_VARIABLE
 from mindgrpo.launch.options import Options
 
 STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
@@ -80,6 +82,7 @@ def make_plan(
         STATUS_VARIABLE: str(logs / "status"),
         "MINDGRPO_JOB": name,
         "MINDGRPO_LAUNCHED_AT": f"{started_at:.6f}",
+        PREFIX_VARIABLE: _prefix(options, environment),
     }
     arguments = options.command[1:]
     check = fork_server = None
@@ -112,6 +115,19 @@ def _environment(
     if options.hosts.num_hosts > 1:
         ours["MINDGRPO_RANKS_PER_HOST"] = str(options.num_local_ranks)
     return ours
+
+
+def _prefix(options: Options, environment: Mapping[str, str]) -> str:
+    """The launcher's command line up to the program; a script that calls the launcher says how it is called."""
+    hosts = options.hosts
+    flags = ["--ranks", str(options.num_ranks)]
+    if options.max_restarts:
+        flags += ["--max_restarts", str(options.max_restarts)]
+    if hosts.master is not None:
+        address, port = hosts.master
+        flags += ["--hosts", str(hosts.num_hosts), "--host_index", str(hosts.host_index)]
+        flags += ["--master", f"{address}:{port}"]
+    return f"{environment.get('MINDGRPO_LAUNCHER') or 'mindgrpo launch'} {shlex.join(flags)} --"
 
 
 def _main_command(

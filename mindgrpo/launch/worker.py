@@ -40,9 +40,11 @@ def run(program: str, arguments: list[str]) -> None:
 
 def print_ending(ending: BaseException) -> int:
     """Prints what Python prints when a program ends so; returns its exit status."""
+    if isinstance(ending, KeyboardInterrupt):
+        return 130  # Ctrl-C is no fault of the program
     if not isinstance(ending, SystemExit):
         traceback.print_exception(ending)
-        return 130 if isinstance(ending, KeyboardInterrupt) else 1
+        return 1
     if ending.code is None or isinstance(ending.code, int):
         return ending.code or 0
     print(ending.code, file=sys.stderr)

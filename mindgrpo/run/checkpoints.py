@@ -6,6 +6,8 @@ that cannot be written ends no run: that is told, counted, and the earlier one s
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +20,7 @@ from mindgrpo.checkpoint.save import NotWritten, Saver
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.health.resume_command import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.resume import saved_roles
@@ -59,6 +62,10 @@ class RunCheckpoints:
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 where there is none."""
         return self._newest
+
+    @property
+    def resume_command(self) -> str:
+        return resume_command(sys.argv, sys.orig_argv, os.environ, self._record.directory)
 
     def evaluated(self, step: int, means: dict[str, float | None]) -> None:
         """Remembers the step if its score is the best so far. Raises UserError for a reward that there is not."""
@@ -148,6 +155,7 @@ class RunCheckpoints:
             return
         self._newest = step
         self._record.console.line(f"  checkpoint: {folder}")
+        self._backend.health.tell_checkpoint(folder, self.resume_command)
         if self._backend.rank == 0:
             self._delete_old()
 

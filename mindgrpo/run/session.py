@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.run.checkpoints import RunCheckpoints
 from mindgrpo.run.open_run import OpenRun
@@ -71,6 +72,11 @@ class Session:
         say = self._record.console.line
         say(f"  {ended.reason}: the run ends with {self.done} of {self.num_steps} steps done")
         if self.checkpoints.newest:
-            say(f"  go on with: --resume_training --output_dir {self._record.directory}")
-        elif not self.checkpoints.enabled:
-            say("  nothing was saved: rl_config.save_ckpt_interval asks for no checkpoints")
+            say(f"  saved: {folder_of(self._record.directory, self.checkpoints.newest)}")
+            say(f"  resume with: {self.checkpoints.resume_command}")
+        elif self.checkpoints.enabled:
+            say("  nothing was saved: no step was finished")
+        else:
+            say(
+                "  nothing was saved: rl_config.save_ckpt_interval is 0, which means no checkpoints"
+            )

@@ -16,7 +16,7 @@ from types import FrameType
 
 from mindgrpo.backend.contract import Backend
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stop(Exception):
@@ -41,7 +41,9 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        earlier = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        # Whoever started this may have wanted it to outlive its terminal.
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        earlier = {number: signal.signal(number, self._receive) for number in heard}
         try:
             yield
         finally:
@@ -49,7 +51,7 @@ class Stopping:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self._received = self._received or number
         # Without Python, which a long graph may keep from running.
         signal.signal(number, signal.SIG_DFL)
         if self._rank == 0:
