@@ -15,13 +15,16 @@ import pytest
 from test_launch_script import ROOT, environment, program
 from test_restarts import Started, listen_to_ctrl_c
 
+from mindgrpo.health.resume_command import resume_command
+
 SAVES = """
 import signal
-def end(*_):
+def end(number, _):
     time.sleep(0.5)
-    print("saved by", rank, flush=True)
+    print("saved by", rank, "after", signal.Signals(number).name, flush=True)
     os._exit(0)
-signal.signal(signal.SIGTERM, end)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, end)
 print(os.getpid(), flush=True)
 time.sleep(50)
 """
@@ -38,11 +41,62 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
     os.killpg(job.launcher.pid, number)
     shown, errors = job.launcher.communicate(timeout=20)
     assert job.launcher.returncode == status and job.mine() == []
-    assert shown == "saved by 0\n"
+    assert shown == f"saved by 0 after {number.name}\n"
     assert [line.partition(";")[0] for line in errors.splitlines()[1:]] == [
         "mindgrpo: stopping the 2 ranks of this job (once more: at once)",
         "mindgrpo: stopped",
     ]
+
+
+STANDS_STILL = """
+import signal
+from pathlib import Path
+from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.health.resume_command import resume_command
+health = RankHealth.of_process(int(rank), 2, os.environ)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+run = Path("/there/run")
+if SAVED:
+    command = resume_command(sys.argv, sys.orig_argv, os.environ, run)
+    health.tell_checkpoint(run / "checkpoints" / "step_000003", command)
+print(os.getpid(), flush=True)
+time.sleep(50)
+"""
+
+
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
+    tmp_path: Path, has_saved: bool
+) -> None:
+    job = Started(tmp_path, STANDS_STILL.replace("SAVED", str(has_saved)), MINDGRPO_FORK="0")
+    time.sleep(0.5)  # the other rank is told of as well
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    time.sleep(0.5)
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    _, errors = job.launcher.communicate(timeout=20)
+    assert job.launcher.returncode == 130 and job.mine() == []
+    *lines, last = errors.splitlines()[2:]
+    assert last.startswith("mindgrpo: stopped; full logs: ")
+    command = f"bash {ROOT}/scripts/launch.sh --ranks 2 -- {tmp_path}/program.py"
+    assert lines == (
+        [
+            "mindgrpo: stopped at once; saved: /there/run/checkpoints/step_000003",
+            f"mindgrpo: resume with: {command} --resume_training --output_dir /there/run",
+        ]
+        if has_saved
+        else ["mindgrpo: stopped at once: nothing was saved"]
+    )
+
+
+def test_the_resuming_command_is_the_users_own_but_for_where_to_resume_from() -> None:
+    argv = ["my run.py", "--config", "c.yaml", "--output_dir=a", "--resume_training", "--a.b", "c"]
+    resume = "--resume_training --output_dir /run"
+    environment = {"MINDGRPO_LAUNCH_PREFIX": "mindgrpo launch --ranks 8 --"}
+    expected = f"mindgrpo launch --ranks 8 -- 'my run.py' --config c.yaml --a.b c {resume}"
+    assert resume_command(argv, [], environment, Path("/run")) == expected
+    alone = ["/usr/bin/python3", "-m", "mindgrpo", "train", "--resume_training", "/x", "--c", "d"]
+    expected = f"python -m mindgrpo train --c d {resume}"
+    assert resume_command([], alone, {}, Path("/run")) == expected
 
 
 def ignore_hangups() -> None:

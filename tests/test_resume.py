@@ -172,7 +172,8 @@ def test_a_run_that_signals_end_twice_goes_on_as_if_nothing_had_happened(
     assert (output / "earlier_1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert not left.exists()
     assert "SIGTERM was received: the run ends with 2 of 5 steps done" in said
-    assert f"go on with: --resume_training --output_dir {output}" in said
+    assert f"  saved: {folder_of(output, 2)}\n  resume with: python " in said
+    assert f" --resume_training --output_dir {output}\n" in said
     assert steps_in(output) == [2]
     assert [row["step"] for row in rows(output)] == [1]
     assert json.loads((output / "summary.json").read_text())["ended"] == "SIGTERM was received"
