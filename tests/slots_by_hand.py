@@ -7,7 +7,6 @@ call it, without one to compile. Refuses layers.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,22 +15,23 @@ import numpy as np
 from mindspore import nn
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import (
-    Job,
+    GenerationBatch,
+    KVCacheLayout,
+    LocalModelShape,
     Memory,
-    Partition,
-    Share,
 )
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 TYPES = {ms.float32: np.float32, ms.int32: np.int32}
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 
 
-def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
-    """The outputs of a cell that is one operation of the C library."""
-    library, _, symbol = cell.run.func.rpartition(":")
+def arrays_of(cell: Any, *inputs: np.ndarray) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
+    """Symbol, inputs and fresh outputs of a cell that is one operation of the C library."""
+    symbol = cell.run.func.rpartition(":")[2]
     arrays = [np.ascontiguousarray(x) for x in (*inputs, cell.meta.asnumpy())]
     shapes: Any = cell.run.out_shape(*(list(x.shape) for x in arrays))
     types: Any = cell.run.out_dtype(*(None for _ in arrays))
@@ -39,97 +39,123 @@ def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
         shapes, types = (shapes,), (types,)
     # What a graph's memory holds before is anything at all.
     outputs = [np.full(s, 77, TYPES[t]) for s, t in zip(shapes, types, strict=True)]
-    arrays += outputs
-    sizes = [(ctypes.c_int64 * x.ndim)(*x.shape) for x in arrays]
-    count = len(arrays)
-    status = getattr(ctypes.CDLL(library), symbol)(
-        count,
-        (ctypes.c_void_p * count)(*(x.ctypes.data for x in arrays)),
-        (ctypes.c_int * count)(*(x.ndim for x in arrays)),
-        (ctypes.POINTER(ctypes.c_int64) * count)(*sizes),
-        None,
-        None,
-        None,
-    )
-    assert status == 0, f"{symbol} ended with {status}"
+    return symbol, arrays, outputs
+
+
+def call(cell: nn.Cell, *inputs: np.ndarray) -> list[np.ndarray]:
+    """The outputs of a cell that is one operation of the C library."""
+    symbol, arrays, outputs = arrays_of(cell, *inputs)
+    call_kernel(symbol, *arrays, *outputs)
     return outputs
 
 
 class Ranks:
-    """`ways` ranks that share a vocabulary; slots for up to HIDDEN rows."""
+    """`tp_size` ranks that share a vocabulary, with slots for `rows` rows and kernels made for `settings`.
 
-    def __init__(self, settings: SamplingSettings, vocab: int, ways: int, rows: int) -> None:
-        self.vocab, self.ways, self.rows = vocab, ways, rows
-        self.width = -(-vocab // ways)
-        self.slots = [self._slots(settings, rank) for rank in range(ways)]
+    `hidden` is 4 to an integer power, see HIDDEN.
+    """
 
-    def _slots(self, settings: SamplingSettings, rank: int) -> NativeSlots:
+    def __init__(
+        self, settings: SamplingParams, vocab: int, tp_size: int, rows: int, hidden: int = HIDDEN
+    ) -> None:
+        self.vocab, self.tp_size, self.rows, self.hidden = vocab, tp_size, rows, hidden
+        self.width = -(-vocab // tp_size)
+        self.slots = [self._slots(settings, rank) for rank in range(tp_size)]
+        self.heads = [slots.head() for slots in self.slots]
+        self.rounds = [
+            [slots.truncate(i) for slots in self.slots]
+            for i in range(self.slots[0].num_truncation_rounds)
+        ]
+
+    def _slots(self, settings: SamplingParams, rank: int) -> NativeSlots:
         first = self.width * rank
         real = min(self.width, max(0, self.vocab - first))
-        share = Share(
+        share = LocalModelShape(
             layers=1,
-            hidden=HIDDEN,
+            hidden=self.hidden,
             inner=1,
             heads=Heads(1, 1, 1),
             vocabulary=Vocabulary(first, self.width, real),
             norm_eps=0.0,
-            ways=self.ways,
-            index=rank,
+            tp_size=self.tp_size,
+            tp_rank=rank,
         )
         seen = np.zeros(self.rows * self.width // 4 + 1, np.float32)
-        inputs, starts = np.zeros((2, self.rows * HIDDEN), np.float32)
-        memory = Memory(np.zeros(1, np.float32), np.zeros_like(inputs), inputs, starts, seen)
-        rotary = np.zeros(1, np.float32)
-        return NativeSlots(share, settings.rules(), rotary, self.rows, 1, memory)
+        inputs, starts = np.zeros((2, self.rows * self.hidden), np.float32)
+        scratch = np.zeros(self.rows * (2 * self.hidden + 3), np.float32)
+        memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
+        rotary = np.zeros(2, np.float32)
+        return NativeSlots(share, settings, rotary, self.rows, 1, memory)
 
     def draw(
         self,
         logits: np.ndarray,
-        uniforms: np.ndarray,
+        keys: np.ndarray,
         prompts: Sequence[np.ndarray],
-        settings: SamplingSettings | None = None,
+        settings: SamplingParams | None = None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """By the settings that the kernels were made with, or by others in the same kernels.
 
-        First tokens (int32) and log-probs of each row on the first rank, and the embeddings [rows, HIDDEN] that
-        follow. The embedding of token t is t everywhere."""
-        tables = np.zeros((self.ways * self.width, HIDDEN), np.float32)
-        tables[: self.vocab, : len(logits)] = logits.T
-        names = np.repeat(np.arange(self.ways * self.width, dtype=np.float32)[:, None], HIDDEN, 1)
-        jobs = [
-            Job.of(prompts, range(self.rows), [2] * self.rows, np.repeat(uniforms[:, None], 2, 1))
-            for _ in self.slots
-        ]
-        for slots, job in zip(self.slots, jobs, strict=True):
-            slots.start(job, Partition(self.rows, 0, self.rows, 0))
-            for row in range(self.rows):
-                slots.enqueue(row, row)
-            call(slots.begin(), np.zeros(1, np.int32))
-        parts = [slice(r * self.width, (r + 1) * self.width) for r in range(self.ways)]
-        given = [(slots, tables[part]) for slots, part in zip(self.slots, parts, strict=True)]
-        cells = [(s.head(), [s.narrow(i) for i in range(s.num_narrowings)]) for s in self.slots]
-        for slots in self.slots:
-            if settings is not None:
-                slots.use(settings.rules())
-        units, nothing = np.eye(self.rows, HIDDEN, dtype=np.float32), np.zeros((self.rows, HIDDEN))
-        norm = np.full(HIDDEN, HIDDEN**-0.5, np.float32)
-        heads = [
-            call(head, units, nothing.astype(np.float32), norm, table)
-            for (head, _), (_, table) in zip(cells, given, strict=True)
-        ]
-        pieces = answer = np.stack([pieces for _, pieces in heads])
-        for number in range(len(cells[0][1])):
-            found = [
-                call(narrow[number], logits, pieces, answer)[0]
-                for (_, narrow), (logits, _) in zip(cells, heads, strict=True)
-            ]
-            answer = np.stack(found)
-        drawn = [
-            call(slots.draw(), logits, pieces, answer, names[part])[0]
-            for slots, (logits, _), part in zip(self.slots, heads, parts, strict=True)
-        ]
-        x = [call(slots.commit(), np.sum(drawn, axis=0))[0] for slots in self.slots]
+        Row i has logits[i % n] of logits float32 [n, vocabulary], n at most `hidden`, and keys[i] (uint64) for its
+        noise. Gives the first token (int32) and log-prob of each row on the first rank, and the embeddings
+        [rows, hidden] that follow. The embedding of token t is t everywhere.
+        """
+        if settings is not None:
+            for slots in self.slots:
+                slots.use(settings)
+        jobs = self._start(keys, prompts, 2)
+        x = self._step(logits)
         for job, inputs in zip(jobs[1:], x[1:], strict=True):
             np.testing.assert_array_equal(job.tokens, jobs[0].tokens)
             np.testing.assert_array_equal(inputs, x[0])
         return jobs[0].tokens[:, 0], jobs[0].logps[:, 0], x[0]
+
+    def draw_many(self, logits: np.ndarray, keys: np.ndarray, num_tokens: int) -> np.ndarray:
+        """int32 [rows, num_tokens] on the first rank, every token of a row from the same logits."""
+        jobs = self._start(keys, [np.ones(1, np.int32)] * self.rows, num_tokens)
+        for _ in range(num_tokens):
+            self._step(logits)
+        return jobs[0].tokens
+
+    def _start(
+        self, keys: np.ndarray, prompts: Sequence[np.ndarray], longest: int
+    ) -> list[GenerationBatch]:
+        jobs = [
+            GenerationBatch.of(prompts, range(self.rows), [longest] * self.rows, keys)
+            for _ in self.slots
+        ]
+        for slots, job in zip(self.slots, jobs, strict=True):
+            slots.start(job, KVCacheLayout(self.rows, 0, self.rows, 0))
+            for row in range(self.rows):
+                slots.enqueue(row, row)
+            call(slots.begin(), np.zeros(1, np.int32))
+        return jobs
+
+    def _step(self, logits: np.ndarray) -> list[np.ndarray]:
+        """The kernels after the layers, each on all ranks before the next; the inputs that follow on each rank."""
+        tables = np.zeros((self.tp_size * self.width, self.hidden), np.float32)
+        tables[: self.vocab, : len(logits)] = logits.T
+        names = np.repeat(np.arange(len(tables), dtype=np.float32)[:, None], self.hidden, 1)
+        units = np.eye(len(logits), self.hidden, dtype=np.float32)[
+            np.arange(self.rows) % len(logits)
+        ]
+        norm = np.full(self.hidden, self.hidden**-0.5, np.float32)
+        outputs = [
+            call(head, units, np.zeros_like(units), norm, table)
+            for head, table in zip(self.heads, np.split(tables, self.tp_size), strict=True)
+        ]
+        local = [logits for logits, _ in outputs]
+        stats = answer = np.stack([stats for _, stats in outputs])
+        for round_cells in self.rounds:
+            answers = [
+                call(truncate, logits, stats, answer)[0]
+                for truncate, logits in zip(round_cells, local, strict=True)
+            ]
+            answer = np.stack(answers)
+        drawn = [
+            call(slots.draw(), logits, stats, answer, table)[0]
+            for slots, logits, table in zip(
+                self.slots, local, np.split(names, self.tp_size), strict=True
+            )
+        ]
+        return [call(slots.commit(), np.sum(drawn, axis=0))[0] for slots in self.slots]

@@ -13,14 +13,14 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -29,7 +29,7 @@ MAX_PROMPT, MAX_TOKENS = 6, 10
 ROW = MAX_PROMPT + MAX_TOKENS  # the longest sample ends at the last column
 # 0 also fills what is padding, in the generator and in packed rows.
 STOPS = (0, 5, 17, 44)
-SETTINGS = SamplingSettings(temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=STOPS)
+SETTINGS = SamplingParams(temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=STOPS)
 CONFIG = decoder_config(
     {
         "model_type": "qwen2",
@@ -59,15 +59,15 @@ def random_weights(backend: Backend) -> Weights:
     return made
 
 
-def room_of(slots: int, copies: int, max_prompt: int = MAX_PROMPT) -> Room:
-    return Room(slots, copies, None, max_prompt, MAX_TOKENS)
+def room_of(slots: int, copies: int, max_prompt: int = MAX_PROMPT) -> KVCacheConfig:
+    return KVCacheConfig(slots, copies, None, max_prompt, MAX_TOKENS)
 
 
 def generator_with(
     weights: Weights,
     backend: Backend,
     kernels: Kernels,
-    settings: SamplingSettings = SETTINGS,
+    settings: SamplingParams = SETTINGS,
     slots: int = 16,
     copies: int = GROUP,
     max_prompt: int = MAX_PROMPT,
@@ -95,7 +95,7 @@ def requests_of(group: int = GROUP) -> list[Request]:
 
 
 def run(generator: EmbeddedEngine, requests: Sequence[Request], step: int = 0) -> list[Completion]:
-    return run_by(generator, generator.settings, requests, step)
+    return run_by(generator, generator.sampling, requests, step)
 
 
 def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
@@ -117,7 +117,7 @@ def assert_same(
 
 def run_by(
     generator: EmbeddedEngine,
-    settings: SamplingSettings,
+    settings: SamplingParams,
     requests: Sequence[Request],
     step: int = 0,
 ) -> list[Completion]:

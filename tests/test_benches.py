@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_generators import WITH_C
 
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 MODEL = {
@@ -44,9 +45,13 @@ def work_file(tmp_path: Path) -> Path:
 
 
 def bench(program: str, work: Path, *words: str) -> dict[str, Any]:
+    return printed(work.parent, program, "--work", str(work), *words)
+
+
+def printed(folder: Path, program: str, *words: str) -> dict[str, Any]:
     """The JSON line of a bench, which must be all that it prints on standard output."""
-    command = [sys.executable, str(BENCH / program), "--work", str(work), *words]
-    environment = os.environ | {"MINDGRPO_LOG_DIR": str(work.parent / "logs")}
+    command = [sys.executable, str(BENCH / program), *words]
+    environment = os.environ | {"MINDGRPO_LOG_DIR": str(folder / "logs")}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert ended.stdout.count("\n") == 1
@@ -80,6 +85,17 @@ def test_ragged_completions_have_the_lengths_that_every_engine_gets(work_file: P
     assert figures["tokens"] == 11 + 40 + 9
     assert figures["longest"] == 40
     assert figures["usage"]["rows"] == figures["tokens"]
+
+
+@WITH_C
+def test_the_draw_bench_times_every_truncation_at_every_vocabulary(tmp_path: Path) -> None:
+    words = ["--vocabularies", "50,61", "--rows", "2", "--tokens", "3", "--repeats", "1"]
+    figures = printed(tmp_path, "draw.py", *words)["us"]
+    assert figures.keys() == {"50", "61"}
+    for by_logits in figures.values():
+        assert by_logits.keys() == {"flat", "peaked"}
+        for times in by_logits.values():
+            assert len(times) == 5 and min(times.values()) > 0
 
 
 def test_a_work_file_with_a_key_missing_or_too_many_is_refused(

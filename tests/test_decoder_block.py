@@ -28,7 +28,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Request
 from mindgrpo.weights.pretrained import fill_random
@@ -38,7 +38,7 @@ RAW: dict[str, Any] = {
     "vocab_size": 67,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -77,6 +77,7 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
     ("has_local_layers",): Variant(
         {"has_local_layers": True},
         {
+            "num_hidden_layers": 2,
             "layer_types": ["full_attention", "sliding_attention"],
             "sliding_window": ROW,
             "rope_local_base_freq": 3.0,
@@ -100,7 +101,7 @@ class Model:
             Layout(Grid(1, 1, 1), parameter_specs(config), (layers,)),
             backend,
         )
-        room = Room(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)
+        room = KVCacheConfig(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)
         self.generator = EmbeddedEngine(config, self.layout, backend, SETTINGS, room)
         self.generator.publish(self._fill, VERSION)
         weights = self.generator.weights

@@ -215,7 +215,7 @@ def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
     assert len(steps) == c.NUM_STEPS
     norms = _numbers(steps, "grad_norm")
     # A second update on the same samples may have little left to do where their ratios are clipped.
-    firsts = norms[:, 0] if c.RECIPES[recipe].objective else norms
+    firsts = norms[:, 0] if c.RECIPES[recipe].loss_config else norms
     assert firsts.min() > c.MAX_GRAD_NORM
     assert _numbers(steps, "kl").min() > 0
     assert len({tuple(step["tokens"]) for step in steps}) == c.NUM_STEPS

@@ -28,6 +28,7 @@ from small_generators import (
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.cli.eval import grid_for
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
@@ -41,7 +42,6 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.noise import EVALUATION
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import write_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,12 +145,10 @@ def test_both_ways_of_answering_are_told_apart_by_name(
 def test_what_is_asked_for_is_how_it_is_drawn() -> None:
     def modes(*words: str) -> list[Mode]:
         config = load_config(EXAMPLE, [f"--rl_config.{word}" for word in words]).config
-        return evaluation_modes(config, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5))
+        return evaluation_modes(config, SamplingParams(temperature=0.9, top_p=0.8, max_tokens=5))
 
     (usual,) = modes()
-    assert usual == Mode(
-        SAMPLED, 1, SamplingSettings(temperature=0.9, top_p=0.8, max_tokens=5), 1.0
-    )
+    assert usual == Mode(SAMPLED, 1, SamplingParams(temperature=0.9, top_p=0.8, max_tokens=5), 1.0)
     greedy, own = modes(
         "eval_modes=greedy,sampled",
         "eval_num_generations=4",

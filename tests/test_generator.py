@@ -36,12 +36,12 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion, Rollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey, StaleWeights
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., EmbeddedEngine]
@@ -66,10 +66,10 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @pytest.fixture(scope="module")
 def generator_of(backend: CpuBackend, weights: Weights, kernels: Kernels) -> MakeGenerator:
     """One generator, compiled once, for each combination of arguments."""
-    made: dict[tuple[SamplingSettings, int, int], EmbeddedEngine] = {}
+    made: dict[tuple[SamplingParams, int, int], EmbeddedEngine] = {}
 
     def of(
-        settings: SamplingSettings = SETTINGS, slots: int = 16, copies: int = GROUP
+        settings: SamplingParams = SETTINGS, slots: int = 16, copies: int = GROUP
     ) -> EmbeddedEngine:
         key = (settings, slots, copies)
         if key not in made:
@@ -222,7 +222,7 @@ def test_the_penalty_sees_prompt_and_completion_and_forgets_other_samples(
     generator_of: MakeGenerator,
 ) -> None:
     """So strong a penalty that the likeliest token is always one that has not been seen."""
-    settings = SamplingSettings(
+    settings = SamplingParams(
         temperature=0.0, repetition_penalty=1e6, max_tokens=MAX_TOKENS, stop_ids=()
     )
     generator, requests = generator_of(settings, 4), requests_of()
@@ -235,7 +235,7 @@ def test_the_penalty_sees_prompt_and_completion_and_forgets_other_samples(
 
 
 def test_greedy_samples_of_a_group_are_alike(generator_of: MakeGenerator) -> None:
-    settings = SamplingSettings(
+    settings = SamplingParams(
         temperature=0.0, repetition_penalty=1e6, max_tokens=MAX_TOKENS, stop_ids=()
     )
     completions = run(generator_of(settings, 4), requests_of()[:2])

@@ -27,10 +27,10 @@ from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.types import LENGTH, STOPPED
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.pretrained import load_weights
 
 LOGITS, LOGPS = 1e-4, 1e-5
@@ -101,12 +101,12 @@ def test_penalty_and_held_back_stops_choose_the_tokens_of_transformers(
 def check_tokens(golden: Golden, backend: Backend, name: str) -> None:
     prompts = [golden.values[f"prompt/{i}"] for i in range(3)]
     stops = tuple(int(token) for token in golden.values["stop_ids"])
-    settings = SamplingSettings(
+    settings = SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, stop_ids=stops, **SETTINGS[name]
     )
     # Two prompts fit at a time: the third is generated in slots that others have used.
     longest = max(len(prompt) for prompt in prompts)
-    room = Room(4, 2, None, longest, NEW_TOKENS)
+    room = KVCacheConfig(4, 2, None, longest, NEW_TOKENS)
     generator = EmbeddedEngine(golden.config, golden.layout, backend, settings, room)
     generator.publish(lambda: load_weights(generator.weights, golden.directory), 0)
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]

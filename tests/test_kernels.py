@@ -150,15 +150,15 @@ def test_log_prob_pieces_agree_with_padding_and_foreign_labels(real: int) -> Non
     logits = floats(33, 50) * 3
     results = []
     for kernels in (NativeKernels(), PlainKernels()):
-        pieces = kernels.log_prob_pieces(vocabulary)(Tensor(logits), Tensor(labels)).asnumpy()
-        total = pieces[:, 0] + np.log(np.maximum(pieces[:, 1], 1e-30))
+        stats = kernels.log_prob_stats(vocabulary)(Tensor(logits), Tensor(labels)).asnumpy()
+        total = stats[:, 0] + np.log(np.maximum(stats[:, 1], 1e-30))
         others = [floats(33, seed=i) for i in range(3)]
         others[2][::2] = 0.0
         gradient = kernels.log_prob_grad(vocabulary)(
             *(Tensor(x) for x in (logits, labels, total, *others))
         )
         # A share without tokens has no mass, whatever its top says.
-        shown = pieces if real else pieces[:, 3:]
+        shown = stats if real else stats[:, 3:]
         results.append(([shown, gradient.asnumpy()[:, :real]], []))
     if real:
         assert_same(results, 2e-5)

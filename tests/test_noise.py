@@ -1,60 +1,145 @@
-"""The sampling noise depends on seed, purpose, step, sample and position, and on nothing else.
+"""Noise depends on seed, purpose, step, sample, position and token, has the Gumbel distribution, and is the
+same bit for bit in C.
 
-Does not prove that numpy's Philox is a good generator; only that streams differ and are spread evenly.
+Does not prove that hashes are good generators, only that neighbours in each number are neither equal nor correlated.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
+import sampling_oracle as oracle
+from scipy.stats import chi2
 
-from mindgrpo.rollout.noise import EVALUATION, ROLLOUT, uniforms
+from mindgrpo.backend.kernels.native import library
+from mindgrpo.rollout.noise import (
+    EVALUATION,
+    ROLLOUT,
+    gumbel,
+    gumbel_of,
+    position_keys,
+    sample_keys,
+    token_bits,
+)
+
+WITH_C = pytest.mark.skipif(library.compiler() is None, reason="no C compiler on this machine")
 
 
-def test_the_same_five_numbers_give_the_same_noise() -> None:
-    np.testing.assert_array_equal(
-        uniforms(3, ROLLOUT, 5, [0, 7], 16), uniforms(3, ROLLOUT, 5, [0, 7], 16)
-    )
+def test_position_keys_are_splitmix64s_published_outputs() -> None:
+    """Of the seed 1234567; the list is on rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64."""
+    keys = position_keys(np.full(5, 1234567, np.uint64), np.arange(5))
+    assert keys.tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
 
 
-def test_the_noise_is_float32_from_zero_and_below_one() -> None:
-    noise = uniforms(0, ROLLOUT, 0, range(50), 2000)
-    assert noise.dtype == np.float32 and noise.shape == (50, 2000)
-    assert noise.min() >= 0.0 and noise.max() < 1.0
+def test_keys_and_bits_are_those_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    keys = sample_keys(2**63 + 5, EVALUATION, 500, [0, 7, 2**40])
+    assert keys.tolist() == [oracle.sample_key(2**63 + 5, 1, 500, i) for i in (0, 7, 2**40)]
+    first = int(rng.integers(0, 2**31))
+    for key, bits in zip(keys.tolist(), token_bits(keys, first, 50), strict=True):
+        assert bits.tolist() == [
+            oracle.token_bits(key, token) for token in range(first, first + 50)
+        ]
 
 
-def test_a_sample_has_its_stream_whatever_is_drawn_beside_it() -> None:
-    together = uniforms(1, ROLLOUT, 2, range(8), 12)
+def test_a_sample_has_its_key_whatever_is_drawn_beside_it() -> None:
+    together = sample_keys(1, ROLLOUT, 2, range(8))
     for order in ([5], [7, 5, 0], [5, 6]):
-        alone = uniforms(1, ROLLOUT, 2, order, 12)
-        for row, sample in enumerate(order):
-            np.testing.assert_array_equal(alone[row], together[sample])
+        np.testing.assert_array_equal(sample_keys(1, ROLLOUT, 2, order), together[order])
 
 
-def test_a_longer_limit_does_not_change_the_positions_before_it() -> None:
-    np.testing.assert_array_equal(
-        uniforms(1, ROLLOUT, 2, [4], 64)[:, :13], uniforms(1, ROLLOUT, 2, [4], 13)
+def test_a_token_has_its_noise_whichever_rank_has_it() -> None:
+    keys = sample_keys(1, ROLLOUT, 2, range(3))
+    whole = gumbel(keys, 0, 500)
+    assert whole.dtype == np.float32 and whole.shape == (3, 500)
+    for first, count in ((0, 167), (167, 166), (333, 167)):
+        np.testing.assert_array_equal(gumbel(keys, first, count), whole[:, first : first + count])
+
+
+def test_keys_differ_in_every_number() -> None:
+    numbers = itertools.product((0, 1, 2), (ROLLOUT, EVALUATION), (0, 1, 500))
+    keys = np.concatenate([sample_keys(*three, range(128)) for three in numbers])
+    keys = position_keys(keys[:, None], np.arange(64)[None])
+    assert len(np.unique(keys)) == keys.size == 18 * 128 * 64
+
+
+def along(what: str, count: int) -> np.ndarray:
+    """float32 [count] of noise where one number alone runs from 0."""
+    samples = sample_keys(9, ROLLOUT, 1, range(count if what == "samples" else 1))
+    positions = np.arange(count if what == "positions" else 1)
+    keys = position_keys(samples[:, None], positions[None]).reshape(-1)
+    return gumbel(keys, 77, count if what == "tokens" else 1).reshape(-1)
+
+
+@pytest.mark.parametrize("what", ["samples", "positions", "tokens"])
+def test_the_noise_has_the_gumbel_distribution_up_to_its_tails(what: str) -> None:
+    noise = along(what, 1_000_000).astype(np.float64)
+    for below in (np.exp(-np.exp(-noise)), -np.expm1(-np.exp(-noise))):
+        # 20 equal ranges, and the last one cut into the rarest 10,000, 1,000, 100 and 20 of a million.
+        edges = np.concatenate([[0, 2e-5, 1e-4, 1e-3, 1e-2], np.arange(1, 21) / 20])
+        counts, _ = np.histogram(below, edges)
+        expected = np.diff(edges) * len(noise)
+        assert chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1) > 1e-3
+
+
+@pytest.mark.parametrize("what", ["samples", "positions", "tokens"])
+@pytest.mark.parametrize("distance", [1, 2, 64])
+def test_neighbours_are_independent(what: str, distance: int) -> None:
+    """Chi-square over 16 x 16 ranges of pairs."""
+    noise = along(what, 200_000)
+    ranges = np.floor(16 * np.exp(-np.exp(-noise.astype(np.float64)))).astype(int)
+    pairs = np.bincount(16 * ranges[:-distance] + ranges[distance:], minlength=256)
+    expected = pairs.sum() / 256
+    assert chi2.sf(((pairs - expected) ** 2 / expected).sum(), 255) > 1e-3
+
+
+def test_the_smallest_and_largest_noise_are_numbers() -> None:
+    ends = gumbel_of(np.array([0, 2**32 - 1], np.uint32))
+    np.testing.assert_allclose(ends, [-3.13, 22.87386], atol=1e-5)
+    bits = np.sort(np.random.default_rng(0).integers(0, 2**32, 10_000, np.uint32))
+    assert (np.diff(gumbel_of(bits)) >= 0).all()
+
+
+@WITH_C
+def test_keys_and_noise_are_the_same_in_c_bit_for_bit(tmp_path: Path) -> None:
+    program = library.compiler()
+    assert program is not None
+    source = tmp_path / "noise.c"
+    source.write_text(
+        '#include "gumbel.h"\n'
+        "void noise(uint64_t key, int64_t position, uint32_t first, int64_t count, float *out) {\n"
+        "    key = position_key(key, position);\n"
+        "    for (int64_t i = 0; i < count; i++) out[i] = gumbel_of(token_bits(key, first + i));\n"
+        "}\n"
     )
-
-
-def test_streams_differ_in_seed_purpose_step_and_sample() -> None:
-    numbers = itertools.product((0, 1, 2), (ROLLOUT, EVALUATION), (0, 1, 500), (0, 1, 127))
-    streams = [uniforms(s, purpose, t, [i], 8)[0].tobytes() for s, purpose, t, i in numbers]
-    assert len(set(streams)) == len(streams) == 54
-
-
-@pytest.mark.parametrize("samples, positions", [(1, 20000), (20000, 1)])
-def test_the_noise_is_spread_evenly_along_a_stream_and_across_streams(
-    samples: int, positions: int
-) -> None:
-    noise = uniforms(9, ROLLOUT, 1, range(samples), positions).reshape(-1)
-    counts, _ = np.histogram(noise, bins=20, range=(0, 1))
-    statistic = float(((counts - 1000) ** 2 / 1000).sum())
-    assert statistic < 43.8  # chi-square with 19 degrees of freedom exceeds this once in 1,000
-
-
-def test_neighbouring_streams_are_not_correlated() -> None:
-    noise = uniforms(0, ROLLOUT, 0, range(2), 20000)
-    assert abs(np.corrcoef(noise)[0, 1]) < 0.03
+    built = tmp_path / "noise.so"
+    command = [
+        program,
+        *library.FLAGS,
+        "-shared",
+        f"-I{library.SOURCES}",
+        str(source),
+        "-o",
+        str(built),
+        "-lm",
+    ]
+    subprocess.run(command, check=True)
+    call = ctypes.CDLL(str(built)).noise
+    call.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_int64]
+    call.argtypes += [ctypes.c_void_p]
+    for key in sample_keys(4, ROLLOUT, 3, range(5)):
+        out = np.empty(200_000, np.float32)
+        call(int(key), 9, 1000, out.size, out.ctypes.data)
+        expected = gumbel(position_keys(np.array([key]), np.array([9])), 1000, out.size)[0]
+        np.testing.assert_array_equal(out.view(np.int32), expected.view(np.int32))

@@ -27,7 +27,7 @@ from small_generators import (
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.weights.local_weights import Weights
 
 OTHERS = {
@@ -108,21 +108,21 @@ def test_settings_that_need_room_the_generator_has_not_are_refused(
 
 
 @WITH_C
-@pytest.mark.parametrize("ways", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("made_with", ["plain", "wide", "top_k"])
 def test_greedy_takes_the_first_of_the_largest_on_whichever_rank_it_is(
-    ways: int, made_with: str
+    tp_size: int, made_with: str
 ) -> None:
     """Rows with one largest logit, and with several that lie on different ranks, in graphs made for other rules."""
     made = {"plain": SETTINGS, "wide": WIDE, "top_k": replace(SETTINGS, top_k=7, top_p=0.5)}
     rows = 64
-    rng = np.random.default_rng(ways)
+    rng = np.random.default_rng(tp_size)
     logits = rng.standard_normal((rows, VOCAB)).astype(np.float32)
     logits[::2] = np.round(logits[::2])  # many ties
     prompts = [np.array([1], np.int32)] * rows
-    ranks = Ranks(replace(made[made_with], stop_ids=()), VOCAB, ways, rows)
-    greedy = SamplingSettings(temperature=0.0, stop_ids=())
-    tokens, logps, _ = ranks.draw(logits, rng.random(rows).astype(np.float32), prompts, greedy)
+    ranks = Ranks(replace(made[made_with], stop_ids=()), VOCAB, tp_size, rows)
+    greedy = SamplingParams(temperature=0.0, stop_ids=())
+    tokens, logps, _ = ranks.draw(logits, np.arange(rows, dtype=np.uint64), prompts, greedy)
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logps, exact.max(axis=1), rtol=0, atol=1e-5)

@@ -27,12 +27,12 @@ from small_generators import (
 )
 
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import Request
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C
@@ -183,7 +183,7 @@ def test_limits_that_no_sample_can_have_are_refused(
 
 
 def test_a_job_takes_no_more_positions_than_there_are() -> None:
-    given = Room(slots=32, group=8, prompts=4, max_prompt=100, max_tokens=50)
+    given = KVCacheConfig(slots=32, group=8, prompts=4, max_prompt=100, max_tokens=50)
     for count, group, prompt, tokens in (
         (4, 8, 100, 50),
         (40, 1, 100, 50),
@@ -191,19 +191,19 @@ def test_a_job_takes_no_more_positions_than_there_are() -> None:
         (1, 1, 1, 1),
     ):
         parts = given.partition([prompt] * count, [group] * count, tokens)
-        used = parts.slots * parts.slot_room + parts.entries * parts.entry_room
+        used = parts.slots * parts.slot_size + parts.prefix_blocks * parts.prefix_block_size
         assert used <= given.positions
-        assert parts.entries >= min(count, -(-parts.slots // group)) and parts.slots >= 1
-        assert parts.slot_room >= tokens and parts.entry_room >= prompt - 1
+        assert parts.prefix_blocks >= min(count, -(-parts.slots // group)) and parts.slots >= 1
+        assert parts.slot_size >= tokens and parts.prefix_block_size >= prompt - 1
     assert given.partition([100] * 4, [8] * 4, 50).slots == 32
 
 
 def test_memory_that_is_planned_is_memory_that_is_taken(
     backend: CpuBackend, weights: Weights
 ) -> None:
-    settings = SamplingSettings(max_tokens=MAX_TOKENS, repetition_penalty=1.1)
+    settings = SamplingParams(max_tokens=MAX_TOKENS, repetition_penalty=1.1)
     made = generator_with(weights, backend, kernels_named("native"), settings)
-    planned = Footprint.of(room_of(16, GROUP), 2, 32, 48, (4, 2, 8), VOCAB)
+    planned = KVCacheSizes.of(room_of(16, GROUP), 2, 32, 48, (4, 2, 8), VOCAB)
     assert made.pools["kv_cache"][0].num_bytes == planned.num_bytes
     assert made.memory_bytes() == planned.num_bytes + made.weights.num_bytes
     assert planned.num_bytes > 2 * 2 * 16 * room_of(16, GROUP, MAX_PROMPT).positions * 4

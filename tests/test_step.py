@@ -13,6 +13,7 @@ import numpy as np
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.types import Completion, Rollout
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.outcome import Resampling
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import Scored
@@ -21,11 +22,10 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.rollout.stats import RolloutStats
 
 GROUP, SEED, STEP, VERSION = 2, 3, 7, 5
-SAMPLING = SamplingSettings(max_tokens=4)
+SAMPLING = SamplingParams(max_tokens=4)
 
 
 class Alone:
@@ -46,10 +46,10 @@ class Engine:
     version = VERSION
 
     def __init__(self) -> None:
-        self.asked: list[tuple[list[Request], SamplingSettings, SeedKey, int]] = []
+        self.asked: list[tuple[list[Request], SamplingParams, SeedKey, int]] = []
 
     def generate(
-        self, requests: list[Request], sampling: SamplingSettings, key: SeedKey, version: int
+        self, requests: list[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Completion]:
         self.asked.append((requests, sampling, key, version))
         return [

@@ -14,6 +14,7 @@ from typing import Any
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
@@ -33,9 +34,8 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (
     dry_run_rewards,
@@ -66,7 +66,7 @@ class EvaluationInputs:
     tokenizer: Tokenizer
     prompts: PromptSet
     scorer: Scorer | None
-    sampling: SamplingSettings
+    sampling: SamplingParams
     modes: list[Mode]
     num_prompts: int
 
@@ -74,11 +74,11 @@ class EvaluationInputs:
         if self.scorer is not None:
             dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
 
-    def room(self, config: Config) -> Room:
+    def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
         prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
-        return Room(
+        return KVCacheConfig(
             slots, group, prompts, generate.max_prompt_length, generate.sampling_config.max_tokens
         )
 
@@ -196,8 +196,8 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
 
 def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
     """With its weights, and its cache on the device."""
-    room = inputs.room(config)
-    engine = make_engine(inputs.model, inputs.layout, backend, inputs.sampling, room)
+    cache_config = inputs.cache_config(config)
+    engine = make_engine(inputs.model, inputs.layout, backend, inputs.sampling, cache_config)
     residency = Residency(device_budget(config))
     for name, pools in engine.pools.items():
         residency.register(name, pools, rebuilt=True, filled=False)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
@@ -25,9 +26,8 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.verify import WeightCheck
@@ -38,7 +38,7 @@ from mindgrpo.weights.pretrained import fill_random, load_weights
 def make_roles(
     plan: RunPlan,
     backend: Backend,
-    sampling: SamplingSettings,
+    sampling: SamplingParams,
     random_weights: bool = False,
     restored: Collection[str] = (),
 ) -> Roles:
@@ -48,7 +48,7 @@ def make_roles(
     """
     residency = Residency(device_budget(plan.config))
     policy = make_policy(plan, backend, sampling)
-    engine = make_engine(plan.model, plan.infer, backend, sampling, plan.room)
+    engine = make_engine(plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:
         _fill(policy.weights, plan.config, plan.config.actor_config.load, random_weights)
     if policy.adapters is not None:
@@ -61,13 +61,17 @@ def make_roles(
 
 
 def make_engine(
-    model: DecoderConfig, layout: Layout, backend: Backend, sampling: SamplingSettings, room: Room
+    model: DecoderConfig,
+    layout: Layout,
+    backend: Backend,
+    sampling: SamplingParams,
+    cache_config: KVCacheConfig,
 ) -> RolloutEngine:
     """Without weights, and asleep."""
-    return EmbeddedEngine(model, layout, backend, sampling, room)
+    return EmbeddedEngine(model, layout, backend, sampling, cache_config)
 
 
-def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> Policy:
+def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
     """Without weights."""
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
@@ -89,7 +93,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingSettings) -> 
 def _make_reference(
     plan: RunPlan,
     backend: Backend,
-    sampling: SamplingSettings,
+    sampling: SamplingParams,
     random_weights: bool,
     is_restored: bool,
 ) -> Reference | None:
@@ -144,7 +148,7 @@ def _make_weight_check(plan: RunPlan, backend: Backend, policy: Policy) -> Weigh
 
 def make_stepper(
     roles: Roles,
-    sampling: SamplingSettings,
+    sampling: SamplingParams,
     prompts: Prompts,
     scorer: Scorer,
     learning_rate: Callable[[int], float],
@@ -166,7 +170,7 @@ def make_stepper(
     return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch)
 
 
-def evaluation_modes(config: Config, sampling: SamplingSettings) -> list[Mode]:
+def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:
     """What the configuration asks for, in its order; `sampling` is the run's."""
     rl = config.rl_config
     own = replace(

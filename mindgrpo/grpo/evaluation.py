@@ -14,12 +14,12 @@ from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
 from mindgrpo.algorithm.types import LENGTH, Rollout
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 SAMPLED, GREEDY = "sampled", "greedy"
 PREFIXES = {SAMPLED: "eval", GREEDY: "eval_greedy"}
@@ -32,7 +32,7 @@ class Mode:
 
     name: str
     num_samples: int
-    settings: SamplingSettings
+    settings: SamplingParams
     threshold: float
 
     @property

@@ -13,11 +13,11 @@ import numpy as np
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.types import Rollout, collect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Replicas:
         self,
         prompts: Sequence[np.ndarray],
         num_generations: int,
-        sampling: SamplingSettings,
+        sampling: SamplingParams,
         key: SeedKey,
         version: int,
         first: int = 0,

@@ -26,7 +26,7 @@ from mindgrpo.parallel.sharding import (
     local_shape,
 )
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
-from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4
@@ -126,10 +126,10 @@ class RunPlan:
         return mixed + self._adapter_bytes(reference)
 
     @property
-    def room(self) -> Room:
+    def cache_config(self) -> KVCacheConfig:
         """What the generator of each replica has memory for."""
         generate = self.config.generate_config
-        return Room(
+        return KVCacheConfig(
             self.slots,
             self.config.rl_config.num_generations,
             self.prompts_per_replica,
@@ -143,10 +143,10 @@ class RunPlan:
         kv = max(1, model.num_key_value_heads // tp_size)
         heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
         if not keeps_slots(self.config.context.device_target) or missing_options(model):
-            return Footprint.plain(self.room, model.num_hidden_layers, heads).num_bytes
+            return KVCacheSizes.plain(self.cache_config, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
-        footprint = Footprint.of(
-            self.room,
+        footprint = KVCacheSizes.of(
+            self.cache_config,
             model.num_hidden_layers,
             model.hidden_size,
             -(-model.intermediate_size // tp_size),

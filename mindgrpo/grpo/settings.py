@@ -7,10 +7,10 @@ from functools import partial
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
@@ -35,11 +35,11 @@ def device_budget(config: Config) -> int | None:
     return memory_bytes(budget) if budget else None
 
 
-def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingSettings:
+def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     sampling = config.generate_config.sampling_config
     stops = sampling.eos_token_id
     stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
-    return SamplingSettings(
+    return SamplingParams(
         temperature=sampling.temperature,
         top_k=max(0, sampling.top_k),
         top_p=sampling.top_p,

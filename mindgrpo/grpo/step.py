@@ -21,6 +21,7 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
 from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
@@ -29,7 +30,6 @@ from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport, update
 
@@ -66,7 +66,7 @@ class StepSettings:
 
     num_generations: int
     seed: int
-    sampling: SamplingSettings
+    sampling: SamplingParams
     advantages: AdvantageConfig
     updates_per_rollout: int = 1
     num_iterations: int = 1

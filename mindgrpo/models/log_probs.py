@@ -49,19 +49,19 @@ class _Whole(nn.Cell):
 
     def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group) -> None:
         super().__init__()
-        self.pieces = kernels.log_prob_pieces(vocabulary)
+        self.stats = kernels.log_prob_stats(vocabulary)
         self.gradient = kernels.log_prob_grad(vocabulary)
         self.gather = GatherColumns(group)
 
     def construct(self, logits: Any, labels: Any) -> Any:
-        pieces = self.gather(self.pieces(logits, labels))
-        tops = pieces[:, :, 0]
+        stats = self.gather(self.stats(logits, labels))
+        tops = stats[:, :, 0]
         highest = tops.max(axis=1, keepdims=True)
         share = ops.exp(tops - highest)
-        sums = (pieces[:, :, 1] * share).sum(axis=1)
+        sums = (stats[:, :, 1] * share).sum(axis=1)
         log_total = highest[:, 0] + ops.log(sums)
-        mean_logit = (pieces[:, :, 2] * share).sum(axis=1) / sums
-        return pieces[:, :, 3].sum(axis=1) - log_total, log_total - mean_logit, log_total
+        mean_logit = (stats[:, :, 2] * share).sum(axis=1) / sums
+        return stats[:, :, 3].sum(axis=1) - log_total, log_total - mean_logit, log_total
 
     def bprop(self, logits: Any, labels: Any, out: Any, dout: Any) -> Any:
         dlogits = self.gradient(logits, labels, out[2], out[1], dout[0], dout[1])

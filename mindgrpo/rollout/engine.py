@@ -14,7 +14,7 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.contract import Pool
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weights.local_weights import Weights
 
@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
         """The engine's memory on this rank by role, "generator" and "kv_cache", for the memory room to move."""
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingSettings, key: SeedKey, version: int
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Completion]:
         """One Completion a sample, in the order of the requests.
 

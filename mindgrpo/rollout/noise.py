@@ -1,4 +1,10 @@
-"""Sampling noise as a function of (seed, purpose, step, sample, position), never of a rank. Pure numpy."""
+"""Defines the noise of sampling: Gumbel variates of (seed, purpose, step, sample, position, token), never of a rank.
+
+Counters are hashed, no generator keeps a state. SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) makes a 64-bit key of
+all but the token: its finalizer chains seed, purpose, step and sample, and its stream has one key a position.
+triple32 (C. Wellons, hash-prospector, 2018) makes 32 bits of a token, with half of the key added before its first and
+half before its second round. native/gumbel.h computes the same, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +14,79 @@ import numpy as np
 
 ROLLOUT, EVALUATION = 0, 1
 
+# Two to the 64th over the golden ratio, and its upper half.
+_STRIDE, _TOKEN_STRIDE = np.uint64(0x9E3779B97F4A7C15), np.uint32(0x9E3779B9)
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_TRIPLE32 = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+# Variates worked on together: their float64 fit a processor's cache.
+_AT_ONCE = 1 << 15
 
-def uniforms(
-    seed: int, purpose: int, step: int, samples: Sequence[int], num_positions: int
-) -> np.ndarray:
-    """float32 [len(samples), num_positions] in [0, 1): row i is the stream of `samples[i]`, whatever else is drawn."""
-    out = np.empty((len(samples), num_positions), np.float32)
-    for row, sample in enumerate(samples):
-        key = np.array([seed, (purpose << 60) | (step << 28) | sample], np.uint64)
-        out[row] = np.random.Generator(np.random.Philox(key=key)).random(num_positions, np.float32)
-    return out
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer of uint64 [...]; products wrap."""
+    for shift, factor in _SPLITMIX:
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample_keys(seed: int, purpose: int, step: int, samples: Sequence[int]) -> np.ndarray:
+    """uint64 [samples], one key a global sample number, whatever else is drawn; all numbers from 0 up."""
+    key = np.zeros(1, np.uint64)
+    for number in (seed, purpose, step):
+        key = _mixed((key ^ np.uint64(number)) + _STRIDE)
+    return _mixed((key ^ np.asarray(samples, np.uint64)) + _STRIDE)
+
+
+def position_keys(sample_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """uint64 [...] for the tokens at `positions` [...] (from 0, the prompt left out) of samples with these keys."""
+    return _mixed(sample_keys + (positions.astype(np.uint64) + np.uint64(1)) * _STRIDE)
+
+
+def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """uint32 [keys, numbers]: a hash of each key (uint64) and number (uint32)."""
+    x = numbers * _TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
+    for number, (shift, factor) in enumerate(_TRIPLE32):
+        x ^= x >> np.uint32(shift)
+        if number == 1:
+            x += (keys >> np.uint64(32)).astype(np.uint32)[:, None]
+        x *= np.uint32(factor)
+    return x ^ (x >> np.uint32(14))
+
+
+def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
+    """uint32 [keys, num_tokens] for the tokens from `first_token` on.
+
+    Tokens t and t + 16 of each 32 are a pair. The upper 16 bits are half of the hash of (key, number of the pair), the
+    lower half for t; the lower 16 bits are the upper half of the hash of (key with its halves exchanged, token). So a
+    search for large noise hashes half as many numbers.
+    """
+    end, half = first_token + num_tokens, np.uint32(16)
+    begin = first_token // 32 * 32
+    numbers = np.arange(begin // 2, -(-end // 32) * 16, dtype=np.uint32)
+    pairs = _triple32(keys, numbers).reshape(len(keys), -1, 1, 16)
+    upper = np.concatenate([pairs << half, pairs & np.uint32(0xFFFF0000)], 2).reshape(len(keys), -1)
+    swapped = keys << np.uint64(32) | keys >> np.uint64(32)
+    lower = _triple32(swapped, np.arange(first_token, end, dtype=np.uint32)) >> half
+    return upper[:, first_token - begin : end - begin] | lower
+
+
+def gumbel_of(bits: np.ndarray) -> np.ndarray:
+    """float32 with the standard Gumbel distribution, from -3.13 to 22.87, of uint32 of the same shape.
+
+    -log(-log(u)) in float64, of u = (bits + 1/2) / 2^32: u is never 0 or 1, and neighbours among the largest values,
+    which decide, are 1/2^32 of the distribution apart.
+    """
+    u = (bits + 0.5) * 2.0**-32
+    np.negative(np.log(u, out=u), out=u)
+    np.negative(np.log(u, out=u), out=u)
+    return u.astype(np.float32)
+
+
+def gumbel(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
+    """float32 [keys, num_tokens], for the tokens from `first_token` on."""
+    noise = np.empty((len(keys), num_tokens), np.float32)
+    rows = max(1, _AT_ONCE // num_tokens)
+    for start in range(0, len(keys), rows):
+        some = slice(start, start + rows)
+        noise[some] = gumbel_of(token_bits(keys[some], first_token, num_tokens))
+    return noise

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.evaluation import Outcome, figure
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 def write_evaluation(
@@ -77,7 +77,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _settings(settings: SamplingSettings) -> str:
+def _settings(settings: SamplingParams) -> str:
     if settings.temperature == 0:
         return "the likeliest token each time"
     return f"temperature {settings.temperature:g}, top_p {settings.top_p:g}"

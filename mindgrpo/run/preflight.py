@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
@@ -31,7 +32,6 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.run.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
 
@@ -50,7 +50,7 @@ class Inputs:
     prompts: PromptSet
     held_out: PromptSet | None
     scorer: Scorer | None
-    sampling: SamplingSettings
+    sampling: SamplingParams
     notes: tuple[str, ...] = ()
 
     def check_rewards(self) -> None:
@@ -143,7 +143,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
 
 
-def _stop_notes(sampling: SamplingSettings, vocab_size: int) -> list[str]:
+def _stop_notes(sampling: SamplingParams, vocab_size: int) -> list[str]:
     """Ids that the model cannot draw never end a sample, and completions then run to max_tokens."""
     outside = [i for i in sampling.stop_ids if i >= vocab_size]
     if not outside:

@@ -17,6 +17,7 @@ from work import Work, random_rewards
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_roles, make_stepper
@@ -30,7 +31,6 @@ from mindgrpo.models.decoder_config import (
     read_config,
 )
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 BETA = 0.01
 MICRO_BATCH_TOKENS = 2304
@@ -114,13 +114,13 @@ def model_of(work: Work, directory: Path | None = None) -> DecoderConfig:
     return decoder_config(work.model, "the work file's model")
 
 
-def sampling_of(plan: RunPlan, **drawing: Any) -> SamplingSettings:
+def sampling_of(plan: RunPlan, **drawing: Any) -> SamplingParams:
     """No stop ids, so completions run to their limits."""
     longest = plan.config.generate_config.sampling_config.max_tokens
-    return SamplingSettings(max_tokens=longest, stop_ids=(), **drawing)
+    return SamplingParams(max_tokens=longest, stop_ids=(), **drawing)
 
 
-def roles_of(plan: RunPlan, backend: Backend, sampling: SamplingSettings | None = None) -> Roles:
+def roles_of(plan: RunPlan, backend: Backend, sampling: SamplingParams | None = None) -> Roles:
     """Random weights unless the configuration names a directory."""
     sampling = sampling or sampling_of(plan)
     return make_roles(plan, backend, sampling, random_weights=not plan.config.actor_config.load)

@@ -1,4 +1,4 @@
-"""mindgrpo against its peers, alternating in one go: the ratios of issue 3 as one JSON line.
+"""mindgrpo against its peers, alternating in one go: ratios as one JSON line.
 
 compare.py [--peers DIR] [--only step,generate,ragged,ranks] [--rounds 2] [--steps 5] runs ours, the peer, ours, the
 peer ... each in a process of its own, and divides the medians over all rounds. PEERS is what peers/setup.sh made.

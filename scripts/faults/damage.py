@@ -159,12 +159,12 @@ def noise(at: int) -> None:
     """Another seed, for the draws alone."""
     from mindgrpo.rollout.embedded import engine
 
-    original = engine.uniforms
+    original = engine.sample_keys
 
     def changed(seed: int, *rest: Any) -> Any:
         return original(seed + (Clock.step >= at), *rest)
 
-    put(engine, "uniforms", changed)
+    put(engine, "sample_keys", changed)
 
 
 def prompts(at: int) -> None:

@@ -87,7 +87,7 @@ RECIPES = {
     "one update": Recipe(QWEN2),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
-    "olmo2": Recipe(OLMO2, in_loop=False),
+    "olmo2": Recipe(OLMO2, sampling={"stop_ids": tuple(range(6))}, in_loop=False),
     # Its distributions are sharp: with more stop ids some completions end early.
     "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
@@ -115,8 +115,8 @@ RECIPES = {
         loss_config={
             "loss_type": "dr_grpo",
             "importance_sampling_level": "sequence",
-            "epsilon_low": 0.01,
-            "epsilon_high": 0.02,
+            "epsilon_low": 0.06,
+            "epsilon_high": 0.09,
             "dual_clip": 1.05,
             "beta": 0.0,
             "corrected": True,
@@ -170,18 +170,14 @@ class Case:
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
 SPREAD = (
-    Case("one update", (2, 1, 1), (1, 2)),
-    Case("one update", (1, 1, 2), (2, 1)),
-    Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
-    Case("gemma3", (1, 1, 2), (1, 2)),
     Case("gspo", (2, 1, 1), (1, 2)),
     Case("cispo", (1, 1, 2), (2, 1)),
-    Case("one update", (1, 4, 1), (2, 2)),
+    Case("gemma3", (1, 1, 2), (1, 2)),
+    Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
     Case("olmo2", (1, 4, 1), (2, 2), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2)),
-    Case("one update", (1, 4, 2), (2, 4)),
-    Case("two iterations", (2, 2, 2), (8, 1)),
-    Case("low rank", (2, 2, 2), (2, 4)),
+    Case("two iterations", (1, 4, 2), (2, 4)),
+    Case("low rank", (2, 2, 2), (8, 1)),
     Case("qk norm", (1, 4, 1), (4, 1), transport="mccl"),
 )
 CASES = ALONE + SPREAD

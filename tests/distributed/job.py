@@ -30,6 +30,7 @@ from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
@@ -45,10 +46,9 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
-from mindgrpo.rollout.sampling_params import SamplingSettings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
@@ -138,7 +138,7 @@ class Run:
         settings = StepSettings(
             num_generations=c.NUM_GENERATIONS,
             seed=SEED,
-            sampling=self.generator.settings,
+            sampling=self.generator.sampling,
             advantages=self.advantages,
             resampling_rounds=self.recipe.resampling_rounds,
         )
@@ -169,8 +169,8 @@ class Run:
             "max_tokens": c.MAX_TOKENS,
             "stop_ids": c.STOP_IDS,
         }
-        sampling = SamplingSettings(**(settings | self.recipe.sampling))
-        room = Room(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
+        sampling = SamplingParams(**(settings | self.recipe.sampling))
+        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
         return EmbeddedEngine(self.config, self.infer, self.backend, sampling, room)
 
     def _reference(self) -> ForwardPipeline:
@@ -216,7 +216,7 @@ class Run:
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
         self.refresh_engine()
-        settings = replace(self.generator.settings, temperature=0.0)
+        settings = replace(self.generator.sampling, temperature=0.0)
         key = SeedKey(SEED, EVALUATION, c.NUM_STEPS)
         rollout = self.replicas.generate(prompts(), 1, settings, key, self.policy.version)
         return [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids]

@@ -92,7 +92,7 @@ class CpuGroup(Group):
 
 
 class CpuGraph(Graph):
-    """A graph's kernels can only end with a number: if a rank is gone, this is why."""
+    """Its kernels can only end with a number: raises what `check` knows (a rank is gone), or the kernel kept."""
 
     def __init__(
         self, cell: Callable[..., Any], name: str, log: CompileLog, check: Callable[[], None]
@@ -103,9 +103,9 @@ class CpuGraph(Graph):
     def __call__(self, *inputs: Any) -> Any:
         try:
             return super().__call__(*inputs)
-        except RuntimeError:
+        except RuntimeError as error:
             self._check()
-            raise
+            raise native_library.kernel_error() or error from error
 
 
 class CpuLink(Link):

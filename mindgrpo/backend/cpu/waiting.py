@@ -100,9 +100,9 @@ class SleepingCounters(Counters):
     ) -> None:
         self._library, self._address, self._spins = library, address, spins
         self._waits = waits
-        library.cell_post.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
-        library.cell_post.restype = None
-        library.cell_wait.argtypes = [
+        library.futex_post.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+        library.futex_post.restype = None
+        library.futex_wait.argtypes = [
             ctypes.c_void_p,
             ctypes.c_uint32,
             ctypes.c_uint32,
@@ -110,13 +110,13 @@ class SleepingCounters(Counters):
         ]
 
     def post(self, index: int, value: int) -> None:
-        self._library.cell_post(self._address + index * LINE, value)
+        self._library.futex_post(self._address + index * LINE, value)
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
         milliseconds, reported = int(LIFE_CHECK_SECONDS * 1000), False
         for index in indices:
             cell = self._address + index * LINE
-            while self._library.cell_wait(cell, value, self._spins, milliseconds):
+            while self._library.futex_wait(cell, value, self._spins, milliseconds):
                 self._waits(time.monotonic())
                 reported = True
                 _check(check, partial(self._reached, index, value))
@@ -124,4 +124,4 @@ class SleepingCounters(Counters):
             self._waits(0.0)
 
     def _reached(self, index: int, value: int) -> bool:
-        return not self._library.cell_wait(self._address + index * LINE, value, 0, 0)
+        return not self._library.futex_wait(self._address + index * LINE, value, 0, 0)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from mindspore import nn
 
     from mindgrpo.backend.kernels.rollout import (
+        LocalModelShape,
         Memory,
-        Rules,
-        Share,
         Slots,
     )
+    from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -156,7 +156,7 @@ class Kernels(ABC):
         """The float64 sum of a float32 array's squares."""
 
     @abstractmethod
-    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         """(logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
         top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it.
         """
@@ -170,8 +170,8 @@ class Kernels(ABC):
 
     def slots(
         self,
-        share: Share,
-        rules: Rules,
+        model_shape: LocalModelShape,
+        sampling: SamplingParams,
         rotary: np.ndarray,
         slots: int,
         prompt_rows: int,

@@ -168,7 +168,7 @@ class PlainKernels(Kernels):
     def square_sum(self, array: np.ndarray) -> float:
         return float(np.sum(np.square(array, dtype=np.float64)))
 
-    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary, vocabulary.width)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:

@@ -1,7 +1,6 @@
 """What a backend may offer the generator beside plain operations: samples decoded in slots, inside the graph.
 
-The contract between the kernels, which keep the slots, and generate/slots.py, which makes graphs of them. Refuses to
-know a model's weights or what a sample is for.
+The contract between the kernels, which keep the slots, and rollout/embedded/slots.py, which makes graphs of them.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mindspore import nn
 
 
 @dataclass(frozen=True)
-class Share:
-    """This rank's share of a model: `ways` ranks split heads, inner width and vocabulary; this one is `index`."""
+class LocalModelShape:
+    """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`."""
 
     layers: int
     hidden: int
@@ -29,36 +29,22 @@ class Share:
     heads: Heads
     vocabulary: Vocabulary
     norm_eps: float
-    ways: int
-    index: int
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How a token is drawn: `scale` is one over the temperature; `greedy` takes the likeliest; 0, 1.0, 0.0 are off."""
-
-    scale: float
-    greedy: bool
-    top_k: int
-    top_p: float
-    min_p: float
-    penalty: float
-    min_tokens: int
-    stop_ids: tuple[int, ...]
+    tp_size: int
+    tp_rank: int
 
 
 @dataclass
-class Job:
+class GenerationBatch:
     """Samples to make, and the arrays that they are written to; `longest` columns, `limits` of them may be used.
 
-    `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32 [samples], `uniforms` float32 and `tokens`
-    int32, `logps` float32 [samples, longest], `lengths`, `stopped` int32 [samples].
+    `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
+    `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest].
     """
 
     prompts: Sequence[np.ndarray]
     prompt_of: np.ndarray
     limits: np.ndarray
-    uniforms: np.ndarray
+    keys: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
     lengths: np.ndarray
@@ -70,36 +56,36 @@ class Job:
         prompts: Sequence[np.ndarray],
         prompt_of: Sequence[int],
         limits: Sequence[int],
-        uniforms: np.ndarray,
-    ) -> Job:
-        count = len(prompt_of)
+        keys: np.ndarray,
+    ) -> GenerationBatch:
+        count, longest = len(prompt_of), max(limits)
         return cls(
             prompts,
             np.array(prompt_of, np.int32),
             np.array(limits, np.int32),
-            uniforms,
-            np.zeros(uniforms.shape, np.int32),
-            np.zeros(uniforms.shape, np.float32),
+            keys,
+            np.zeros((count, longest), np.int32),
+            np.zeros((count, longest), np.float32),
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
         )
 
 
 @dataclass(frozen=True)
-class Partition:
-    """How a job shares out the memory: `slots` of `slot_room` positions and `entries` of `entry_room`."""
+class KVCacheLayout:
+    """The cache of a batch: `slots` of `slot_size` positions and `prefix_blocks` of `prefix_block_size`."""
 
     slots: int
-    slot_room: int
-    entries: int
-    entry_room: int
+    slot_size: int
+    prefix_blocks: int
+    prefix_block_size: int
 
 
 @dataclass(frozen=True)
 class Memory:
     """Views of the generator's pool, float32 of one dim: keys and values, what kernels need while they run, `inputs`
-    of slots and first inputs of entries (`starts`), hidden floats each, and with a penalty a byte of `seen` for each
-    slot and token of this rank."""
+    of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
+    each slot and token of this rank."""
 
     cache: np.ndarray
     scratch: np.ndarray
@@ -109,38 +95,38 @@ class Memory:
 
 
 class Slots(ABC):
-    """Letters: B rows of a graph, H hidden, W a projection's width, I inner, V local vocabulary, C pieces of a row.
+    """Letters: B rows of a graph, H hidden, W a projection's width, I inner, V local vocabulary, C stats of a row.
 
     The cells do nothing for rows that are not in use. Those of layers take and give (x, what is to be added to it), so
     that the caller sums over ranks between them. Where weights are optional, any tensor [1] says that there is none.
     """
 
-    # Samples that wait for a slot and rows in use; entries with no sample left have 0 users.
+    # Samples that wait for a slot and rows in use; prefix blocks with no sample left have 0 users.
     users: np.ndarray
 
     @abstractmethod
-    def use(self, rules: Rules) -> None:
-        """Draws by `rules` from the next job on; cells made from now on are such as they need.
+    def use(self, sampling: SamplingParams) -> None:
+        """Draws by `sampling` from the next batch on; cells made from now on are such as they need.
 
-        Raises ValueError where the rules have a penalty and those that the slots were made with have none.
+        Raises ValueError where they have a penalty and those that the slots were made with have none.
         """
 
     @abstractmethod
-    def serves(self, made_with: Rules) -> bool:
-        """Whether cells that were made while `made_with` was in use can draw by the rules in use now."""
+    def serves(self, made_with: SamplingParams) -> bool:
+        """Whether cells that were made while `made_with` was in use can draw by the parameters in use now."""
 
     @abstractmethod
-    def start(self, job: Job, partition: Partition) -> None: ...
+    def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None: ...
 
     @abstractmethod
-    def enqueue(self, sample: int, entry: int) -> None:
-        """The sample takes a slot as soon as one is free; its prompt will be in `entry` by then."""
+    def enqueue(self, sample: int, prefix: int) -> None:
+        """The sample takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
 
     @abstractmethod
     def set_prompt_rows(
-        self, entries: np.ndarray, seen: np.ndarray, start_entries: np.ndarray
+        self, prefix_blocks: np.ndarray, seen: np.ndarray, start_prefixes: np.ndarray
     ) -> None:
-        """What the prompt graph's rows are: tokens for `entries` that see `seen` keys, then first inputs."""
+        """What the prompt graph's rows are: tokens for `prefix_blocks` that see `seen` keys, then first inputs."""
 
     @property
     @abstractmethod
@@ -149,7 +135,7 @@ class Slots(ABC):
     @property
     @abstractmethod
     def steps(self) -> tuple[int, int]:
-        """Decode steps of the job with any row, and rows that they computed."""
+        """Decode steps of the batch with any row, and rows that they computed."""
 
     @abstractmethod
     def begin(self) -> nn.Cell:
@@ -168,20 +154,20 @@ class Slots(ABC):
 
     @abstractmethod
     def head(self) -> nn.Cell:
-        """(x, added, norm [H], table [V, H]) -> (logits [B, V], pieces [B, C])."""
+        """(x, added, norm [H], table [V, H]) -> (logits [B, V], stats [B, C])."""
 
     @property
     @abstractmethod
-    def num_narrowings(self) -> int:
-        """How often `narrow` and a gathering must follow `head` before `draw`, by the rules in use."""
+    def num_truncation_rounds(self) -> int:
+        """How often `truncate` and a gathering must follow `head` before `draw`, by the parameters in use."""
 
     @abstractmethod
-    def narrow(self, number: int) -> nn.Cell:
-        """(logits, gathered pieces [ways, B, C], gathered answer of the narrowing before) -> [B, ...]."""
+    def truncate(self, number: int) -> nn.Cell:
+        """(logits, gathered stats [tp_size, B, C], gathered answer of the round before) -> [B, ...]."""
 
     @abstractmethod
     def draw(self) -> nn.Cell:
-        """(logits, gathered pieces, gathered answer of the last narrowing, embeddings [V, H]) -> drawn [B, H + 2].
+        """(logits, gathered stats, gathered answer of the last round, embeddings [V, H]) -> drawn [B, H + 2].
 
         Zero on all ranks but one a row: their sum is what `commit` wants.
         """

@@ -13,14 +13,17 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import NEVER
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.sampling import Sampler
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Decode(nn.Cell):
-    """(tokens int32 [B], positions int32 [B], uniforms [B], banned [B]) -> next tokens int32 [B], logps [B]."""
+    """(tokens int32 [B], positions int32 [B], noise, banned [B]) -> next tokens int32 [B], log-probs [B].
+
+    `noise` is float32 [B, local vocabulary], see sampling.py.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class Decode(nn.Cell):
         caches: list[tuple[Parameter, Parameter]],
         slots: int,
         length: int,
-        settings: SamplingSettings,
+        sampling: SamplingParams,
         seen: Parameter | None,
     ) -> None:
         super().__init__()
@@ -36,7 +39,7 @@ class Decode(nn.Cell):
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
-        self.sample = Sampler(settings, shard.local_vocab, shard.first_token, shard.group)
+        self.sample = Sampler(sampling, shard.local_vocab, shard.first_token, shard.group)
         rotary = Rotary(shard, length)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
@@ -50,7 +53,7 @@ class Decode(nn.Cell):
         first = shard.first_token
         self.ids = Tensor([list(range(first, first + shard.local_vocab))], ms.int32)
 
-    def construct(self, tokens: Any, positions: Any, uniforms: Any, banned: Any) -> Any:
+    def construct(self, tokens: Any, positions: Any, noise: Any, banned: Any) -> Any:
         at = ops.expand_dims(positions, 1)
         past = (self.order <= at).astype(ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
@@ -67,7 +70,7 @@ class Decode(nn.Cell):
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
-        return self.sample(logits, uniforms, banned, seen)
+        return self.sample(logits, noise, banned, seen)
 
 
 class Prefill(nn.Cell):

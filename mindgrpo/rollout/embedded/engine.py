@@ -12,25 +12,25 @@ import numpy as np
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.rollout import Job
+from mindgrpo.backend.kernels.rollout import GenerationBatch
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.decode_loop import missing_options
-from mindgrpo.rollout.embedded.kv_cache import Room
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
-from mindgrpo.rollout.noise import uniforms
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weights.local_weights import Weights
 
 
 class EmbeddedEngine:
-    """A RolloutEngine with memory for what `room` says; `kernels` other than the backend's are for comparing them.
+    """A RolloutEngine with memory for what `cache_config` says; `kernels` other than the backend's are for tests.
 
-    `settings.max_tokens` and `repetition_penalty` decide what there is memory for.
+    `sampling.max_tokens` and `repetition_penalty` decide what there is memory for.
     """
 
     capabilities = Capabilities("embedded")
@@ -40,24 +40,24 @@ class EmbeddedEngine:
         config: DecoderConfig,
         layout: Layout,
         backend: Backend,
-        settings: SamplingSettings,
-        room: Room,
+        sampling: SamplingParams,
+        cache_config: KVCacheConfig,
         kernels: Kernels | None = None,
     ) -> None:
-        self.settings = settings
+        self.sampling = sampling
         self.weights = Weights(layout, backend.rank, backend)
         self.version: int | None = None
         self.stats = RolloutStats(0, 0, 0, 0)
-        if settings.max_tokens > room.max_tokens:
+        if sampling.max_tokens > cache_config.max_tokens:
             raise ValueError(
-                f"completions of {settings.max_tokens} tokens in a cache for {room.max_tokens}"
+                f"completions of {sampling.max_tokens} tokens in a cache for {cache_config.max_tokens}"
             )
-        self._max_prompt = room.max_prompt
+        self._max_prompt = cache_config.max_prompt
         shard = Shard(config, self.weights, backend, "generator")
         shard.kernels = kernels or backend.kernels
         in_slots = shard.kernels.has_slots and not missing_options(config)
         decoder = SlotDecoder if in_slots else PlainDecoder
-        self._decoder = decoder(shard, backend, settings, room)
+        self._decoder = decoder(shard, backend, sampling, cache_config)
 
     @property
     def pools(self) -> Mapping[str, Sequence[Pool]]:
@@ -80,48 +80,50 @@ class EmbeddedEngine:
         return result
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingSettings, key: SeedKey, version: int
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Completion]:
         self._check_version(version)
         wanted = [request for request in requests if request.samples]
         if not wanted:
             self.stats = RolloutStats(0, 0, 0, 0)
             return []
-        job = self._job(wanted, sampling, key)
-        self.stats = self._decoder.run(job, sampling)
+        batch = self._batch(wanted, sampling, key)
+        self.stats = self._decoder.run(batch, sampling)
         self._check_version(version)
         samples = [sample for request in wanted for sample in request.samples]
         return [
             Completion(
                 sample,
-                job.tokens[i, :length].copy(),
-                job.logps[i, :length].copy(),
-                STOPPED if job.stopped[i] else LENGTH,
+                batch.tokens[i, :length].copy(),
+                batch.logps[i, :length].copy(),
+                STOPPED if batch.stopped[i] else LENGTH,
                 version,
             )
-            for i, (sample, length) in enumerate(zip(samples, job.lengths.tolist(), strict=True))
+            for i, (sample, length) in enumerate(zip(samples, batch.lengths.tolist(), strict=True))
         ]
 
     def _check_version(self, version: int) -> None:
         if self.version != version:
             raise StaleWeights(f"the generator has weights {self.version}, the policy {version}")
 
-    def _job(self, requests: Sequence[Request], settings: SamplingSettings, key: SeedKey) -> Job:
-        if settings.max_tokens > self.settings.max_tokens:
+    def _batch(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey
+    ) -> GenerationBatch:
+        if sampling.max_tokens > self.sampling.max_tokens:
             raise ValueError(
-                f"completions of {settings.max_tokens} tokens from a generator for {self.settings.max_tokens}"
+                f"completions of {sampling.max_tokens} tokens from a generator for {self.sampling.max_tokens}"
             )
         limits: list[int] = []
         for request in requests:
-            self._check(request, settings)
-            limits += request.max_tokens or (settings.max_tokens,) * len(request.samples)
+            self._check(request, sampling)
+            limits += request.max_tokens or (sampling.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        noise = uniforms(key.seed, key.purpose, key.step, samples, max(limits))
+        keys = sample_keys(key.seed, key.purpose, key.step, samples)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
-        return Job.of(prompts, prompt_of, limits, noise)
+        return GenerationBatch.of(prompts, prompt_of, limits, keys)
 
-    def _check(self, request: Request, settings: SamplingSettings) -> None:
+    def _check(self, request: Request, sampling: SamplingParams) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens in a cache for {self._max_prompt}"
@@ -131,7 +133,7 @@ class EmbeddedEngine:
             return
         if len(limits) != len(request.samples):
             raise ValueError(f"{len(limits)} limits for {len(request.samples)} samples")
-        if min(limits) < 1 or max(limits) > settings.max_tokens:
+        if min(limits) < 1 or max(limits) > sampling.max_tokens:
             raise ValueError(
-                f"limits of {min(limits)} to {max(limits)} tokens, but a sample has 1 to {settings.max_tokens}"
+                f"limits of {min(limits)} to {max(limits)} tokens, but a sample has 1 to {sampling.max_tokens}"
             )

@@ -1,7 +1,7 @@
-"""How much memory the generator's slots and prompts take, and how a job shares it out. Pure numbers.
+"""How much memory the generator's slots and prompts take, and how a batch shares it out. Pure numbers.
 
-Prompts are kept once for all samples of their group, so `entries` are fewer than slots; a job of other shapes (single
-samples, longer prompts) gets the same memory in other parts. Refuses to allocate.
+Prompts are kept once for all samples of their group, so `prefix_blocks` are fewer than slots; a batch of other shapes
+(single samples, longer prompts) shares out the same memory otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mindgrpo.backend.kernels.rollout import Partition
+from mindgrpo.backend.kernels.rollout import KVCacheLayout
 
 FLOAT_BYTES = 4
 # Rooms are whole vectors of the kernels.
@@ -17,7 +17,7 @@ LANES = 16
 # Prompt tokens that one call of the prompt graph takes.
 PROMPT_ROWS = 512
 # With fewer slots than samples, prompts of the next samples are brought in while the last ones of others still run.
-ENTRIES_AHEAD = 3
+PREFIXES_AHEAD = 3
 
 
 def padded(count: int) -> int:
@@ -25,7 +25,7 @@ def padded(count: int) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class KVCacheConfig:
     """For `slots` samples at a time of `group` a prompt, `prompts` of them in a rollout (None: no limit)."""
 
     slots: int
@@ -35,36 +35,40 @@ class Room:
     max_tokens: int
 
     @property
-    def entries(self) -> int:
+    def prefix_blocks(self) -> int:
         groups = -(-self.slots // self.group)
-        return min(ENTRIES_AHEAD * groups, max(groups, self.prompts or self.slots))
+        return min(PREFIXES_AHEAD * groups, max(groups, self.prompts or self.slots))
 
     @property
-    def max_entries(self) -> int:
-        """Of any job's partition."""
-        return max(self.entries, 2 * self.slots)
+    def max_prefix_blocks(self) -> int:
+        """Of any batch's layout."""
+        return max(self.prefix_blocks, 2 * self.slots)
 
     @property
     def positions(self) -> int:
         """Of keys and values in each layer. A prompt's last token is the first input of its samples instead."""
-        return self.slots * padded(self.max_tokens) + self.entries * padded(self.max_prompt - 1)
+        return self.slots * padded(self.max_tokens) + self.prefix_blocks * padded(
+            self.max_prompt - 1
+        )
 
     @property
     def prompt_rows(self) -> int:
-        return min(PROMPT_ROWS, padded(self.entries * self.max_prompt))
+        return min(PROMPT_ROWS, padded(self.prefix_blocks * self.max_prompt))
 
     def partition(
         self, prompt_lengths: Sequence[int], groups: Sequence[int], longest: int
-    ) -> Partition:
-        """For prompts of these lengths with so many samples each: as many slots as leave prompts enough entries."""
-        slot_room, entry_room = padded(longest), padded(max(prompt_lengths) - 1)
+    ) -> KVCacheLayout:
+        """For prompts of these lengths with so many samples each: as many slots as leave enough prefix blocks."""
+        slot_size, prefix_block_size = padded(longest), padded(max(prompt_lengths) - 1)
         num_prompts, most = len(prompt_lengths), max(groups)
         for slots in range(min(self.slots, sum(groups)), 0, -1):
-            entries = min(num_prompts, self.max_entries)
-            if entry_room:
-                entries = min(entries, (self.positions - slots * slot_room) // entry_room)
-            if entries >= min(num_prompts, -(-slots // most)):
-                return Partition(slots, slot_room, entries, entry_room)
+            prefix_blocks = min(num_prompts, self.max_prefix_blocks)
+            if prefix_block_size:
+                prefix_blocks = min(
+                    prefix_blocks, (self.positions - slots * slot_size) // prefix_block_size
+                )
+            if prefix_blocks >= min(num_prompts, -(-slots // most)):
+                return KVCacheLayout(slots, slot_size, prefix_blocks, prefix_block_size)
         raise ValueError(
             f"a prompt of {max(prompt_lengths)} and a completion of {longest} tokens do not fit "
             f"{self.positions} positions"
@@ -72,7 +76,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Footprint:
+class KVCacheSizes:
     """Floats of the generator's pool, part by part, for one rank's share of a model."""
 
     cache: int
@@ -84,31 +88,42 @@ class Footprint:
     @classmethod
     def of(
         cls,
-        room: Room,
+        cache_config: KVCacheConfig,
         layers: int,
         hidden: int,
         inner: int,
         heads: tuple[int, int, int],
         seen_tokens: int,
-    ) -> Footprint:
+    ) -> KVCacheSizes:
         """`heads` are (queries, keys, dim) and `inner` the width of this rank; `seen_tokens` 0 without a penalty."""
         queries, kv, dim = heads
-        rows = padded(max(room.slots, room.prompt_rows))
+        rows = padded(max(cache_config.slots, cache_config.prompt_rows))
         attention = (queries + 2 * kv) * dim + max(queries * dim, hidden)
         return cls(
-            cache=2 * layers * kv * dim * room.positions,
+            cache=2 * layers * kv * dim * cache_config.positions,
             scratch=rows * (hidden + max(attention, 2 * inner)),
-            inputs=room.slots * hidden,
-            starts=room.max_entries * hidden,
-            seen=-(-room.slots * seen_tokens // FLOAT_BYTES),
+            inputs=cache_config.slots * hidden,
+            starts=cache_config.max_prefix_blocks * hidden,
+            seen=-(-cache_config.slots * seen_tokens // FLOAT_BYTES),
         )
 
     @classmethod
-    def plain(cls, room: Room, layers: int, heads: tuple[int, int, int]) -> Footprint:
+    def plain(
+        cls, cache_config: KVCacheConfig, layers: int, heads: tuple[int, int, int]
+    ) -> KVCacheSizes:
         """Of the plain decoder: a whole cache for every slot."""
         _, kv, dim = heads
         return cls(
-            2 * layers * kv * dim * room.slots * (room.max_prompt + room.max_tokens), 0, 0, 0, 0
+            2
+            * layers
+            * kv
+            * dim
+            * cache_config.slots
+            * (cache_config.max_prompt + cache_config.max_tokens),
+            0,
+            0,
+            0,
+            0,
         )
 
     @property

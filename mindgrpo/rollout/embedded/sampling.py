@@ -1,8 +1,18 @@
-"""Draws tokens inside a graph from logits that are split over ranks; every rank of the group draws the same.
+"""Defines how a token is drawn, in MindSpore operations, from logits that are split over the ranks of a group.
 
-Order, as Hugging Face's: repetition penalty, temperature, top-k, top-p, min-p. The token is the inverse of the
-cumulative distribution in vocabulary order at a given uniform number, so the layout does not show in it. Reported
-log-probs are those of the untruncated, unpenalised distribution at the temperature: what the trainer computes.
+1. Repetition penalty, then the inverse temperature, then -1e30 for stop ids that are banned: the logit x of a token.
+2. A token is kept while x is at least a threshold, the largest of three, where they are on: the k-th largest logit
+   (top-k); of the logits that top-k keeps, the smallest with less than p of their mass above it (top-p); the largest
+   logit plus log(min_p) (min-p). That is Hugging Face's order, but that equal logits stay or go together.
+3. The score of a kept token is x plus noise.gumbel of (seed, step, sample, position, token); without noise where the
+   temperature is 0. The token with the largest score is drawn, of equal scores the lowest: a sample of softmax(x) over
+   the kept tokens (E. J. Gumbel, 1954; Maddison, Tarlow and Minka, arXiv:1411.0030).
+4. The reported log-prob is that of the unpenalised, untruncated distribution at the temperature: what the trainer
+   computes.
+
+All in float32. Noise and score of a token know nothing of the other tokens, so a layout, which changes logits by
+rounding alone, changes the token only where two scores lie within that rounding. The kernels native/head.c and draw.c
+do the same; tests/test_sampling.py compares both with the definition in NumPy.
 """
 
 from __future__ import annotations
@@ -14,42 +24,55 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import NEVER
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.parallel_cells import GatherColumns
-from mindgrpo.rollout.sampling_params import SamplingSettings
 
 
 class Sampler(nn.Cell):
-    """(logits [B, local vocabulary] at temperature 1, uniforms [B], banned [B], seen [B, local vocabulary])
-    -> tokens int32 [B], logps float32 [B].
+    """(logits [B, local vocabulary] at temperature 1, noise [B, local vocabulary], banned [B], seen [B, local
+    vocabulary]) -> tokens int32 [B], log-probs float32 [B], alike on every rank of the group.
 
-    `banned` is 1.0 where stop ids may not be drawn yet; `seen` is 1.0 for tokens that the penalty applies to.
-    Ties at the border of top-k or top-p are all kept.
+    `noise` is not read at temperature 0. `banned` is 1.0 where stop ids may not be drawn yet; `seen` is 1.0 for tokens
+    that the penalty applies to.
     """
 
     def __init__(
-        self, settings: SamplingSettings, local_vocab: int, first_token: int, group: Group
+        self, sampling: SamplingParams, local_vocab: int, first_token: int, group: Group
     ) -> None:
         super().__init__()
-        self.greedy = settings.temperature == 0
-        self.scale = 1.0 / settings.trainer_temperature
-        self.penalty = settings.repetition_penalty
-        self.top_p, self.min_p = settings.top_p, settings.min_p
-        self.local_vocab = local_vocab
-        self.top_k = min(settings.top_k, local_vocab * group.size) if settings.top_k > 0 else 0
+        self.greedy = sampling.temperature == 0
+        self.scale = 1.0 / sampling.trainer_temperature
+        self.penalty = sampling.repetition_penalty
+        self.top_p, self.min_p = sampling.top_p, sampling.min_p
+        self.first_token = first_token
+        self.top_k = min(sampling.top_k, local_vocab * group.size) if sampling.top_k > 0 else 0
         # Any of the k largest of all is among the k largest of its own rank.
         self.candidates = min(self.top_k, local_vocab) if self.top_k else local_vocab
-        self.truncates = self.top_k > 0 or settings.top_p < 1.0
+        self.truncates = self.top_k > 0 or sampling.top_p < 1.0
         self.gather = GatherColumns(group)
-        self.index = group.index
+        stops = set(sampling.stop_ids)
         ids = range(first_token, first_token + local_vocab)
-        self.ids = Tensor([list(ids)], ms.float32)
-        stops = set(settings.stop_ids)
         self.stops = Tensor([[NEVER if i in stops else 0.0 for i in ids]], ms.float32)
-        self.bans = settings.min_tokens > 0
-        self.before = Tensor(
-            [[1.0 if i < group.index else 0.0 for i in range(group.size)]], ms.float32
-        )
+        self.bans = sampling.min_tokens > 0
         self.cumulate = ops.CumSum()
+
+    def construct(self, logits: Any, noise: Any, banned: Any, seen: Any) -> Any:
+        raw = logits * self.scale
+        raw_top = raw.max(axis=1, keepdims=True)
+        raw_mass = ops.exp(raw - raw_top).sum(axis=1, keepdims=True)
+        scores = self._scores(self._processed(logits, banned, seen), noise)
+        # The first of equal ones: ranks hold the vocabulary in order, so that is the lowest token here and below.
+        best = ops.expand_dims(ops.argmax(scores, 1), 1)
+        score = ops.gather_elements(scores, 1, best)
+        logit = ops.gather_elements(raw, 1, best)
+        token = best.astype(ms.float32) + self.first_token
+        by_rank = self.gather(ops.concat((score, token, logit, raw_top, raw_mass), 1))
+        winner = ops.expand_dims(ops.argmax(by_rank[:, :, 0], 1), 1)
+        drawn = ops.gather_elements(by_rank[:, :, 1], 1, winner)[:, 0].astype(ms.int32)
+        logit = ops.gather_elements(by_rank[:, :, 2], 1, winner)[:, 0]
+        highest = by_rank[:, :, 3].max(axis=1, keepdims=True)
+        total = (by_rank[:, :, 4] * ops.exp(by_rank[:, :, 3] - highest)).sum(axis=1)
+        return drawn, logit - (highest[:, 0] + ops.log(total))
 
     def _processed(self, logits: Any, banned: Any, seen: Any) -> Any:
         if self.penalty != 1.0:
@@ -60,22 +83,36 @@ class Sampler(nn.Cell):
             logits = logits + ops.expand_dims(banned, 1) * self.stops
         return logits
 
+    def _scores(self, logits: Any, noise: Any) -> Any:
+        if self.greedy:
+            return logits
+        scores = logits + noise
+        if not self.truncates and self.min_p == 0:
+            return scores
+        if self.truncates:
+            lowest, highest = self._threshold(logits)
+        else:
+            highest = self.gather(logits.max(axis=1, keepdims=True)).max(axis=1)
+            lowest = highest + NEVER
+        if self.min_p > 0:
+            lowest = ops.maximum(lowest, highest + ops.log(Tensor(self.min_p, ms.float32)))
+        return ops.where(logits >= lowest, scores, ops.full_like(scores, NEVER))
+
     def _threshold(self, logits: Any) -> Any:
-        """[B, 1]: the smallest logit that top-k and top-p keep."""
+        """[B, 1] each: the smallest logit that top-k and top-p keep, and the largest of all."""
         local, _ = ops.topk(logits, self.candidates)
         ends = local[:, -1:]
         # Logits that equal the smallest candidate are kept with it, and count for top-p.
         more = ops.equal(logits, ends).astype(ms.float32).sum(axis=1, keepdims=True)
         more = more - ops.equal(local, ends).astype(ms.float32).sum(axis=1, keepdims=True)
-        pieces = self.gather(ops.concat((local, more), 1))
-        every = pieces[:, :, : self.candidates].reshape(logits.shape[0], -1)
+        by_rank = self.gather(ops.concat((local, more), 1))
+        every = by_rank[:, :, : self.candidates].reshape(logits.shape[0], -1)
         kept = self.top_k if self.top_k else every.shape[1]
         best, _ = ops.topk(every, kept)
-        lowest = best[:, -1:]
+        lowest, top = best[:, -1:], best[:, :1]
         if self.top_p < 1.0:
-            top = best[:, :1]
-            more = pieces[:, :, self.candidates]
-            ends = pieces[:, :, self.candidates - 1]
+            more = by_rank[:, :, self.candidates]
+            ends = by_rank[:, :, self.candidates - 1]
             total = (more * ops.equal(ends, lowest).astype(ms.float32)).sum(axis=1, keepdims=True)
             total = total * ops.exp(lowest - top)
             counted = (every >= lowest).astype(ms.float32)
@@ -84,64 +121,4 @@ class Sampler(nn.Cell):
             earlier = self.cumulate(mass, 1) - mass
             inside = earlier < self.top_p * total
             lowest = ops.where(inside, best, top).min(axis=1, keepdims=True)
-        return lowest
-
-    def construct(self, logits: Any, uniforms: Any, banned: Any, seen: Any) -> Any:
-        raw = logits * self.scale
-        processed = self._processed(logits, banned, seen)
-        top = processed.max(axis=1, keepdims=True)
-        mass = ops.exp(processed - top)
-        raw_top = raw.max(axis=1, keepdims=True)
-        raw_mass = ops.exp(raw - raw_top).sum(axis=1, keepdims=True)
-        columns = (top, mass.sum(axis=1, keepdims=True), raw_top, raw_mass)
-        pieces = self.gather(ops.concat(columns, 1))
-        tops = pieces[:, :, 0]
-        highest = tops.max(axis=1, keepdims=True)
-        raw_highest = pieces[:, :, 2].max(axis=1, keepdims=True)
-        raw_total = (pieces[:, :, 3] * ops.exp(pieces[:, :, 2] - raw_highest)).sum(axis=1)
-        log_total = raw_highest[:, 0] + ops.log(raw_total)
-        if self.greedy:
-            onehot = self._first_of(ops.equal(processed, highest))
-            owner = self._first_rank(tops, highest)
-        else:
-            onehot, owner = self._draw(processed, mass, top, highest, pieces, uniforms)
-        mine = onehot * owner
-        token = (mine * self.ids).sum(axis=1, keepdims=True)
-        logit = ops.where(mine > 0, raw, ops.zeros_like(raw)).sum(axis=1, keepdims=True)
-        chosen = self.gather(ops.concat((token, logit), 1)).sum(axis=1)
-        return chosen[:, 0].astype(ms.int32), chosen[:, 1] - log_total
-
-    def _first_of(self, flags: Any) -> Any:
-        ones = flags.astype(ms.float32)
-        return ones * (ops.equal(self.cumulate(ones, 1), 1.0)).astype(ms.float32)
-
-    def _first_rank(self, tops: Any, highest: Any) -> Any:
-        return self._first_of(ops.equal(tops, highest))[:, self.index : self.index + 1]
-
-    def _draw(
-        self, processed: Any, mass: Any, top: Any, highest: Any, pieces: Any, uniforms: Any
-    ) -> Any:
-        """(one-hot over the local vocabulary, 1.0 on the rank that owns the token)."""
-        lift = ops.exp(top - highest)
-        if self.truncates or self.min_p > 0:
-            lowest = ops.full_like(highest, NEVER)
-            if self.truncates:
-                lowest = self._threshold(processed)
-            if self.min_p > 0:
-                lowest = ops.maximum(lowest, highest + ops.log(Tensor(self.min_p, ms.float32)))
-            mass = mass * (processed >= lowest).astype(ms.float32) * lift
-            shares = self.gather(mass.sum(axis=1, keepdims=True))[:, :, 0]
-        else:
-            mass = mass * lift
-            shares = pieces[:, :, 1] * ops.exp(pieces[:, :, 0] - highest)
-        ends = self.cumulate(shares, 1)
-        aim = ops.expand_dims(uniforms, 1) * ends[:, -1:]
-        # Rounding may leave the aim at the very end: the last rank with any mass takes it then.
-        aim = ops.minimum(aim, ends[:, -1:] * (1.0 - 1e-7))
-        owner = self._first_of(ends > aim)[:, self.index : self.index + 1]
-        begin = (shares * self.before).sum(axis=1, keepdims=True)
-        sums = self.cumulate(mass, 1)
-        # `begin` and `ends` round apart; below zero, a token without mass would be first past the aim.
-        within = ops.maximum(aim - begin, ops.zeros_like(begin))
-        within = ops.minimum(within, sums[:, -1:] * (1.0 - 1e-7))
-        return self._first_of(sums > within), owner
+        return lowest, top

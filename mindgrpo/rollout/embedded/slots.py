@@ -1,4 +1,4 @@
-"""Continuous batching over the backend's slots: two graphs, one that fills prompts' entries and one that decodes.
+"""Continuous batching over the backend's slots: two graphs, one that fills prompts' prefix blocks and one that decodes.
 
 A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph. Refuses
 to know what a request is and to decide when weights are fresh: engine.py does.
@@ -15,17 +15,16 @@ from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.rollout import (
-    Job,
+    GenerationBatch,
+    KVCacheLayout,
+    LocalModelShape,
     Memory,
-    Partition,
-    Rules,
-    Share,
     Slots,
 )
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
-from mindgrpo.rollout.embedded.kv_cache import Footprint, Room
-from mindgrpo.rollout.sampling_params import SamplingSettings
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
@@ -73,7 +72,7 @@ class _Layer(nn.Cell):
 
 
 class _Prompts(nn.Cell):
-    """tokens int32 [N], -1 where there is none: keys and values of prompts, and first inputs, into their entries."""
+    """tokens int32 [N], -1 where there is none: keys and values of prompts, and first inputs, to prefix blocks."""
 
     def __init__(self, shard: Shard, slots: Slots) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class _Decode(nn.Cell):
         self.head_table = shard.head_table
         self.table = shard["model.embed_tokens.weight"]
         self.head = slots.head()
-        self.narrow = nn.CellList([slots.narrow(i) for i in range(slots.num_narrowings)])
+        self.truncate = nn.CellList([slots.truncate(i) for i in range(slots.num_truncation_rounds)])
         self.draw = slots.draw()
         self.commit = slots.commit()
         self.gather = shard.group.gather_cell()
@@ -122,12 +121,12 @@ class _Decode(nn.Cell):
             added = self.nothing
             for layer in self.layers:
                 x, added = layer(x, added)
-            logits, pieces = self.head(x, added, self.norm, self.head_table)
-            pieces = self.gather(pieces)
-            answer = pieces
-            for narrow in self.narrow:
-                answer = self.gather(narrow(logits, pieces, answer))
-            drawn = self.draw(logits, pieces, answer, self.table)
+            logits, stats = self.head(x, added, self.norm, self.head_table)
+            stats = self.gather(stats)
+            answer = stats
+            for truncate in self.truncate:
+                answer = self.gather(truncate(logits, stats, answer))
+            drawn = self.draw(logits, stats, answer, self.table)
             x, left = self.commit(self.total(drawn))
         return left
 
@@ -139,97 +138,99 @@ class SlotDecoder:
         self,
         shard: Shard,
         backend: Backend,
-        settings: SamplingSettings,
-        room: Room,
+        sampling: SamplingParams,
+        cache_config: KVCacheConfig,
     ) -> None:
-        self._room = room
-        share = _share(shard)
-        heads = (share.heads.queries, share.heads.kv, share.heads.dim)
-        penalised = settings.repetition_penalty != 1.0
-        footprint = Footprint.of(
-            room,
-            share.layers,
-            share.hidden,
-            share.inner,
+        self._cache_config = cache_config
+        model_shape = _model_shape(shard)
+        heads = (model_shape.heads.queries, model_shape.heads.kv, model_shape.heads.dim)
+        penalised = sampling.repetition_penalty != 1.0
+        sizes = KVCacheSizes.of(
+            cache_config,
+            model_shape.layers,
+            model_shape.hidden,
+            model_shape.inner,
             heads,
-            share.vocabulary.width if penalised else 0,
+            model_shape.vocabulary.width if penalised else 0,
         )
-        cache = backend.pool(footprint.num_bytes)
+        cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        memory = _views(cache, footprint)
-        rotary = rotary_table(shard.config, room.max_prompt + room.max_tokens)
+        memory = _views(cache, sizes)
+        rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
         slots = shard.kernels.slots(
-            share, settings.rules(), rotary, room.slots, room.prompt_rows, memory
+            model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )
         self._slots = slots
         self._prompts = backend.graph(_Prompts(shard, slots), "prompts")
         self._shard, self._backend = shard, backend
-        self._decoders: list[tuple[Rules, Any]] = []
-        self._decode = self._decoder_for(settings.rules())
+        self._decoders: list[tuple[SamplingParams, Any]] = []
+        self._decode = self._decoder_for(sampling)
         self._ticket = Tensor([0], ms.int32)
 
-    def _decoder_for(self, rules: Rules) -> Any:
-        """A graph that is there already, wherever one can draw by `rules`: the numbers in them are no part of it."""
-        self._slots.use(rules)
+    def _decoder_for(self, sampling: SamplingParams) -> Any:
+        """A graph that is there already, wherever one can draw by `sampling`: the numbers in them are no part of it."""
+        self._slots.use(sampling)
         for made_with, graph in self._decoders:
             if self._slots.serves(made_with):
                 return graph
         graph = self._backend.graph(_Decode(self._shard, self._slots, DECODE_STEPS), "decode")
-        self._decoders.append((rules, graph))
+        self._decoders.append((sampling, graph))
         return graph
 
-    def run(self, job: Job, settings: SamplingSettings) -> RolloutStats:
-        self._decode = self._decoder_for(settings.rules())
-        lengths = [len(prompt) for prompt in job.prompts]
-        groups = np.bincount(job.prompt_of, minlength=len(job.prompts))
-        partition = self._room.partition(lengths, groups.tolist(), int(job.limits.max()))
-        self._slots.start(job, partition)
-        waiting = deque(_by_prompt(job.prompt_of, len(job.prompts)))
+    def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
+        self._decode = self._decoder_for(sampling)
+        lengths = [len(prompt) for prompt in batch.prompts]
+        groups = np.bincount(batch.prompt_of, minlength=len(batch.prompts))
+        layout = self._cache_config.partition(lengths, groups.tolist(), int(batch.limits.max()))
+        self._slots.start(batch, layout)
+        waiting = deque(_by_prompt(batch.prompt_of, len(batch.prompts)))
         prompt_tokens = 0
         left = 1
         while left or waiting:
-            if self._slots.waiting < partition.slots:
-                prompt_tokens += self._bring_prompts(job, partition, waiting)
+            if self._slots.waiting < layout.slots:
+                prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = int(self._decode(self._ticket).asnumpy()[0])
         steps, rows = self._slots.steps
-        return RolloutStats(int(job.lengths.sum()), rows, steps * partition.slots, prompt_tokens)
+        return RolloutStats(int(batch.lengths.sum()), rows, steps * layout.slots, prompt_tokens)
 
     def _bring_prompts(
-        self, job: Job, partition: Partition, waiting: deque[tuple[int, list[int]]]
+        self, batch: GenerationBatch, layout: KVCacheLayout, waiting: deque[tuple[int, list[int]]]
     ) -> int:
-        """Puts prompts into the entries that are free and their samples into the queue; prompt tokens computed."""
-        free = np.flatnonzero(self._slots.users[: partition.entries] == 0)
+        """Puts prompts into free prefix blocks and their samples into the queue; gives the prompt tokens computed."""
+        free = np.flatnonzero(self._slots.users[: layout.prefix_blocks] == 0)
         brought: list[tuple[int, np.ndarray]] = []
-        for entry in free[: len(waiting)].tolist():
+        for prefix in free[: len(waiting)].tolist():
             index, samples = waiting.popleft()
-            brought.append((entry, job.prompts[index]))
+            brought.append((prefix, batch.prompts[index]))
             for sample in samples:
-                self._slots.enqueue(sample, entry)
+                self._slots.enqueue(sample, prefix)
         if not brought:
             return 0
         self._fill(brought)
         return sum(len(prompt) for _, prompt in brought)
 
     def _fill(self, brought: list[tuple[int, np.ndarray]]) -> None:
-        entries = np.concatenate([np.full(len(p) - 1, entry, np.int32) for entry, p in brought])
+        prefix_blocks = np.concatenate(
+            [np.full(len(p) - 1, prefix, np.int32) for prefix, p in brought]
+        )
         seen = np.concatenate([np.arange(1, len(p), dtype=np.int32) for _, p in brought])
         tokens = np.concatenate([p[:-1] for _, p in brought] + [[p[-1] for _, p in brought]])
-        starts = np.array([entry for entry, _ in brought], np.int32)
-        size, keys = self._room.prompt_rows, len(entries)
+        starts = np.array([prefix for prefix, _ in brought], np.int32)
+        size, keys = self._cache_config.prompt_rows, len(prefix_blocks)
         for begin in range(0, len(tokens), size):
             end = min(begin + size, len(tokens))
             rows = slice(begin, min(end, keys))
             self._slots.set_prompt_rows(
-                entries[rows], seen[rows], starts[max(0, begin - keys) : max(0, end - keys)]
+                prefix_blocks[rows], seen[rows], starts[max(0, begin - keys) : max(0, end - keys)]
             )
             given = np.full(size, -1, np.int32)
             given[: end - begin] = tokens[begin:end]
             self._prompts(Tensor(given)).asnumpy()
 
 
-def _share(shard: Shard) -> Share:
+def _model_shape(shard: Shard) -> LocalModelShape:
     config, first = shard.config, f"model.layers.{shard.layers.start}."
-    return Share(
+    return LocalModelShape(
         len(shard.layers),
         config.hidden_size,
         shard[first + "mlp.down_proj.weight"].shape[0],
@@ -241,9 +242,9 @@ def _share(shard: Shard) -> Share:
     )
 
 
-def _views(pool: Pool, footprint: Footprint) -> Memory:
+def _views(pool: Pool, sizes: KVCacheSizes) -> Memory:
     offset, views = 0, []
-    for size in footprint.sizes:
+    for size in sizes.sizes:
         views.append(pool.view(offset, (size,)))
         offset += size
     return Memory(*views)

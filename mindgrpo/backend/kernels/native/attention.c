@@ -5,11 +5,12 @@
  * other, so work and memory follow the samples' lengths, not the row's. Attention as in arXiv:1706.03762, section
  * 3.2.1; the backward from the stored log-sum-exp as in arXiv:2205.14135, appendix B.4.
  */
-#include <omp.h>
+#include <stdatomic.h>
 
-#include "core.h"
+#include "gemm.h"
+#include "kernel.h"
 
-enum { BLOCK = 16, SLACK = 2 * LANES };
+enum { BLOCK = 16, SLACK = 2 * VEC };
 
 typedef struct {
     int64_t begin, end, prefix, prefix_length;
@@ -19,76 +20,116 @@ typedef struct {
     int64_t first_run, end_run, begin, end;
 } Cluster;
 
-typedef struct {
-    Run *runs;
-    Cluster *clusters;
-    int64_t num_clusters;
-} Places;
-
-typedef struct {
+/* One call. Members take heads of clusters in turn, each with `floats` of `memory`. */
+typedef struct Task {
     const float *qkv, *bias, *q_norm, *k_norm, *rotary;
     const int32_t *positions;
     int64_t queries, kv, dim, width;
     float eps, scale;
-} Problem;
+    Run *runs;
+    Cluster *clusters;
+    int64_t num_clusters, longest;
+    float *out, *lse;
+    const float *dout;
+    float *dqkv, *dnorms; /* dnorms [clusters kv, 2, dim] */
+    void (*one_head)(const struct Task *t, const Cluster *cluster, int64_t head, float *memory, float *dnorms);
+    float *memory;
+    int64_t floats;
+    _Atomic int64_t next;
+} Task;
 
-static int find_places(const int32_t *spans, int64_t rows, int64_t length, Places *places) {
-    int64_t total = rows * length, runs = 0, clusters = 0;
-    places->runs = malloc((total + 1) * sizeof(Run));
-    places->clusters = malloc((total + 1) * sizeof(Cluster));
-    if (!places->runs || !places->clusters) return 1;
-    for (int64_t i = 0; i < total; i++) {
-        const int32_t *span = spans + 3 * i;
-        int64_t base = i / length * length, start = base + span[2];
-        if (runs && places->runs[runs - 1].begin == start && start < i) {
-            places->runs[runs - 1].end = i + 1;
-            places->clusters[clusters - 1].end = i + 1;
-            continue;
-        }
-        if (start != i) return 2;
-        places->runs[runs] = (Run){i, i + 1, base + span[0], span[1]};
-        if (span[1] == 0)
-            places->clusters[clusters++] = (Cluster){runs, 0, i, i + 1};
-        else if (!clusters || base + span[0] < places->clusters[clusters - 1].begin || base + span[0] + span[1] > i)
-            return 2;
-        runs++;
-        places->clusters[clusters - 1].end_run = runs;
-        places->clusters[clusters - 1].end = i + 1;
-    }
-    places->num_clusters = clusters;
+/* One head of keys of a cluster of n tokens; `kt` is the keys' transpose [dim, ld], and scores are [BLOCK, lds]. */
+typedef struct {
+    const Task *t;
+    const Cluster *cluster;
+    int64_t head, n, dim, ld, lds;
+    float *keys, *values, *kt, *rest;
+} Head;
+
+/* Up to BLOCK tokens of a run under one head of queries. They see `shared` tokens of the cluster from `shared_at` on,
+ * and up to `own` from `own_at` on, the last one all of them. */
+typedef struct {
+    const Run *run;
+    int64_t query, first, m, shared, shared_at, own, own_at;
+} Block;
+
+#define ATTENTION_INPUTS                                                                                     \
+    "qkv f32[N, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, positions i32[R, T], spans i32[R, T, 3], " \
+    "rotary f32[S, 2D], sizes i32[3], numbers f32[2]"
+
+/* `sizes`: heads of queries, of keys, and their dim; `numbers`: the norms' eps and the scores' scale. */
+static int read_inputs(const Call *call, Task *t) {
+    const int32_t *sizes = call->params[7];
+    const float *numbers = call->params[8];
+    int64_t tokens = dim(call, 'N');
+    *t = (Task){call->params[0], optional(call, 1), optional(call, 2), optional(call, 3),
+                call->params[6], call->params[4],   sizes[0],          sizes[1],
+                sizes[2],        dim(call, 'W'),    numbers[0],        numbers[1]};
+    if (t->kv < 1 || t->queries < 1 || t->queries % t->kv || t->dim != dim(call, 'D') || !t->q_norm != !t->k_norm ||
+        t->width != (t->queries + 2 * t->kv) * t->dim || dim(call, 'M') != t->queries * t->dim ||
+        dim(call, 'Q') != t->queries || tokens != dim(call, 'R') * dim(call, 'T'))
+        return refuse(call, "%d heads of queries and %d of keys of dim %d do not fit [%ld, %ld] and [%ld, %ld]",
+                      sizes[0], sizes[1], sizes[2], tokens, t->width, dim(call, 'R'), dim(call, 'T'));
+    for (int64_t i = 0; i < tokens; i++)
+        if (t->positions[i] < 0 || t->positions[i] >= dim(call, 'S'))
+            return refuse(call, "position %d of token %ld is not below the %ld rotary angles", t->positions[i], i,
+                          dim(call, 'S'));
     return 0;
 }
 
-static void free_places(Places *places) {
-    free(places->runs);
-    free(places->clusters);
+static int find_clusters(const Call *call, Task *t) {
+    const int32_t *spans = call->params[5];
+    int64_t total = dim(call, 'N'), length = dim(call, 'T');
+    t->runs = allocate(call, (total + 1) * (sizeof(Run) + sizeof(Cluster)));
+    if (!t->runs) return KERNEL_OUT_OF_MEMORY;
+    t->clusters = (Cluster *)(t->runs + total + 1);
+    Run *run = t->runs - 1;
+    Cluster *cluster = t->clusters - 1;
+    for (int64_t i = 0; i < total; i++) {
+        const int32_t *span = spans + 3 * i;
+        int64_t base = i / length * length, start = base + span[2], prefix = base + span[0];
+        if (!i || run->begin != start || start == i) {
+            if (start != i || span[1] < 0 || (span[1] && (!i || prefix < cluster->begin || prefix + span[1] > i)))
+                return refuse(call, "span (%d, %d, %d) of token %ld is not of its cluster", span[0], span[1], span[2],
+                              i);
+            *++run = (Run){i, i, span[1] ? prefix : i, span[1]};
+            if (!span[1]) *++cluster = (Cluster){run - t->runs, 0, i, i};
+        }
+        run->end = cluster->end = i + 1;
+        cluster->end_run = run + 1 - t->runs;
+        t->longest = i + 1 - cluster->begin > t->longest ? i + 1 - cluster->begin : t->longest;
+    }
+    t->num_clusters = cluster + 1 - t->clusters;
+    return 0;
 }
 
-static Problem problem_of(void **params, int64_t **shapes) {
-    const int32_t *sizes = params[7];
-    const float *numbers = params[8];
-    Problem p = {.qkv = params[0], .positions = params[4], .rotary = params[6]};
-    p.queries = sizes[0], p.kv = sizes[1], p.dim = sizes[2];
-    p.bias = sizes[3] ? params[1] : NULL;
-    p.q_norm = sizes[4] ? params[2] : NULL;
-    p.k_norm = sizes[4] ? params[3] : NULL;
-    p.width = shapes[0][1];
-    p.eps = numbers[0], p.scale = numbers[1];
-    return p;
+static void take_heads(void *task, Member member) {
+    Task *t = task;
+    for (int64_t i; (i = atomic_fetch_add(&t->next, 1)) < t->num_clusters * t->kv;)
+        t->one_head(t, &t->clusters[i / t->kv], i % t->kv, t->memory + member.index * t->floats,
+                    t->dnorms + i * 2 * t->dim);
+}
+
+/* Every head of every cluster, each with `fixed` floats and `by_token` more for a token of its cluster. */
+static int run_heads(const Call *call, Task *t, int64_t by_token, int64_t fixed) {
+    int status = find_clusters(call, t);
+    if (status) return status;
+    int64_t dnorms = t->num_clusters * t->kv * 2 * t->dim, members = pool_size();
+    t->floats = padded(fixed + by_token * t->longest);
+    t->memory = allocate(call, (members * t->floats + dnorms) * sizeof(float));
+    if (!t->memory) return KERNEL_OUT_OF_MEMORY;
+    t->dnorms = t->memory + members * t->floats;
+    memset(t->dnorms, 0, dnorms * sizeof(float));
+    pool_run(take_heads, t);
+    return 0;
 }
 
 /* Head number `head` of the projection: queries first, then keys, then values. */
-static void load_turned(const Problem *p, int64_t token, int64_t head, float *out) {
-    int64_t at = head * p->dim;
-    const float *norm = head < p->queries ? p->q_norm : p->k_norm;
-    turned_head(p->qkv + token * p->width + at, p->bias ? p->bias + at : NULL, norm, p->eps,
-                p->rotary + (int64_t)p->positions[token] * 2 * p->dim, p->dim, out);
-}
-
-static void load_value(const Problem *p, int64_t token, int64_t head, float *out) {
-    int64_t at = (p->queries + p->kv + head) * p->dim;
-    const float *source = p->qkv + token * p->width + at;
-    for (int64_t i = 0; i < p->dim; i++) out[i] = source[i] + (p->bias ? p->bias[at + i] : 0.0f);
+static void load_rotated(const Task *t, int64_t token, int64_t head, float *out) {
+    int64_t at = head * t->dim;
+    norm_and_rope(t->qkv + token * t->width + at, t->bias ? t->bias + at : NULL,
+                  head < t->queries ? t->q_norm : t->k_norm, t->eps,
+                  t->rotary + (int64_t)t->positions[token] * 2 * t->dim, t->dim, out);
 }
 
 static void transpose(const float *a, int64_t rows, int64_t columns, float *out, int64_t ld) {
@@ -98,203 +139,198 @@ static void transpose(const float *a, int64_t rows, int64_t columns, float *out,
     }
 }
 
-/* s [m, .] = q k^T over the run's prefix, then over its own tokens up to the block's last; what is computed past the
- * end is rounding up to whole lanes, overwritten or unread. */
-static void scores(int64_t m, const float *q, const float *kt, int64_t ld, const Cluster *cluster, const Run *run,
-                   int64_t own, int64_t dim, float *s, int64_t lds) {
-    if (run->prefix_length)
-        product(m, (run->prefix_length + SLACK - 1) / SLACK * SLACK, dim, q, dim, 1,
-                kt + run->prefix - cluster->begin, ld, s, lds, 0);
-    product(m, (own + SLACK - 1) / SLACK * SLACK, dim, q, dim, 1, kt + run->begin - cluster->begin, ld,
-            s + run->prefix_length, lds, 0);
-}
-
-static void weighted_sum(int64_t m, const float *s, int64_t lds, const float *values, const Cluster *cluster,
-                         const Run *run, int64_t own, int64_t dim, float *out) {
-    product(m, dim, run->prefix_length, s, lds, 1, values + (run->prefix - cluster->begin) * dim, dim, out, dim, 0);
-    product(m, dim, own, s + run->prefix_length, lds, 1, values + (run->begin - cluster->begin) * dim, dim, out, dim,
-            1);
-}
-
-static void forward_head(const Problem *p, const Cluster *cluster, const Run *runs, int64_t head, float *out,
-                         float *lse) {
-    int64_t n = cluster->end - cluster->begin, dim = p->dim, ld = n + SLACK, share = p->queries / p->kv;
-    int64_t lds = n + 2 * SLACK;
-    float *keys = malloc((2 * n * dim + ld * dim + BLOCK * (lds + 2 * dim)) * sizeof(float));
-    float *values = keys + n * dim, *kt = values + n * dim, *s = kt + ld * dim, *q = s + BLOCK * lds;
-    float *mixed = q + BLOCK * dim;
+static Head head_of(const Task *t, const Cluster *cluster, int64_t head, float *memory) {
+    int64_t n = cluster->end - cluster->begin, dim = t->dim, at = (t->queries + t->kv + head) * dim;
+    Head h = {t, cluster, head, n, dim, n + SLACK, n + 2 * SLACK, memory, memory + n * dim, memory + 2 * n * dim, NULL};
+    h.rest = h.kt + h.ld * dim;
     for (int64_t i = 0; i < n; i++) {
-        load_turned(p, cluster->begin + i, p->queries + head, keys + i * dim);
-        load_value(p, cluster->begin + i, head, values + i * dim);
+        const float *source = t->qkv + (cluster->begin + i) * t->width + at;
+        load_rotated(t, cluster->begin + i, t->queries + head, h.keys + i * dim);
+        for (int64_t j = 0; j < dim; j++) h.values[i * dim + j] = source[j] + (t->bias ? t->bias[at + j] : 0.0f);
     }
-    transpose(keys, n, dim, kt, ld);
-    for (int64_t query = head * share; query < (head + 1) * share; query++)
-        for (const Run *run = runs + cluster->first_run; run < runs + cluster->end_run; run++)
-            for (int64_t first = run->begin; first < run->end; first += BLOCK) {
-                int64_t m = run->end - first < BLOCK ? run->end - first : BLOCK;
-                int64_t own = first + m - run->begin, prefix = run->prefix_length;
-                for (int64_t i = 0; i < m; i++) {
-                    load_turned(p, first + i, query, q + i * dim);
-                    for (int64_t j = 0; j < dim; j++) q[i * dim + j] *= p->scale;
-                }
-                scores(m, q, kt, ld, cluster, run, own, dim, s, lds);
-                for (int64_t i = 0; i < m; i++) {
-                    float *row = s + i * lds, top = row[0], sum = 0.0f;
-                    int64_t seen = prefix + own - m + i + 1;
-#pragma omp simd reduction(max : top)
-                    for (int64_t j = 1; j < seen; j++) top = row[j] > top ? row[j] : top;
-#pragma omp simd reduction(+ : sum)
-                    for (int64_t j = 0; j < seen; j++) {
-                        row[j] = fast_exp(row[j] - top);
-                        sum += row[j];
-                    }
-                    for (int64_t j = 0; j < seen; j++) row[j] /= sum;
-                    memset(row + seen, 0, (prefix + own - seen) * sizeof(float));
-                    lse[(first + i) * p->queries + query] = top + logf(sum);
-                }
-                weighted_sum(m, s, lds, values, cluster, run, own, dim, mixed);
-                for (int64_t i = 0; i < m; i++)
-                    memcpy(out + ((first + i) * p->queries + query) * dim, mixed + i * dim, dim * sizeof(float));
-            }
-    free(keys);
+    transpose(h.keys, n, dim, h.kt, h.ld);
+    return h;
 }
 
-/* (qkv [N, W], bias, q_norm, k_norm, positions [R, T], spans [R, T, 3], rotary [S, 2 D], sizes int32 [5], numbers [2])
- * -> (mixed [N, queries D], log-sum-exp [N, queries]) */
-int attention(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Problem p = problem_of(params, shapes);
-    float *out = params[9], *lse = params[10];
-    Places places;
-    int wrong = find_places(params[5], shapes[4][0], shapes[4][1], &places);
-    if (!wrong) {
-#pragma omp parallel for schedule(dynamic)
-        for (int64_t item = 0; item < places.num_clusters * p.kv; item++)
-            forward_head(&p, &places.clusters[item / p.kv], places.runs, item % p.kv, out, lse);
+/* The head's next block; from one without a run the first. 0 after the last. */
+static int next_block(const Head *h, Block *b) {
+    const Run *runs = h->t->runs + h->cluster->first_run, *end = h->t->runs + h->cluster->end_run;
+    int64_t share = h->t->queries / h->t->kv;
+    b->first += BLOCK;
+    if (!b->run || b->first >= b->run->end) {
+        b->query = !b->run ? h->head * share : b->run + 1 == end ? b->query + 1 : b->query;
+        b->run = !b->run || b->run + 1 == end ? runs : b->run + 1;
+        b->first = b->run->begin;
     }
-    free_places(&places);
-    return wrong;
+    b->m = b->run->end - b->first < BLOCK ? b->run->end - b->first : BLOCK;
+    b->shared = b->run->prefix_length, b->shared_at = b->run->prefix - h->cluster->begin;
+    b->own = b->first + b->m - b->run->begin, b->own_at = b->run->begin - h->cluster->begin;
+    return b->query < (h->head + 1) * share;
+}
+
+static void load_queries(const Head *h, const Block *b, float *q) {
+    for (int64_t i = 0; i < b->m; i++, q += h->dim) {
+        load_rotated(h->t, b->first + i, b->query, q);
+        for (int64_t j = 0; j < h->dim; j++) q[j] *= h->t->scale;
+    }
+}
+
+/* s = q k^T over all that the block sees; what is computed past the end is rounding up to whole panels of the product,
+ * overwritten or unread. */
+static void scores(const Head *h, const Block *b, const float *q, const float *kt, float *s) {
+    int64_t shared = (b->shared + SLACK - 1) / SLACK * SLACK, own = (b->own + SLACK - 1) / SLACK * SLACK;
+    gemm_alone(b->m, shared, h->dim, q, h->dim, 1, kt + b->shared_at, h->ld, s, h->lds, 0);
+    gemm_alone(b->m, own, h->dim, q, h->dim, 1, kt + b->own_at, h->ld, s + b->shared, h->lds, 0);
+}
+
+/* out [m, dim] = s rows, of what the block sees */
+static void weighted_sum(const Head *h, const Block *b, const float *s, const float *rows, float *out) {
+    int64_t dim = h->dim;
+    gemm_alone(b->m, dim, b->shared, s, h->lds, 1, rows + b->shared_at * dim, dim, out, dim, 0);
+    gemm_alone(b->m, dim, b->own, s + b->shared, h->lds, 1, rows + b->own_at * dim, dim, out, dim, 1);
+}
+
+/* out [n, dim] += s^T rows, on what the block sees */
+static void add_to_seen(const Head *h, const Block *b, const float *s, const float *rows, float *out) {
+    int64_t dim = h->dim;
+    gemm_alone(b->shared, dim, b->m, s, 1, h->lds, rows, dim, out + b->shared_at * dim, dim, 1);
+    gemm_alone(b->own, dim, b->m, s + b->shared, 1, h->lds, rows, dim, out + b->own_at * dim, dim, 1);
+}
+
+static void forward_head(const Task *t, const Cluster *cluster, int64_t head, float *memory, float *dnorms) {
+    Head h = head_of(t, cluster, head, memory);
+    float *s = h.rest, *q = s + BLOCK * h.lds, *mixed = q + BLOCK * h.dim;
+    (void)dnorms;
+    for (Block b = {0}; next_block(&h, &b);) {
+        load_queries(&h, &b, q);
+        scores(&h, &b, q, h.kt, s);
+        for (int64_t i = 0; i < b.m; i++) {
+            int64_t end = b.shared + b.own, seen = end - b.m + i + 1;
+            float *row = s + i * h.lds, top = largest(row, seen), sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < seen; j++) sum += row[j] = fast_exp(row[j] - top);
+            for (int64_t j = 0; j < seen; j++) row[j] /= sum;
+            memset(row + seen, 0, (end - seen) * sizeof(float));
+            t->lse[(b.first + i) * t->queries + b.query] = top + logf(sum);
+        }
+        weighted_sum(&h, &b, s, h.values, mixed);
+        for (int64_t i = 0; i < b.m; i++)
+            memcpy(t->out + ((b.first + i) * t->queries + b.query) * h.dim, mixed + i * h.dim, h.dim * sizeof(float));
+    }
+}
+
+KERNEL(attention, ATTENTION_INPUTS " -> mixed f32[N, M], log_sum_exp f32[N, Q]") {
+    Task t;
+    int status = read_inputs(call, &t);
+    if (status) return status;
+    t.out = call->params[9], t.lse = call->params[10], t.one_head = forward_head;
+    status = run_heads(call, &t, 3 * t.dim + BLOCK, SLACK * t.dim + BLOCK * 2 * (SLACK + t.dim));
+    free(t.memory);
+    free(t.runs);
+    return status;
 }
 
 /* Turns a gradient back and takes it through the norm: `dy` [D] in, the projection's gradient out to dqkv;
  * the norm's weight's gradient is added to dnorm. */
-static void store_turned(const Problem *p, int64_t token, int64_t head, float *dy, float *dqkv, float *dnorm) {
-    int64_t dim = p->dim, half = dim / 2, at = head * dim;
-    const float *angles = p->rotary + (int64_t)p->positions[token] * 2 * dim;
+static void store_rotated(const Task *t, int64_t token, int64_t head, float *dy, float *dnorm) {
+    int64_t dim = t->dim, half = dim / 2, at = head * dim;
+    const float *angles = t->rotary + (int64_t)t->positions[token] * 2 * dim;
     for (int64_t i = 0; i < half; i++) {
         float low = dy[i], high = dy[i + half];
         dy[i] = low * angles[i] + high * angles[dim + i];
         dy[i + half] = high * angles[i] - low * angles[dim + i];
     }
-    const float *norm = head < p->queries ? p->q_norm : p->k_norm, *source = p->qkv + token * p->width + at;
-    float *out = dqkv + token * p->width + at;
+    const float *norm = head < t->queries ? t->q_norm : t->k_norm, *source = t->qkv + token * t->width + at;
+    float *out = t->dqkv + token * t->width + at, square = 0.0f, mean = 0.0f;
     if (!norm) {
         memcpy(out, dy, dim * sizeof(float));
         return;
     }
-    float square = 0.0f, mean = 0.0f;
     for (int64_t i = 0; i < dim; i++) {
-        float x = source[i] + (p->bias ? p->bias[at + i] : 0.0f);
+        float x = source[i] + (t->bias ? t->bias[at + i] : 0.0f);
         square += x * x;
         mean += x * norm[i] * dy[i];
     }
-    float scale = 1.0f / sqrtf(square / dim + p->eps), back = mean / dim * scale * scale * scale;
+    float scale = 1.0f / sqrtf(square / dim + t->eps), back = mean / dim * scale * scale * scale;
     for (int64_t i = 0; i < dim; i++) {
-        float x = source[i] + (p->bias ? p->bias[at + i] : 0.0f);
+        float x = source[i] + (t->bias ? t->bias[at + i] : 0.0f);
         dnorm[i] += dy[i] * x * scale;
         out[i] = scale * norm[i] * dy[i] - x * back;
     }
 }
 
-static void backward_head(const Problem *p, const Cluster *cluster, const Run *runs, int64_t head, const float *out,
-                          const float *lse, const float *dout, float *dqkv, float *dnorms) {
-    int64_t n = cluster->end - cluster->begin, dim = p->dim, ld = n + SLACK, share = p->queries / p->kv;
-    int64_t lds = n + 2 * SLACK;
-    float *keys = malloc((4 * n * dim + 2 * ld * dim + BLOCK * (2 * lds + 3 * dim)) * sizeof(float));
-    float *values = keys + n * dim, *dkeys = values + n * dim, *dvalues = dkeys + n * dim;
-    float *kt = dvalues + n * dim, *vt = kt + ld * dim, *s = vt + ld * dim, *ds = s + BLOCK * lds;
-    float *q = ds + BLOCK * lds, *dy = q + BLOCK * dim, *dq = dy + BLOCK * dim;
-    for (int64_t i = 0; i < n; i++) {
-        load_turned(p, cluster->begin + i, p->queries + head, keys + i * dim);
-        load_value(p, cluster->begin + i, head, values + i * dim);
-    }
-    transpose(keys, n, dim, kt, ld);
-    transpose(values, n, dim, vt, ld);
+static void backward_head(const Task *t, const Cluster *cluster, int64_t head, float *memory, float *dnorms) {
+    Head h = head_of(t, cluster, head, memory);
+    int64_t n = h.n, dim = h.dim;
+    float *vt = h.rest, *dkeys = vt + h.ld * dim, *dvalues = dkeys + n * dim, *s = dvalues + n * dim;
+    float *ds = s + BLOCK * h.lds, *q = ds + BLOCK * h.lds, *dy = q + BLOCK * dim, *dq = dy + BLOCK * dim;
+    transpose(h.values, n, dim, vt, h.ld);
     memset(dkeys, 0, 2 * n * dim * sizeof(float));
-    for (int64_t query = head * share; query < (head + 1) * share; query++)
-        for (const Run *run = runs + cluster->first_run; run < runs + cluster->end_run; run++)
-            for (int64_t first = run->begin; first < run->end; first += BLOCK) {
-                int64_t m = run->end - first < BLOCK ? run->end - first : BLOCK;
-                int64_t own = first + m - run->begin, prefix = run->prefix_length;
-                int64_t shared_at = (run->prefix - cluster->begin) * dim, own_at = (run->begin - cluster->begin) * dim;
-                for (int64_t i = 0; i < m; i++) {
-                    load_turned(p, first + i, query, q + i * dim);
-                    for (int64_t j = 0; j < dim; j++) q[i * dim + j] *= p->scale;
-                    memcpy(dy + i * dim, dout + ((first + i) * p->queries + query) * dim, dim * sizeof(float));
-                }
-                scores(m, q, kt, ld, cluster, run, own, dim, s, lds);
-                scores(m, dy, vt, ld, cluster, run, own, dim, ds, lds);
-                for (int64_t i = 0; i < m; i++) {
-                    int64_t at = (first + i) * p->queries + query, seen = prefix + own - m + i + 1;
-                    float *row = s + i * lds, *drow = ds + i * lds, total = lse[at];
-                    float delta = dot(dy + i * dim, out + at * dim, dim);
-                    for (int64_t j = 0; j < seen; j++) {
-                        row[j] = fast_exp(row[j] - total);
-                        drow[j] = row[j] * (drow[j] - delta);
-                    }
-                    memset(row + seen, 0, (prefix + own - seen) * sizeof(float));
-                    memset(drow + seen, 0, (prefix + own - seen) * sizeof(float));
-                }
-                weighted_sum(m, ds, lds, keys, cluster, run, own, dim, dq);
-                product(prefix, dim, m, ds, 1, lds, q, dim, dkeys + shared_at, dim, 1);
-                product(own, dim, m, ds + prefix, 1, lds, q, dim, dkeys + own_at, dim, 1);
-                product(prefix, dim, m, s, 1, lds, dy, dim, dvalues + shared_at, dim, 1);
-                product(own, dim, m, s + prefix, 1, lds, dy, dim, dvalues + own_at, dim, 1);
-                for (int64_t i = 0; i < m; i++) {
-                    for (int64_t j = 0; j < dim; j++) dq[i * dim + j] *= p->scale;
-                    store_turned(p, first + i, query, dq + i * dim, dqkv, dnorms);
-                }
+    for (Block b = {0}; next_block(&h, &b);) {
+        load_queries(&h, &b, q);
+        for (int64_t i = 0; i < b.m; i++)
+            memcpy(dy + i * dim, t->dout + ((b.first + i) * t->queries + b.query) * dim, dim * sizeof(float));
+        scores(&h, &b, q, h.kt, s);
+        scores(&h, &b, dy, vt, ds);
+        for (int64_t i = 0; i < b.m; i++) {
+            int64_t at = (b.first + i) * t->queries + b.query, end = b.shared + b.own, seen = end - b.m + i + 1;
+            float *row = s + i * h.lds, *drow = ds + i * h.lds, total = t->lse[at];
+            float delta = dot(dy + i * dim, t->out + at * dim, dim);
+            for (int64_t j = 0; j < seen; j++) {
+                row[j] = fast_exp(row[j] - total);
+                drow[j] = row[j] * (drow[j] - delta);
             }
+            memset(row + seen, 0, (end - seen) * sizeof(float));
+            memset(drow + seen, 0, (end - seen) * sizeof(float));
+        }
+        weighted_sum(&h, &b, ds, h.keys, dq);
+        add_to_seen(&h, &b, ds, q, dkeys);
+        add_to_seen(&h, &b, s, dy, dvalues);
+        for (int64_t i = 0; i < b.m; i++) {
+            for (int64_t j = 0; j < dim; j++) dq[i * dim + j] *= t->scale;
+            store_rotated(t, b.first + i, b.query, dq + i * dim, dnorms);
+        }
+    }
     for (int64_t i = 0; i < n; i++) {
-        int64_t token = cluster->begin + i;
-        store_turned(p, token, p->queries + head, dkeys + i * dim, dqkv, dnorms + dim);
-        memcpy(dqkv + token * p->width + (p->queries + p->kv + head) * dim, dvalues + i * dim, dim * sizeof(float));
-    }
-    free(keys);
-}
-
-static void column_sums(const float *a, int64_t rows, int64_t columns, float *out) {
-#pragma omp parallel for if (rows * columns > 65536)
-    for (int64_t begin = 0; begin < columns; begin += 64) {
-        int64_t count = columns - begin < 64 ? columns - begin : 64;
-        memset(out + begin, 0, count * sizeof(float));
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t j = 0; j < count; j++) out[begin + j] += a[i * columns + begin + j];
+        int64_t token = cluster->begin + i, at = token * t->width + (t->queries + t->kv + head) * dim;
+        store_rotated(t, token, t->queries + head, dkeys + i * dim, dnorms + dim);
+        memcpy(t->dqkv + at, dvalues + i * dim, dim * sizeof(float));
     }
 }
 
-/* (attention's nine inputs, out, log-sum-exp, dout) -> (dqkv, dbias, dq_norm, dk_norm); the last three are zero where
- * the heads have none. */
-int attention_grad(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Problem p = problem_of(params, shapes);
-    const float *out = params[9], *lse = params[10], *dout = params[11];
-    float *dqkv = params[12];
-    Places places;
-    int wrong = find_places(params[5], shapes[4][0], shapes[4][1], &places);
-    int64_t items = wrong ? 0 : places.num_clusters * p.kv;
-    float *dnorms = calloc(items * 2 * p.dim + 1, sizeof(float));
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t item = 0; item < items; item++)
-        backward_head(&p, &places.clusters[item / p.kv], places.runs, item % p.kv, out, lse, dout, dqkv,
-                      dnorms + item * 2 * p.dim);
-    for (int k = 13; k < 16; k++) memset(params[k], 0, numel(k, ndims, shapes) * sizeof(float));
-    if (p.bias) column_sums(dqkv, shapes[0][0], p.width, params[13]);
-    for (int which = 0; which < 2 && p.q_norm; which++)
-        for (int64_t item = 0; item < items; item++)
-            for (int64_t j = 0; j < p.dim; j++)
-                ((float *)params[14 + which])[j] += dnorms[(item * 2 + which) * p.dim + j];
-    free(dnorms);
-    free_places(&places);
-    return wrong;
+/* out [columns] = the sum of `a`'s rows, which begin `next` floats apart */
+static void sum_rows(const float *a, int64_t rows, int64_t columns, int64_t next, float *out) {
+    memset(out, 0, columns * sizeof(float));
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) out[j] += a[i * next + j];
+}
+
+static void sum_bias(void *task, Member member) {
+    const Call *call = task;
+    float **p = (float **)call->params;
+    int64_t begin, end, width = dim(call, 'W');
+    share_out(member, width, &begin, &end);
+    sum_rows(p[12] + begin, dim(call, 'N'), end - begin, width, p[13] + begin);
+}
+
+/* The last three are zero where the heads have none. */
+KERNEL(attention_grad, ATTENTION_INPUTS
+       ", mixed f32[N, M], log_sum_exp f32[N, Q], dmixed f32[N, M] "
+       "-> dqkv f32[N, W], dbias f32[W]?, dq_norm f32[D]?, dk_norm f32[D]?") {
+    Task t;
+    int status = read_inputs(call, &t);
+    if (status) return status;
+    for (int i = 13; i < 16; i++) {
+        if (!optional(call, i) != !optional(call, i - 12)) return refuse(call, "tensors %d and %d differ", i - 12, i);
+        *(float *)call->params[i] = 0.0f;
+    }
+    t.out = call->params[9], t.lse = call->params[10], t.dout = call->params[11], t.dqkv = call->params[12];
+    t.one_head = backward_head;
+    status = run_heads(call, &t, 6 * t.dim + 2 * BLOCK, 2 * SLACK * t.dim + BLOCK * (4 * SLACK + 3 * t.dim));
+    if (!status && t.bias) pool_run(sum_bias, call);
+    for (int i = 0; i < 2 && !status && t.q_norm; i++)
+        sum_rows(t.dnorms + i * t.dim, t.num_clusters * t.kv, t.dim, 2 * t.dim, call->params[14 + i]);
+    free(t.memory);
+    free(t.runs);
+    return status;
 }

@@ -11,11 +11,10 @@
  */
 #include "collective.h"
 
-#include <stdio.h>
 #include <time.h>
 
-#include "core.h"
-#include "waiting.h"
+#include "kernel.h"
+#include "futex.h"
 #include "wire.h"
 
 #define MAX_GROUPS 256
@@ -28,9 +27,9 @@ static const int64_t item_bytes[] = {4, 8, 4, 8, 1};
 
 /* At the start of the shared memory; `asked` is what each member believes its operation to be, by half. */
 typedef struct {
-    Cell opened; /* the last operation whose chunks may be taken */
-    Cell summed; /* the last operation whose sum over the hosts up to this one stands */
-    Cell done;   /* the last operation whose result stands */
+    Futex opened; /* the last operation whose chunks may be taken */
+    Futex summed; /* the last operation whose sum over the hosts up to this one stands */
+    Futex done;   /* the last operation whose result stands */
     _Alignas(64) _Atomic uint32_t arrived;
     _Alignas(64) _Atomic uint32_t taken[2];
     _Alignas(64) _Atomic uint32_t added[2];
@@ -140,13 +139,13 @@ static double now(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static int wait_for(const Group *g, Cell *cell) {
+static int wait_for(const Group *g, Futex *cell) {
     int told = 0;
-    while (cell_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
+    while (futex_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
         if (waits_since && !told++) *waits_since = now();
         int64_t lost = find_lost(g);
         /* It may have posted as its last deed. */
-        if (lost && cell_wait(cell, g->number, 0, 0) != WAIT_OVER) {
+        if (lost && futex_wait(cell, g->number, 0, 0) != WAIT_OVER) {
             lost_pid = lost;
             return GROUP_PEER_LOST;
         }
@@ -171,7 +170,7 @@ static int in_step(const Group *g) { return atomic_load(&g->control->out_of_step
 
 /* Everybody has come; what they wrote into their slots of the half can be read. */
 static int meet(Group *g, int64_t operation) {
-    if (arrive(g, g->number & 1, operation)) cell_post(&g->control->done, g->number);
+    if (arrive(g, g->number & 1, operation)) futex_post(&g->control->done, g->number);
     int status = wait_for(g, &g->control->done);
     return status ? status : in_step(g);
 }
@@ -200,7 +199,7 @@ static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t ch
     for (uint32_t i; (i = atomic_fetch_add(&c->taken[half], 1)) < chunks;) {
         int64_t from = i * (int64_t)CHUNK_BYTES;
         add(g, half, kind, from, piece_of(bytes, from, CHUNK_BYTES));
-        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) cell_post(spans(g) ? &c->summed : &c->done, g->number);
+        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) futex_post(spans(g) ? &c->summed : &c->done, g->number);
     }
 }
 
@@ -227,7 +226,7 @@ static int pass_on(const Group *g, int64_t operation, char *sum, int64_t bytes) 
         if (!status) status = wired(g, wire_receive(g->after, operation, sum, bytes, is_lost, g));
     }
     if (!status && g->before >= 0) status = wired(g, wire_send(g->before, operation, sum, bytes, is_lost, g));
-    if (!status) cell_post(&g->control->done, g->number);
+    if (!status) futex_post(&g->control->done, g->number);
     return status;
 }
 
@@ -240,7 +239,7 @@ static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char 
     if (status) return status;
     int last = arrive(g, half, operation);
     if (chunks > 1) {
-        if (last) cell_post(&g->control->opened, g->number);
+        if (last) futex_post(&g->control->opened, g->number);
         else status = wait_for(g, &g->control->opened);
     }
     if (!status && (last || chunks > 1)) add_chunks(g, half, kind, bytes, chunks);
@@ -334,30 +333,22 @@ int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
 
 /* -- in graphs ----------------------------------------------------------------------------------------------- */
 
-/* A graph can only end with a number; what it means is said here, and by Python as far as that hears of it. */
-static int told(int status) {
-    if (status == GROUP_PEER_LOST && lost_pid < 0)
-        fprintf(stderr, "mindgrpo: a rank of another host of this job is lost\n");
-    else if (status == GROUP_PEER_LOST)
-        fprintf(stderr, "mindgrpo: process %lld of this job has ended; its log says why\n",
-                (long long)lost_pid);
-    else if (status)
-        fprintf(stderr, "mindgrpo: a collective in a graph ended with status %d (collective.h)\n", status);
-    return status;
+static int reported(const Call *call, int status) {
+    if (status == GROUP_PEER_LOST && lost_pid < 0) return refuse(call, "a rank of another host of this job is lost");
+    if (status == GROUP_PEER_LOST)
+        return refuse(call, "process %ld of this job has ended; its log says why", lost_pid);
+    return status ? refuse(call, "the group's status is %d (collective.h)", status) : 0;
 }
 
-/* (x float32, group int32 [1]) -> the sum of the members' x */
-int shared_sum(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    int32_t id = *(const int32_t *)params[1];
-    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
-    return told(group_sum(id, params[0], numel(0, ndims, shapes), params[2]));
+KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    return reported(call, group_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }
 
-/* (x float32 [..], group int32 [1]) -> [size, ..] */
-int shared_gather(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    int32_t id = *(const int32_t *)params[1];
-    if (strcmp(dtypes[0], "float32")) return told(GROUP_BAD_TYPE);
-    return told(group_gather(id, params[0], numel(0, ndims, shapes), params[2]));
+KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    const Group *g = find(id);
+    if (g && g->members != dim(call, 'S'))
+        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->members, id);
+    return reported(call, group_gather(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4, GROUP_BAD_TYPE = 5 };
+enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4 };
 
 /* Where this process tells since when (seconds of CLOCK_MONOTONIC) it waits for another; 0 while it does not. */
 void group_tell_waits_at(double *place);

@@ -1,6 +1,7 @@
 /* Boxes of tensors into boxes of tensors, from a table made once. Stores go past the caches, as memcpy's do for long
  * blocks: what is moved is not read again soon, and a line that is written whole need not be fetched first. */
-#include "core.h"
+#include <stdint.h>
+#include <string.h>
 
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -22,8 +23,8 @@ static void stream_run(char *to, const char *from, int64_t bytes) {
     memcpy(to, from, bytes);
 }
 
-/* `count` copies of `rows` runs each: a row of `table` is to, from (addresses), rows, bytes a run, and the bytes from one
- * run to the next in the target and in the source. `keep` says that the target is read again soon. */
+/* `count` copies of `rows` runs each: a row of `table` is to, from (addresses), rows, bytes a run, and the bytes from
+ * one run to the next in the target and in the source. `keep` says that the target is read again soon. */
 void copy_runs(const int64_t *table, int64_t count, int keep) {
     for (const int64_t *job = table; job < table + 6 * count; job += 6) {
         char *to = (char *)(intptr_t)job[0];

@@ -1,113 +1,135 @@
-/* Draws the next token of every row from logits that are split over ranks. See logits.h.
+/* Draws the next token of every row from logits that are split over ranks. See winner.h.
  *
- * All ranks decide alike on what was gathered: the threshold, and whose the token is. That rank takes the inverse of
- * the cumulative distribution in vocabulary order at the row's uniform number.
+ * All ranks decide alike on what was gathered: the threshold below which no logit is kept, and whose token has the
+ * largest score.
  */
-#include "logits.h"
+#include "winner.h"
 
-/* What was gathered for a row: `pieces` and `bins` [ways], each so many floats after the other. */
+/* Inputs of a kernel: logits, gathered stats, gathered answer of the round before, and more. */
 typedef struct {
-    const float *pieces, *bins;
-    int64_t next_pieces, next_bins, columns;
+    const Rollout *g;
+    void **params;
+    int64_t *const *shapes;
+    int round;
+    float *out, *memory;
+    int64_t own_floats; /* of `memory` for each member */
+} Task;
+
+static float *memory_of(const Task *t, Member member) { return t->memory + member.index * t->own_floats; }
+
+/* What was gathered for a row: `stats` and `bins` [tp_size], each so many floats after the other. */
+typedef struct {
+    const float *stats, *bins;
+    int64_t next_stats, next_bins;
     float top;
     double mass;
 } Gathered;
 
-static Gathered gathered_of(const Rollout *g, int64_t row, const void *pieces, const int64_t *shape) {
-    Gathered all = {.columns = shape[2], .next_pieces = shape[1] * shape[2], .top = -INFINITY};
-    all.pieces = (const float *)pieces + row * shape[2];
-    for (int64_t r = 0; r < g->ways; r++) {
-        float top = all.pieces[r * all.next_pieces + TOP];
-        all.top = top > all.top ? top : all.top;
-    }
-    for (int64_t r = 0; r < g->ways; r++) {
-        const float *one = all.pieces + r * all.next_pieces;
-        all.mass += (double)one[SUM] * fast_exp(one[TOP] - all.top);
+static const float *stats_of(const Gathered *all, int64_t rank) { return all->stats + rank * all->next_stats; }
+
+static float share_of(const Gathered *all, int64_t rank) { return fast_exp(stats_of(all, rank)[TOP] - all->top); }
+
+/* Of all ranks, in a range of digit `round`. */
+static double mass_in(const Rollout *g, const Gathered *all, int round, int64_t bin) {
+    double mass = 0.0;
+    for (int64_t r = 0; r < g->tp_size; r++)
+        mass += round ? all->bins[r * all->next_bins + bin] : stats_of(all, r)[FIRST + bin] * share_of(all, r);
+    return mass;
+}
+
+/* `bins` of the row and what is from one rank's to the next; NULL where none were gathered. */
+static Gathered gathered_of(const Task *t, int64_t row, const float *bins, int64_t next_bins) {
+    const int64_t *shape = t->shapes[1];
+    Gathered all = {(const float *)t->params[1] + row * shape[2], bins, shape[1] * shape[2], next_bins, NONE, 0.0};
+    for (int64_t r = 0; r < t->g->tp_size; r++) all.top = fmaxf(all.top, stats_of(&all, r)[TOP]);
+    for (int64_t r = 0; r < t->g->tp_size && has_nucleus(t->g); r++) {
+        double mass = 0.0;
+        for (int64_t bin = 0; bin < BINS; bin++) mass += stats_of(&all, r)[FIRST + bin];
+        all.mass += mass * share_of(&all, r);
     }
     return all;
 }
 
-static float share_of(const Gathered *all, int64_t rank) {
-    return fast_exp(all->pieces[rank * all->next_pieces + TOP] - all->top);
-}
+/* What the search for top-p's threshold knows of a row: the mass above it, and its leading digits. */
+static double *above_of(const Rollout *g, int64_t row) { return g->above + 2 * row; }
 
-/* What the search for top-p's threshold knows of a row: the mass above it on each rank, and its leading digits. */
-static double *above_of(const Rollout *g, int64_t row) { return g->above + row * (g->ways + 1); }
-
-static uint32_t prefix_of(const Rollout *g, int64_t row) { return above_of(g, row)[g->ways]; }
+static uint32_t prefix_of(const Rollout *g, int64_t row) { return above_of(g, row)[1]; }
 
 /* Finds digit `round` of the threshold: of the ranges with a mass, the lowest with less than top_p of it all above. */
 static void settle_digit(const Rollout *g, int64_t row, const Gathered *all, int round) {
-    double *above = above_of(g, row), total = 0.0;
+    double *above = above_of(g, row), total;
     int64_t chosen = 0;
-    if (round == 0) memset(above, 0, (g->ways + 1) * sizeof(double));
-    const float *bins = round ? all->bins : all->pieces + FIRST;
-    int64_t next = round ? all->next_bins : all->next_pieces;
-    for (int64_t r = 0; r < g->ways; r++) total += above[r];
+    if (round == 0) memset(above, 0, 2 * sizeof(double));
+    total = above[0];
     for (int64_t bin = BINS - 1; bin >= 0 && total < g->top_p * all->mass; bin--) {
-        double mass = 0.0;
-        for (int64_t r = 0; r < g->ways; r++) mass += bins[r * next + bin] * (round ? 1.0f : share_of(all, r));
-        if (mass > 0.0) chosen = bin;
+        double mass = mass_in(g, all, round, bin);
+        if (mass > 0.0) {
+            chosen = bin;
+            above[0] = total;
+        }
         total += mass;
     }
-    for (int64_t r = 0; r < g->ways; r++)
-        for (int64_t bin = BINS - 1; bin > chosen; bin--)
-            above[r] += bins[r * next + bin] * (round ? 1.0f : share_of(all, r));
-    above[g->ways] = (double)(((uint64_t)prefix_of(g, row) << BITS) | chosen);
+    above[1] = (double)(((uint64_t)prefix_of(g, row) << BITS) | chosen);
 }
-
-/* Inputs of a kernel: logits, gathered pieces, gathered answer of the narrowing before, and more. */
-typedef struct {
-    const Rollout *g;
-    void **params;
-    int64_t **shapes;
-    int round;
-    float *out;
-} Task;
 
 static Row task_row(const Task *t, int64_t i) { return row_of(t->g, i, t->params[0], t->shapes[0][1]); }
 
-static Gathered task_gathered(const Task *t, int64_t i) {
-    Gathered all = gathered_of(t->g, i, t->params[1], t->shapes[1]);
-    all.bins = (const float *)t->params[2] + i * BINS;
-    all.next_bins = t->shapes[1][1] * BINS;
-    return all;
+/* With the bins that were gathered in the round before. */
+static Gathered with_bins(const Task *t, int64_t i) {
+    return gathered_of(t, i, (const float *)t->params[2] + i * BINS, t->shapes[1][1] * BINS);
 }
 
-static void narrow(const void *task, Member member) {
+static void top_p_round(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
-        Gathered all = task_gathered(t, i);
+        Gathered all = with_bins(t, i);
         settle_digit(t->g, i, &all, t->round - 1);
         histogram(&row, t->round, prefix_of(t->g, i), all.top, t->out + i * BINS);
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins of the round before [ways, B, 256], (number, round) int32 [2])
- * -> bins [B, 256] of this round; round 1 takes `pieces` for bins */
-int rollout_narrow(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const int32_t *meta = params[3];
-    const Rollout *g = rollout_of(meta);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, meta[1], params[4]};
-    /* A graph that narrows also serves rules that have nothing to narrow. */
-    if (g->num_rows && has_nucleus(g)) team_run(narrow, &t);
+/* Zeroes the answer [B, .] and runs `work` on the rows in use, if there is `any` to do. */
+static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(void *, Member), int any) {
+    int last = call->num_params - 1;
+    int64_t least = FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
+    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->tp_size ||
+        dim(call, 'C') < least)
+        return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
+                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->tp_size);
+    Task t = {g, call->params, call->shapes, round, call->params[last], NULL, 0};
+    int64_t blocks = num_blocks(g), candidates = g->tp_size * g->candidates;
+    t.own_floats = padded(candidates > blocks ? candidates : blocks);
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
+    memset(t.out, 0, dim(call, 'B') * call->shapes[last][1] * sizeof(float));
+    if (g->num_rows && any) pool_run(work, &t);
     return 0;
 }
 
-/* The smallest logit that top-k and top-p keep; each rank's pieces hold all that can be among the k largest. */
-static float best_threshold(const Rollout *g, const Gathered *all) {
+/* Bins of this round; round 1 takes `stats` for bins. meta: number, round. */
+KERNEL(rollout_top_p, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
+    const int32_t *meta = call->params[3];
+    const Rollout *g = rollout_of(call, meta);
+    if (!g) return KERNEL_REFUSED;
+    if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
+        return refuse(call, "round %d of %ld bins", meta[1], dim(call, 'A'));
+    /* A graph with rounds of top-p also serves parameters without top-p. */
+    return run_rows(call, g, meta[1], top_p_round, has_nucleus(g));
+}
+
+/* A rank's smallest candidate. */
+static float smallest_of(const Rollout *g, const float *stats) { return stats[FIRST + g->candidates - 1]; }
+
+/* The smallest logit that top-k and top-p keep; each rank's stats hold all that can be among the k largest. */
+static float best_threshold(const Rollout *g, const Gathered *all, float *values) {
     int64_t size = 0, count = 0;
-    float *values = thread_room(g->ways * g->candidates);
-    for (int64_t r = 0; r < g->ways; r++)
+    for (int64_t r = 0; r < g->tp_size; r++)
         for (int64_t i = 0; i < g->candidates; i++) {
-            values[size] = all->pieces[r * all->next_pieces + FIRST + i];
-            size += values[size] > -INFINITY;
+            values[size] = stats_of(all, r)[FIRST + i];
+            size += values[size] > NONE;
         }
     if (!size) return -INFINITY;
     float least = select_largest(values, size, g->top_k < size ? g->top_k : size);
@@ -115,13 +137,8 @@ static float best_threshold(const Rollout *g, const Gathered *all) {
     double mass = 0.0, above = 0.0, more = 0.0;
     for (int64_t i = 0; i < size; i++)
         if (values[i] >= least) values[count++] = values[i];
-    for (int64_t r = 0; r < g->ways; r++) {
-        const float *pieces = all->pieces + r * all->next_pieces;
-        float smallest = INFINITY;
-        for (int64_t i = 0; i < g->candidates; i++)
-            smallest = pieces[FIRST + i] < smallest ? pieces[FIRST + i] : smallest;
-        if (smallest == least) more += pieces[MORE];
-    }
+    for (int64_t r = 0; r < g->tp_size; r++)
+        if (smallest_of(g, stats_of(all, r)) == least) more += stats_of(all, r)[MORE];
     for (int64_t i = 0; i < count; i++) mass += fast_exp(values[i] - all->top);
     mass += more * fast_exp(least - all->top);
     qsort(values, count, sizeof(float), descending);
@@ -137,7 +154,7 @@ static float best_threshold(const Rollout *g, const Gathered *all) {
 static float nucleus_threshold(const Row *row, Gathered *all) {
     const Rollout *g = row->g;
     float bins[BINS];
-    if (g->ways == 1) {
+    if (g->tp_size == 1) {
         all->bins = bins;
         for (int round = 0; round < ROUNDS - 1; round++) {
             settle_digit(g, row->number, all, round);
@@ -148,155 +165,120 @@ static float nucleus_threshold(const Row *row, Gathered *all) {
     return of_rank(prefix_of(g, row->number));
 }
 
-static float threshold_of(const Row *row, Gathered *all, int is_settled) {
+static float threshold_of(const Row *row, Gathered *all, float *room) {
     const Rollout *g = row->g;
     float least = -INFINITY;
     if (g->top_k)
-        least = best_threshold(g, all);
+        least = best_threshold(g, all, room);
     else if (g->top_p < 1.0)
-        least = is_settled ? of_rank(prefix_of(g, row->number)) : nucleus_threshold(row, all);
-    if (g->min_p > 0.0) least = fmaxf(least, all->top + logf(g->min_p));
-    return least;
+        least = nucleus_threshold(row, all);
+    return fmaxf(least, min_p_threshold(g, all->top));
 }
 
-static double kept_mass(const Row *row, float threshold, float top) {
-    float x[BLOCK];
-    double total = 0.0;
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        int64_t count = load(row, start, x);
-        if (largest(x, count) >= threshold) total += mass_above(x, count, threshold, top);
+/* Of this rank's tokens; `room` takes a float a block. */
+static Winner own_winner(const Row *row, float threshold, float *room) {
+    return winner_of(row, room, find_largest(row, room), threshold, NULL);
+}
+
+/* Of all ranks' candidates. */
+static Winner best_candidate(const Row *row, const Gathered *all, float threshold) {
+    const Rollout *g = row->g;
+    Winner winner = NO_WINNER;
+    for (int64_t r = 0; r < g->tp_size; r++) {
+        const float *stats = stats_of(all, r), *values = stats + FIRST, *tokens = values + g->candidates;
+        for (int64_t i = 0; i < g->candidates; i++)
+            if (values[i] >= threshold && values[i] > NONE)
+                consider(&winner, values[i], token_bits(row->key, (uint32_t)tokens[i]), tokens[i]);
+        if (stats[MORE] > 0.0f && smallest_of(g, stats) >= threshold) contest(&winner, stats[SCORE], stats[TOKEN]);
     }
-    return total;
+    return winner;
 }
 
-static void give_shares(const void *task, Member member) {
+/* (score, token) of each rank, `next` floats apart. */
+static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next) {
+    Winner winner = NO_WINNER;
+    for (int64_t r = 0; r < g->tp_size; r++, scores += next)
+        if (scores[1] >= 0.0f) contest(&winner, scores[0], scores[1]);
+    return winner;
+}
+
+static void give_scores(void *task, Member member) {
     const Task *t = task;
     int64_t begin, end;
+    float *room = memory_of(t, member);
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
-        Gathered all = task_gathered(t, i);
-        t->out[i] = kept_mass(&row, threshold_of(&row, &all, 0), all.top);
+        Gathered all = with_bins(t, i);
+        give_winner(own_winner(&row, threshold_of(&row, &all, NULL), room), t->out + 2 * i);
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], bins [ways, B, 256] of the last round or [1], number int32 [1])
- * -> [B, 1]: the mass of what is kept on this rank. For rules whose pieces do not tell it. */
-int rollout_shares(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[3]);
-    if (!g) return 1;
-    memset(params[4], 0, numel(4, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[4]};
-    if (g->num_rows) team_run(give_shares, &t);
-    return 0;
-}
-
-/* The mass of what is kept on each rank. */
-static double kept_on(const Row *row, const Gathered *all, float threshold, int64_t rank) {
-    const Rollout *g = row->g;
-    const float *pieces = all->pieces + rank * all->next_pieces;
-    if (!g->top_k && g->top_p >= 1.0) return (double)pieces[SUM] * share_of(all, rank);
-    if (!g->top_k)
-        return above_of(g, row->number)[rank] + all->bins[rank * all->next_bins + (prefix_of(g, row->number) & (BINS - 1))];
-    double sum = 0.0;
-    float smallest = INFINITY;
-    for (int64_t i = 0; i < g->candidates; i++) {
-        float x = pieces[FIRST + i];
-        smallest = x < smallest ? x : smallest;
-        if (x >= threshold) sum += fast_exp(x - all->top);
-    }
-    return smallest >= threshold ? sum + pieces[MORE] * fast_exp(smallest - all->top) : sum;
-}
-
-/* The first kept token whose cumulative mass, after `begin` on the ranks before, exceeds the row's share of `total`;
- * rounding may leave none, then it is the last one with any. -1 without any. Alone, a rank knows the total best. */
-static int64_t token_at(const Row *row, float threshold, float top, double uniform, double begin, double total) {
-    int64_t vocab = row->g->vocab, blocks = (vocab + BLOCK - 1) / BLOCK, chosen = -1, last = -1;
-    double *masses = (double *)thread_room(2 * blocks), own = 0.0, sum = 0.0, before = 0.0;
-    float x[BLOCK];
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t count = load(row, b * BLOCK, x);
-        masses[b] = largest(x, count) >= threshold ? mass_above(x, count, threshold, top) : 0.0;
-        own += masses[b];
-    }
-    double aim = uniform * (row->g->ways == 1 ? own : total) - begin;
-    for (int64_t b = 0; b < blocks && sum <= aim; b++) {
-        if (masses[b] <= 0.0) continue;
-        chosen = b;
-        before = sum;
-        sum += masses[b];
-    }
-    if (chosen < 0) return -1;
-    int64_t count = load(row, chosen * BLOCK, x);
-    for (int64_t i = 0; i < count && before <= aim; i++) {
-        float one = x[i] < threshold ? 0.0f : fast_exp(x[i] - top);
-        if (one > 0.0f) last = i;
-        before += one;
-    }
-    return last < 0 ? -1 : chosen * BLOCK + last;
+/* The best score of what is kept on this rank and its token, for rules whose stats do not tell it. `bins` are those of
+ * the last round, if there was one. */
+KERNEL(rollout_score, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], number i32[1] -> scores f32[B, 2]") {
+    const Rollout *g = rollout_of(call, call->params[3]);
+    if (!g) return KERNEL_REFUSED;
+    if (g->tp_size > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
+    /* A graph that scores also serves rules whose stats tell it. */
+    return run_rows(call, g, 0, give_scores, !g->top_k && !decides_alone(g));
 }
 
 /* Log of the sum of the plain distribution's masses. */
 static float plain_log_sum(const Rollout *g, const Gathered *all) {
-    float top = -INFINITY;
+    float top = NONE;
     double sum = 0.0;
-    for (int64_t r = 0; r < g->ways; r++) top = fmaxf(top, all->pieces[r * all->next_pieces + RAW_TOP]);
-    for (int64_t r = 0; r < g->ways; r++) {
-        const float *pieces = all->pieces + r * all->next_pieces;
-        sum += (double)pieces[RAW_SUM] * fast_exp(pieces[RAW_TOP] - top);
-    }
+    for (int64_t r = 0; r < g->tp_size; r++) top = fmaxf(top, stats_of(all, r)[RAW_TOP]);
+    for (int64_t r = 0; r < g->tp_size; r++)
+        sum += (double)stats_of(all, r)[RAW_SUM] * fast_exp(stats_of(all, r)[RAW_TOP] - top);
     return top + logf(sum);
 }
 
-/* (embedding, token, log-prob), zero on all ranks but the token's. `shares` [ways], `next` floats apart, or NULL. */
-static void draw_row(const Row *row, Gathered *all, const float *shares, int64_t next, const float *table, float *out) {
+/* (embedding, token, log-prob), zero on all ranks but the token's. */
+static void give_drawn(const Row *row, const Gathered *all, Winner winner, const float *table, float *out) {
     const Rollout *g = row->g;
-    float threshold = g->greedy ? all->top : threshold_of(row, all, shares != NULL);
-    double uniform = g->greedy ? 0.0 : g->uniforms[g->row_sample[row->number] * g->longest + row->at];
-    double kept[g->ways], total = 0.0, begin = 0.0, sum = 0.0;
-    int64_t owner = 0;
-    for (int64_t r = 0; r < g->ways && g->ways > 1; r++) {
-        float top = all->pieces[r * all->next_pieces + TOP];
-        kept[r] = g->greedy ? top >= all->top : shares ? shares[r * next] : kept_on(row, all, threshold, r);
-        total += kept[r];
-    }
-    for (int64_t r = 0; r < g->ways && g->ways > 1 && sum <= uniform * total; r++) {
-        if (kept[r] <= 0.0) continue;
-        owner = r;
-        begin = sum;
-        sum += kept[r];
-    }
+    int64_t at = winner.token - g->first_token;
     memset(out, 0, (g->hidden + 2) * sizeof(float));
-    if (owner != g->index) return;
-    int64_t token = token_at(row, threshold, all->top, uniform, begin, total);
-    int64_t known = token < 0 ? 0 : token;
-    memcpy(out, table + known * g->hidden, g->hidden * sizeof(float));
-    out[g->hidden] = g->first_token + known;
-    /* Logits that are no numbers must show. */
-    out[g->hidden + 1] = token < 0 ? NAN : row->logits[token] * (float)g->scale - plain_log_sum(g, all);
+    if (winner.token < 0) {
+        /* Logits that are no numbers must show. */
+        out[g->hidden + 1] = NAN;
+    } else if (at >= 0 && at < g->vocab) {
+        memcpy(out, table + at * g->hidden, g->hidden * sizeof(float));
+        out[g->hidden] = winner.token;
+        out[g->hidden + 1] = row->logits[at] * (float)g->scale - plain_log_sum(g, all);
+    }
 }
 
-static void draw(const void *task, Member member) {
+static void draw(void *task, Member member) {
     const Task *t = task;
-    int64_t begin, end, capacity = t->shapes[1][1], has_shares = t->shapes[2][2] == 1;
-    share_out(member, t->g->num_rows, &begin, &end);
+    const Rollout *g = t->g;
+    int64_t begin, end, capacity = t->shapes[1][1];
+    float *room = memory_of(t, member);
+    share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
-        Gathered all = task_gathered(t, i);
-        const float *shares = has_shares ? (const float *)t->params[2] + i : NULL;
-        draw_row(&row, &all, shares, capacity, t->params[3], t->out + i * (t->g->hidden + 2));
+        Gathered all = gathered_of(t, i, NULL, 0);
+        Winner winner;
+        if (decides_alone(g))
+            winner = best_of_ranks(g, all.stats + SCORE, all.next_stats);
+        else if (g->top_k)
+            winner = best_candidate(&row, &all, threshold_of(&row, &all, room));
+        else if (g->tp_size == 1)
+            winner = own_winner(&row, threshold_of(&row, &all, NULL), room);
+        else
+            winner = best_of_ranks(g, (const float *)t->params[2] + 2 * i, 2 * capacity);
+        give_drawn(&row, &all, winner, t->params[3], t->out + i * (g->hidden + 2));
     }
 }
 
-/* (logits [B, V], pieces [ways, B, C], the last answer gathered: bins [ways, B, 256], shares [ways, B, 1] or, where
- *  nothing was narrowed, the pieces; embeddings [V, H], number int32 [1]) -> [B, H + 2] */
-int rollout_draw(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    memset(params[5], 0, numel(5, ndims, shapes) * sizeof(float));
-    Task t = {g, params, shapes, 0, params[5]};
-    if (g->num_rows) team_run(draw, &t);
-    return 0;
+/* `answer`: the scores of all ranks, or the stats where there was no round. */
+KERNEL(rollout_draw,
+       "logits f32[B, V], stats f32[R, B, C], answer f32[R, B, A], table f32[V, H], number i32[1] "
+       "-> drawn f32[B, E]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g) return KERNEL_REFUSED;
+    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %ld for H + 2", dim(call, 'E'));
+    if (g->tp_size > 1 && !g->top_k && !decides_alone(g) && dim(call, 'A') != 2)
+        return refuse(call, "%ld scores a row", dim(call, 'A'));
+    return run_rows(call, g, 0, draw, 1);
 }

@@ -1,99 +1,110 @@
 /* Logits of the next token of every row, and what the other ranks must know of this rank's. See logits.h.
  *
- * The vocabulary itself never leaves a rank: the caller gathers the pieces, a few numbers a row.
+ * The vocabulary itself never leaves a rank: the caller gathers the stats, a few numbers a row.
  */
-#include "logits.h"
+#include "winner.h"
 
-static void top_and_sum(const Row *row, float *top, float *sum) {
-    float x[BLOCK];
-    double total = 0.0;
-    *top = -INFINITY;
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        float best = largest(x, load(row, start, x));
-        *top = best > *top ? best : *top;
+/* The `candidates` largest logits of this rank, the smallest last, and their tokens; of what equals the smallest, the
+ * number that is not among them and the best of these. `room` takes 3 floats a logit. */
+static void find_candidates(const Row *row, float *stats, float *room) {
+    const Rollout *g = row->g;
+    int64_t vocab = g->vocab, wanted = g->candidates, stretches = (vocab + BLOCK - 1) / BLOCK * (BLOCK / VEC);
+    int64_t size = 0, listed = 0;
+    int64_t count = wanted < vocab ? wanted : vocab;
+    float *all = room, *values = all + stretches * VEC, *tokens = values + stretches * VEC, least = -INFINITY;
+    for (int64_t start = 0; start < vocab; start += BLOCK)
+        for (int64_t i = load(row, start, BLOCK, all + start); i < BLOCK; i++) all[start + i] = -INFINITY;
+    if (stretches >= count) {
+        /* As many stretches have their largest above the count-th of these: so have the logits. */
+        for (int64_t i = 0; i < stretches; i++) values[i] = largest(all + i * VEC, VEC);
+        least = select_largest(values, stretches, count);
     }
-    for (int64_t start = 0; start < row->g->vocab; start += BLOCK)
-        total += mass_above(x, load(row, start, x), -INFINITY, *top);
-    *sum = total;
-}
-
-/* The `candidates` largest logits of this rank in any order, and before them how many more equal the smallest. */
-static void find_candidates(const Row *row, float *pieces) {
-    int64_t vocab = row->g->vocab, wanted = row->g->candidates, blocks = (vocab + BLOCK - 1) / BLOCK, size = 0;
-    int64_t count = wanted < vocab ? wanted : vocab, parts = BLOCK / LANES;
-    float *all = thread_room(2 * blocks * BLOCK), *found = all + blocks * BLOCK, least = -INFINITY;
-    for (int64_t start = 0; start < vocab; start += BLOCK) {
-        int64_t loaded = load(row, start, all + start);
-        for (int64_t i = loaded; i < BLOCK; i++) all[start + i] = -INFINITY;
+    for (int64_t start = 0; start < stretches * VEC; start += VEC) {
+        if (!(largest(all + start, VEC) >= least)) continue;
+        for (int64_t i = start; i < start + VEC; i++) {
+            values[size] = all[i];
+            tokens[size] = g->first_token + i;
+            size += all[i] >= least && all[i] > -INFINITY;
+        }
     }
-    if (blocks * parts >= count) {
-        /* As many stretches of LANES have their largest above the count-th of these: so have the logits. */
-        for (int64_t i = 0; i < blocks * parts; i++) found[i] = largest(all + i * LANES, LANES);
-        least = select_largest(found, blocks * parts, count);
-    }
-    for (int64_t i = 0; i < vocab; i++) {
-        found[size] = all[i];
-        size += all[i] >= least;
-    }
-    if (size < count) count = size; /* only with logits that are no numbers */
-    float smallest = count ? select_largest(found, size, count) : -INFINITY;
-    pieces[MORE] = 0.0f;
-    for (int64_t i = count; i < size; i++) pieces[MORE] += found[i] == smallest;
-    memcpy(pieces + FIRST, found, count * sizeof(float));
-    for (int64_t i = count; i < wanted; i++) pieces[FIRST + i] = -INFINITY;
+    count = size < count ? size : count;
+    memcpy(all, values, size * sizeof(float));
+    float smallest = count ? select_largest(all, size, count) : NONE;
+    Winner ties = NO_WINNER;
+    for (int is_tie = 0; is_tie < 2; is_tie++)
+        for (int64_t i = 0; i < size; i++) {
+            if (is_tie ? values[i] != smallest : values[i] <= smallest) continue;
+            if (listed < count) {
+                stats[FIRST + listed] = values[i];
+                stats[FIRST + wanted + listed++] = tokens[i];
+                continue;
+            }
+            stats[MORE]++;
+            consider(&ties, smallest, token_bits(row->key, (uint32_t)tokens[i]), tokens[i]);
+        }
+    if (ties.token >= 0) give_winner(ties, stats + SCORE);
+    for (; listed < wanted; listed++) stats[FIRST + listed] = NONE;
 }
 
 typedef struct {
     const Rollout *g;
     const float *x, *added, *norm, *table;
-    float *logits, *pieces;
-    int64_t width, columns;
+    float *logits, *stats, *memory;
+    int64_t width, columns, own_floats; /* of `memory` for each member */
 } Task;
 
-static void give_pieces(const Task *t, int64_t number) {
+static void write_stats(const Task *t, int64_t number, float *room) {
     const Rollout *g = t->g;
-    float *pieces = t->pieces + number * t->columns;
+    float *stats = t->stats + number * t->columns;
     Row row = row_of(g, number, t->logits, t->width), raw = row;
     raw.seen = NULL;
     raw.is_banned = 0;
-    top_and_sum(&raw, pieces + RAW_TOP, pieces + RAW_SUM);
-    pieces[TOP] = pieces[RAW_TOP];
-    pieces[SUM] = pieces[RAW_SUM];
-    if (row.seen || row.is_banned) top_and_sum(&row, pieces + TOP, pieces + SUM);
+    double mass = 0.0;
+    int is_raw = !row.seen && !row.is_banned, decides = decides_alone(g);
+    stats[RAW_TOP] = stats[TOP] = find_largest(&raw, room);
+    if (!is_raw) stats[TOP] = find_largest(&row, room);
+    if (!is_raw || !decides) mass = mass_of(&raw, stats[RAW_TOP]);
     /* There may be more columns than these rules fill; what is gathered must be numbers. */
-    memset(pieces + MORE, 0, (t->columns - MORE) * sizeof(float));
+    memset(stats + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
-        find_candidates(&row, pieces);
+        find_candidates(&row, stats, room);
     else if (has_nucleus(g))
-        histogram(&row, 0, 0, pieces[TOP], pieces + FIRST);
+        histogram(&row, 0, 0, stats[TOP], stats + FIRST);
+    else if (decides)
+        give_winner(winner_of(&row, room, stats[TOP], min_p_threshold(g, stats[TOP]), is_raw ? &mass : NULL),
+                    stats + SCORE);
+    stats[RAW_SUM] = mass;
 }
 
-static void head(const void *task, Member member) {
+static void head(void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
     int64_t hidden = g->hidden, begin, end;
-    float *sum = thread_room(hidden), *turned = g->scratch;
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        for (int64_t j = 0; j < hidden; j++) sum[j] = t->x[i * hidden + j] + t->added[i * hidden + j];
-        float scale = 1.0f / sqrtf(dot(sum, sum, hidden) / hidden + (float)g->eps);
-        float *to = turned + i / LANES * LANES * hidden + i % LANES;
-        for (int64_t j = 0; j < hidden; j++) to[j * LANES] = sum[j] * scale * t->norm[j];
+        float *normed = g->scratch + i * hidden;
+        add_and_norm(t->x + i * hidden, t->added + i * hidden, NULL, t->norm, g->eps, hidden, normed, normed);
     }
-    team_meet(member);
-    multiply_turned(member, g->num_rows, g->vocab, hidden, turned, t->table, t->logits, t->width);
-    team_meet(member);
-    for (int64_t i = begin; i < end; i++) give_pieces(t, i);
+    pool_meet(member);
+    gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
+    pool_meet(member);
+    for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);
 }
 
-/* (x [B, H], added [B, H], norm [H], table [V, H], number int32 [1]) -> (logits [B, V], pieces [B, C]) */
-int rollout_head(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const Rollout *g = rollout_of(params[4]);
-    if (!g) return 1;
-    Task t = {g, params[0], params[1], params[2], params[3], params[5], params[6], shapes[5][1], shapes[6][1]};
+KERNEL(rollout_head,
+       "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+       "-> logits f32[B, V], stats f32[B, C]") {
+    const Rollout *g = rollout_of(call, call->params[4]);
+    if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
+    void **p = call->params;
+    Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
+    if (g->vocab > t.width || t.columns < FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0))
+        return refuse(call, "V = %ld or C = %ld is too small for %ld tokens", t.width, t.columns, g->vocab);
+    t.own_floats = 3 * num_blocks(g) * BLOCK;
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
-    memset(t.pieces + g->num_rows * t.columns, 0, (shapes[6][0] - g->num_rows) * t.columns * sizeof(float));
-    if (g->num_rows) team_run(head, &t);
+    memset(t.stats + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
+    if (g->num_rows) pool_run(head, &t);
     return 0;
 }

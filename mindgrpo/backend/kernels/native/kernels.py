@@ -5,7 +5,6 @@ Refuses to fall back: where there is no library, the backend gives plain_kernels
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import mindspore as ms
@@ -19,9 +18,13 @@ from mindgrpo.backend.kernels.contract import (
     Vocabulary,
 )
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.rollout import Memory, Rules, Share
+from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
+
+# Elements whose squares native/optimizer.c adds up first.
+SQUARES_AT_ONCE = 1 << 15
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
@@ -132,8 +135,7 @@ class _Attention(nn.Cell):
         self.run = operation("attention", mixed_shapes, _as_first_twice)
         self.back = operation("attention_grad", gradient_shapes, gradient_types)
         self.rotary = Tensor(rotary)
-        flags = (int(heads.has_bias), int(heads.norm_eps is not None))
-        self.sizes = Tensor([queries, heads.kv, dim, *flags], ms.int32)
+        self.sizes = Tensor([queries, heads.kv, dim], ms.int32)
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def construct(
@@ -192,7 +194,7 @@ def _four_a_row(logits: Any, *others: Any) -> Any:
 class _LogProbPieces(nn.Cell):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.run = operation("log_prob_pieces", _four_a_row, _as_first)
+        self.run = operation("log_prob_stats", _four_a_row, _as_first)
         self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
         self.scale = Tensor([vocabulary.scale], ms.float32)
 
@@ -213,26 +215,16 @@ class _LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
-def _address(array: np.ndarray) -> ctypes.c_void_p:
-    if not array.flags.c_contiguous:
-        raise ValueError("a kernel needs memory without gaps")
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 class NativeKernels(PlainKernels):
-    """What has no kernel in C is computed by MindSpore's operations."""
+    """Kernels in C; what has none is computed by MindSpore's operations."""
 
     ragged = True
     has_adamw = True
     has_slots = True
 
     def __init__(self) -> None:
-        found = library()
-        if found is None:
+        if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-        self._adamw, self._square_sum = found.adamw, found.square_sum
-        self._adamw.restype = None
-        self._square_sum.restype = ctypes.c_double
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -273,14 +265,15 @@ class NativeKernels(PlainKernels):
                 n.scale,
             ]
         )
-        arrays = (_address(a) for a in (weight, gradient, first, second))
-        self._adamw(*arrays, ctypes.c_int64(weight.size), _address(values))
+        call_kernel("adamw", weight, gradient, first, second, values)
 
     def square_sum(self, array: np.ndarray) -> float:
-        flat = np.ascontiguousarray(array)
-        return float(self._square_sum(_address(flat), ctypes.c_int64(flat.size)))
+        flat = np.ascontiguousarray(array).reshape(-1)
+        sums = np.zeros(flat.size // SQUARES_AT_ONCE + 1)
+        call_kernel("square_sums", flat, sums)
+        return float(sums.sum())
 
-    def log_prob_pieces(self, vocabulary: Vocabulary) -> nn.Cell:
+    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbPieces(vocabulary)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
@@ -288,11 +281,11 @@ class NativeKernels(PlainKernels):
 
     def slots(
         self,
-        share: Share,
-        rules: Rules,
+        model_shape: LocalModelShape,
+        sampling: SamplingParams,
         rotary: np.ndarray,
         slots: int,
         prompt_rows: int,
         memory: Memory,
     ) -> NativeSlots:
-        return NativeSlots(share, rules, rotary, slots, prompt_rows, memory)
+        return NativeSlots(model_shape, sampling, rotary, slots, prompt_rows, memory)

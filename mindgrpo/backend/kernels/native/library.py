@@ -1,7 +1,7 @@
-"""The C kernels of native/: compiled once for this machine, kept in the user's cache, loaded by path.
+"""Compiles the C kernels of this folder once for this machine, loads them, and calls them in and outside graphs.
 
-Compiled where they run, so that they use what the processor has. Refuses to know what a kernel computes; without a
-C compiler there is no library, and the callers go on with MindSpore's own operations.
+Compiled where they run, so that they use what the processor has, and kept in the user's cache. Without a C compiler
+there is no library, and the callers go on with MindSpore's own operations.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,17 +20,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from mindgrpo.errors import UserError
+
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
     "-O3",
     "-march=native",
     "-std=gnu11",
-    "-fopenmp",
+    "-fopenmp-simd",
+    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-shared",
     "-fPIC",
+    *shlex.split(os.environ.get("MINDGRPO_NATIVE_FLAGS", "")),  # as scripts/sanitize.sh gives them
 )
+# kernel.h: the kind of an error for which malloc had no memory, and bytes of the longest sentence.
+OUT_OF_MEMORY, SENTENCE_BYTES = 2, 512
 
 
 def cache_directory() -> Path:
@@ -99,7 +107,7 @@ def build() -> Path:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise Unavailable(
             f"{program} cannot compile the C kernels ({said.splitlines()[0] if said else error})",
-            "install gcc with its libraries and OpenMP (gcc, libc6-dev, libgomp1)",
+            "install gcc with its libraries (gcc, libc6-dev)",
         ) from None
     except OSError as error:
         raise Unavailable(
@@ -113,15 +121,14 @@ def _compile(program: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         sources = sorted(SOURCES.glob("*.c"))
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        flags = [flag for flag in FLAGS if flag != "-shared"]
         commands = [
-            [program, *flags, "-c", str(source), "-o", str(made)]
+            [program, *FLAGS, "-c", str(source), "-o", str(made)]
             for source, made in zip(sources, objects, strict=True)
         ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as side_by_side:
             list(side_by_side.map(_run, commands))
         made = Path(folder) / path.name
-        _run([program, *FLAGS, *map(str, objects), "-o", str(made), "-lm"])
+        _run([program, *FLAGS, "-shared", *map(str, objects), "-o", str(made), "-lm"])
         os.replace(made, path)
 
 
@@ -144,3 +151,44 @@ def operation(symbol: str, out_shape: Callable[..., Any], out_dtype: Callable[..
     if path is None:
         raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
     return ops.Custom(f"{path}:{symbol}", out_shape=out_shape, out_dtype=out_dtype, func_type="aot")
+
+
+def kernel_error() -> Exception | None:
+    """What the first kernel that failed since the last call of this has to say: UserError where memory is used up,
+    RuntimeError for a call that the kernel refused. A graph itself ends with a number only."""
+    loaded = library()
+    sentence = ctypes.create_string_buffer(SENTENCE_BYTES)
+    kind = 0 if loaded is None else int(loaded.kernel_take_error(sentence))
+    if not kind:
+        return None
+    text = sentence.value.decode(errors="replace")
+    if kind == OUT_OF_MEMORY:
+        return UserError(
+            f"{text}: the memory of this machine is used up; take fewer or shorter samples at a time, or fewer ranks."
+        )
+    return RuntimeError(text)
+
+
+def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
+    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what `kernel_error` gives.
+
+    ValueError for an array whose elements are not one behind the other in memory.
+    """
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
+    if not all(array.flags.c_contiguous for array in arrays):
+        raise ValueError("a kernel needs memory without gaps")
+    count = len(arrays)
+    shapes = [(ctypes.c_int64 * array.ndim)(*array.shape) for array in arrays]
+    status = getattr(loaded, symbol)(
+        count,
+        (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays)),
+        (ctypes.c_int * count)(*(array.ndim for array in arrays)),
+        (ctypes.c_void_p * count)(*(ctypes.addressof(shape) for shape in shapes)),
+        (ctypes.c_char_p * count)(*(array.dtype.name.encode() for array in arrays)),
+        None,
+        None,
+    )
+    if status:
+        raise kernel_error() or RuntimeError(f"kernel {symbol} ended with {status}")

@@ -1,25 +1,22 @@
 /* Log-probabilities and entropy of a rank's share of the vocabulary, and their gradient. */
-#include "core.h"
+#include "kernel.h"
+#include "vec16.h"
 
-static inline float largest(const float *x, int64_t n) {
-    float top = -1e30f;
-#pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < n; j++) top = x[j] > top ? x[j] : top;
-    return top;
+/* `sizes` are the first token and the number of columns that are tokens; the rest is padding. */
+static int check_sizes(const Call *call) {
+    const int32_t *sizes = call->params[2];
+    if (sizes[1] >= 0 && sizes[1] <= dim(call, 'V')) return 0;
+    return refuse(call, "%d of %ld columns cannot be tokens", sizes[1], dim(call, 'V'));
 }
 
-/* (logits [M, V], labels int32 [M], sizes int32 [2]: first token and number of real columns, scale [1])
- * -> pieces [M, 4]: top l, sum exp(l - top), sum exp(l - top) l, and l of the label or 0, where l = logits * scale */
-int log_prob_pieces(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const float *logits = params[0], scale = *(const float *)params[3];
-    const int32_t *labels = params[1], *sizes = params[2];
-    float *pieces = params[4];
-    int64_t rows = shapes[0][0], width = shapes[0][1], real = sizes[1];
-#pragma omp parallel for if (rows * real > 8192)
-    for (int64_t i = 0; i < rows; i++) {
+static void pieces_of_rows(const Call *call, int64_t begin, int64_t end) {
+    const float *logits = call->params[0], scale = *(const float *)call->params[3];
+    const int32_t *labels = call->params[1], *sizes = call->params[2];
+    float *stats = call->params[4];
+    int64_t width = dim(call, 'V'), real = sizes[1];
+    for (int64_t i = begin; i < end; i++) {
         const float *row = logits + i * width;
-        float top = real > 0 ? largest(row, real) * scale : -1e30f, total = 0.0f, moment = 0.0f;
+        float top = real > 0 ? fmaxf(largest(row, real), -1e30f) * scale : -1e30f, total = 0.0f, moment = 0.0f;
 #pragma omp simd reduction(+ : total, moment)
         for (int64_t j = 0; j < real; j++) {
             float mass = fast_exp(row[j] * scale - top);
@@ -27,24 +24,25 @@ int log_prob_pieces(KERNEL_ARGS) {
             moment += mass * row[j];
         }
         int64_t at = (int64_t)labels[i] - sizes[0];
-        float *out = pieces + 4 * i;
+        float *out = stats + 4 * i;
         out[0] = top, out[1] = total, out[2] = moment * scale;
         out[3] = at >= 0 && at < real ? row[at] * scale : 0.0f;
     }
-    return 0;
 }
 
-/* (logits [M, V], labels [M], sizes [2], scale [1], log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits
- * dlogp/dl = onehot - p, dH/dl = -p (log p + H), times the scale */
-int log_prob_grad(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    const float *logits = params[0], scale = *(const float *)params[3], *totals = params[4], *entropy = params[5];
-    const int32_t *labels = params[1], *sizes = params[2];
-    const float *dlogp = params[6], *dentropy = params[7];
-    float *dlogits = params[8];
-    int64_t rows = shapes[0][0], width = shapes[0][1], real = sizes[1];
-#pragma omp parallel for if (rows * real > 8192)
-    for (int64_t i = 0; i < rows; i++) {
+/* stats: top l, sum exp(l - top), sum exp(l - top) l, and l of the label or 0, where l = logits * scale */
+KERNEL(log_prob_stats, "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1] -> stats f32[N, 4]") {
+    int status = check_sizes(call);
+    return status ? status : over_rows(call, pieces_of_rows);
+}
+
+static void grad_of_rows(const Call *call, int64_t begin, int64_t end) {
+    const float *logits = call->params[0], scale = *(const float *)call->params[3], *totals = call->params[4];
+    const float *entropy = call->params[5], *dlogp = call->params[6], *dentropy = call->params[7];
+    const int32_t *labels = call->params[1], *sizes = call->params[2];
+    float *dlogits = call->params[8];
+    int64_t width = dim(call, 'V'), real = sizes[1];
+    for (int64_t i = begin; i < end; i++) {
         const float *row = logits + i * width;
         float *out = dlogits + i * width, to_label = dlogp[i] * scale, to_entropy = dentropy[i] * scale;
         if (to_label == 0.0f && to_entropy == 0.0f) {
@@ -62,5 +60,12 @@ int log_prob_grad(KERNEL_ARGS) {
         int64_t at = (int64_t)labels[i] - sizes[0];
         if (at >= 0 && at < real) out[at] += to_label;
     }
-    return 0;
+}
+
+/* dlogp/dl = onehot - p, dH/dl = -p (log p + H), times the scale; `total` is the log-sum-exp */
+KERNEL(log_prob_grad,
+       "logits f32[N, V], labels i32[N], sizes i32[2], scale f32[1], total f32[N], entropy f32[N], "
+       "dlogp f32[N], dentropy f32[N] -> dlogits f32[N, V]") {
+    int status = check_sizes(call);
+    return status ? status : over_rows(call, grad_of_rows);
 }

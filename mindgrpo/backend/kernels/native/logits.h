@@ -1,18 +1,24 @@
-/* One row's logits on this rank, as its next token is drawn from them. See head.c and draw.c.
- *
- * Order, as Hugging Face's: repetition penalty, temperature, top-k, top-p, min-p; a set is bounded by a threshold, so
- * that equal logits stay or go together.
+/* One row's logits on this rank, as its next token is drawn from them: rollout/embedded/sampling.py defines how, head.c
+ * and draw.c do it.
  */
 #ifndef MINDGRPO_LOGITS_H
 #define MINDGRPO_LOGITS_H
 
-#include "rollout.h"
+#include <float.h>
 
+#include "gumbel.h"
+#include "rollout.h"
 #include "select.h"
 
-/* Columns of a rank's pieces of a row: of the plain distribution, then of the one that is drawn from. From FIRST on
- * its largest logits (top-k), or the mass in each of BINS ranges of logits (top-p without top-k). */
-enum { RAW_TOP, RAW_SUM, TOP, SUM, MORE, FIRST };
+/* Columns of a rank's stats of a row: the largest logit of the plain distribution and its sum of exp(logit - largest);
+ * the largest logit of the one that is drawn from; a score and its token. From FIRST on
+ * - with top-k its k largest logits, then their tokens. MORE logits equal the smallest of these: the score is the
+ *   largest one among them;
+ * - with top-p and no top-k the mass in each of BINS ranges of logits;
+ * - where a rank decides alone nothing: the score is its largest one.
+ * What is gathered must be numbers: NONE stands for minus infinity. */
+enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
+#define NONE (-FLT_MAX)
 enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
 
 typedef struct {
@@ -20,23 +26,35 @@ typedef struct {
     const float *logits;
     const uint8_t *seen;
     int64_t number, at;
+    uint64_t key;
     int is_banned;
 } Row;
 
-/* Whether a row's pieces are masses by range of logits. */
+/* Whether a row's stats are masses by range of logits. */
 static inline int has_nucleus(const Rollout *g) { return !g->top_k && g->top_p < 1.0; }
+
+/* Whether a rank knows from its own logits which of them are kept; with a temperature of 0 Python turns all rules off. */
+static inline int decides_alone(const Rollout *g) {
+    return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->tp_size == 1);
+}
+
+/* Of min-p alone; minus infinity where it is off. */
+static inline float min_p_threshold(const Rollout *g, float top) {
+    return g->min_p > 0.0 ? top + logf(g->min_p) : -INFINITY;
+}
 
 static inline Row row_of(const Rollout *g, int64_t number, const float *logits, int64_t width) {
     Row row = {.g = g, .number = number, .logits = logits + number * width, .at = g->row_own[number]};
     row.seen = g->penalty == 1.0 ? NULL : g->seen + g->row_slot[number] * g->vocab;
     row.is_banned = row.at < g->min_tokens;
+    row.key = position_key(g->keys[g->row_sample[number]], row.at);
     return row;
 }
 
-/* Up to BLOCK logits from `start` on as they are drawn from; returns how many. */
-static inline int64_t load(const Row *row, int64_t start, float *x) {
+/* Up to `most` logits from `start` on as they are drawn from; returns how many. */
+static inline int64_t load(const Row *row, int64_t start, int64_t most, float *x) {
     const Rollout *g = row->g;
-    int64_t count = g->vocab - start < BLOCK ? g->vocab - start : BLOCK;
+    int64_t count = g->vocab - start < most ? g->vocab - start : most;
     const float *source = row->logits + start;
     float scale = g->scale, penalty = g->penalty;
     if (row->seen) {
@@ -48,39 +66,31 @@ static inline int64_t load(const Row *row, int64_t start, float *x) {
     } else {
         for (int64_t i = 0; i < count; i++) x[i] = source[i] * scale;
     }
-    for (int64_t i = 0; row->is_banned && i < g->num_stops; i++) {
+    for (int64_t i = 0; row->is_banned && i < g->stops_count; i++) {
         int64_t at = g->stops[i] - g->first_token - start;
         if (at >= 0 && at < count) x[at] = -INFINITY;
     }
     return count;
 }
 
-static inline float largest(const float *x, int64_t count) {
-    float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < count; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
-
-static inline float mass_above(const float *x, int64_t count, float threshold, float top) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < count; i++) sum += x[i] < threshold ? 0.0f : fast_exp(x[i] - top);
-    return sum;
-}
-
 /* Mass of the logits whose first `round` digits are those of `prefix`, by the next digit. */
 static inline void histogram(const Row *row, int round, uint32_t prefix, float top, float *bins) {
-    float x[BLOCK];
+    float x[BLOCK], mass[BLOCK];
+    uint32_t rank[BLOCK];
     double sums[BINS] = {0.0};
     for (int64_t start = 0; start < row->g->vocab; start += BLOCK) {
-        int64_t count = load(row, start, x);
+        int64_t count = load(row, start, BLOCK, x);
+        uint32_t any = !round;
         for (int64_t i = 0; i < count; i++) {
             /* The sum makes -0 a 0, which it equals. */
-            uint32_t rank = rank_of(x[i] + 0.0f);
-            if (round > 0 && rank >> (32 - BITS * round) != prefix) continue;
-            sums[rank >> (32 - BITS * (round + 1)) & (BINS - 1)] += fast_exp(x[i] - top);
+            rank[i] = rank_of(x[i] + 0.0f);
+            any |= round && rank[i] >> (32 - BITS * round) == prefix;
         }
+        if (!any) continue;
+        for (int64_t i = 0; i < count; i++) mass[i] = fast_exp(x[i] - top);
+        for (int64_t i = 0; i < count; i++)
+            if (!round || rank[i] >> (32 - BITS * round) == prefix)
+                sums[rank[i] >> (32 - BITS * (round + 1)) & (BINS - 1)] += mass[i];
     }
     for (int64_t i = 0; i < BINS; i++) bins[i] = sums[i];
 }

@@ -1,17 +1,72 @@
-/* What the generator's kernels share: one table entry a generator, which Python lays out and registers.
+/* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
- * A graph carries the entry's number, never an address. Every field is 8 bytes wide, in the order that
- * native_rollout.py gives. Kernels of one entry run one after another: each takes what the one before gave.
+ * A graph carries the table's number, never an address. A slot holds the keys and values that one sample has made; an
+ * prefix those of a prompt, which all samples of the prompt read. Rows are what a kernel works on: the slots in use, in
+ * order, or the tokens of prompts.
  *
- * A slot holds the keys and values that one sample has made; an entry those of a prompt, which all samples of the
- * prompt read. Rows are what a kernel works on: the slots in use, in order, or the tokens of prompts.
+ * These kernels change the table and what it points to, but the graph compiler takes every operation for a pure
+ * function: it merges two calls with the same inputs, drops a call whose outputs nobody reads, and runs calls that do
+ * not need each other's outputs in any order. So every such call takes an output of the call before it, and its own
+ * output goes into the next, up to what the graph returns: begin -> layers -> head -> draw -> commit -> layers and so
+ * on. Whoever adds an operation on the table puts it into this chain (tests/test_kernels_in_graphs.py).
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
 
-#include "core.h"
-#include "matrix.h"
-#include "team.h"
+#include "gemm.h"
+#include "kernel.h"
+#include "thread_pool.h"
+#include "vec16.h"
+
+/* The table's fields: NUMBER(type, name), and ARRAY(type, name, least), which also makes name_count, its number of
+ * elements. Every call of a kernel checks that an array has at least as many as the numbers of table `g` say. */
+#define ROLLOUT_FIELDS(NUMBER, ARRAY)                                                                            \
+    /* this rank's share of the model */                                                                         \
+    NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
+    NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) ARRAY(float, rotary, 2 * g->dim)                \
+    NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)             \
+    /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
+    NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
+    NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
+    ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
+    ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
+    /* keys and values: rooms in positions; what kernels need while they run */                                  \
+    NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size) NUMBER(int64_t, layer_floats)  \
+    ARRAY(float, cache, g->layers * g->layer_floats) ARRAY(float, scratch, scratch_floats(g))                    \
+    /* the job, by sample: `longest` columns in each of its [samples, longest] arrays */                         \
+    NUMBER(int64_t, longest) ARRAY(int32_t, limit, 0) ARRAY(int32_t, prompt_tokens, 0)                           \
+    ARRAY(int64_t, prompt_at, g->limit_count) ARRAY(int32_t, prompt_length, g->limit_count)                      \
+    ARRAY(uint64_t, keys, g->limit_count) ARRAY(int32_t, tokens, g->limit_count * g->longest)                    \
+    ARRAY(float, logps, g->limit_count * g->longest) ARRAY(int32_t, lengths, g->limit_count)                     \
+    ARRAY(int32_t, stopped, g->limit_count)                                                                      \
+    /* the queue, whose prompts are in prefix blocks, and first inputs of prefix blocks */                                   \
+    NUMBER(int64_t, queue_head) NUMBER(int64_t, queue_tail) ARRAY(int32_t, queue_sample, g->queue_tail)          \
+    ARRAY(int32_t, queue_prefix, g->queue_tail) ARRAY(int32_t, users, 0)                                          \
+    ARRAY(float, starts, g->users_count * g->hidden)                                                             \
+    /* rows in use, and their next inputs; free slots */                                                         \
+    NUMBER(int64_t, num_rows) NUMBER(int64_t, steps) NUMBER(int64_t, row_steps) NUMBER(int64_t, num_free)        \
+    ARRAY(int32_t, free_slots, g->slots) ARRAY(float, next, g->slots * g->hidden)                                \
+    ARRAY(int32_t, row_sample, g->slots) ARRAY(int32_t, row_slot, g->slots) ARRAY(int32_t, row_prefix, g->slots)  \
+    ARRAY(int32_t, row_shared, g->slots) ARRAY(int32_t, row_own, g->slots)                                       \
+    /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
+    NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
+    ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
+
+#define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
+#define DECLARE_ARRAY(TYPE, NAME, LEAST) \
+    TYPE *NAME;                          \
+    int64_t NAME##_count;
+typedef struct {
+    ROLLOUT_FIELDS(DECLARE_NUMBER, DECLARE_ARRAY)
+} Rollout;
+
+/* The table whose number `meta` begins with. NULL, and a sentence kept, where there is none, where it does not hold
+ * what its numbers say, or where the call's letters are not the table's: H hidden, I inner, D head dim, W and M the
+ * widths of the projection and of what attention mixes. */
+Rollout *rollout_of(const Call *call, const int32_t *meta);
+
+/* 0 if the call's tensors have so many of their B rows. */
+int check_rows(const Call *call, int64_t rows);
 
 /* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]. */
 typedef struct {
@@ -19,50 +74,15 @@ typedef struct {
     int64_t room;
 } Region;
 
-typedef struct {
-    /* this rank's share of the model */
-    int64_t hidden, inner, queries, kv, dim, vocab, first_token, ways, index;
-    /* how tokens are drawn */
-    int64_t greedy, top_k, candidates, min_tokens, num_stops;
-    double eps, scale, penalty, top_p, min_p;
-    /* rooms, in positions */
-    int64_t slots, slot_room, entry_room, layer_floats;
-    /* the job: `longest` columns in each of its [samples, longest] arrays */
-    int64_t longest, num_rows, num_free, queue_head, queue_tail, prompt_rows, prompt_starts, steps, row_steps;
-    /* memory */
-    float *cache, *scratch, *next, *starts, *rotary;
-    uint8_t *seen;
-    double *above;
-    int32_t *stops;
-    /* by sample */
-    int32_t *prompt_tokens;
-    int64_t *prompt_at;
-    int32_t *prompt_length, *limit;
-    float *uniforms;
-    int32_t *tokens;
-    float *logps;
-    int32_t *lengths, *stopped;
-    /* by place in the queue, entry, free slot and row */
-    int32_t *queue_sample, *queue_entry, *users, *free_slots;
-    int32_t *row_sample, *row_slot, *row_entry, *row_shared, *row_own;
-    /* tokens of prompts: entry and number of keys seen, the own included; entries of first inputs */
-    int32_t *prompt_row_entry, *prompt_row_seen, *start_entry;
-} Rollout;
-
-/* NULL for a number that is not registered. */
-Rollout *rollout_of(const void *meta);
-
 static inline Region slot_region(const Rollout *g, int64_t layer, int64_t slot) {
-    float *base = g->cache + layer * g->layer_floats + slot * g->slot_room * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->slot_room};
+    float *base = g->cache + layer * g->layer_floats + slot * g->slot_size * g->kv * g->dim;
+    return (Region){base, base + g->layer_floats / 2, g->slot_size};
 }
 
-static inline Region entry_region(const Rollout *g, int64_t layer, int64_t entry) {
-    int64_t position = g->slots * g->slot_room + entry * g->entry_room;
+static inline Region prefix_region(const Rollout *g, int64_t layer, int64_t prefix) {
+    int64_t position = g->slots * g->slot_size + prefix * g->prefix_block_size;
     float *base = g->cache + layer * g->layer_floats + position * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->entry_room};
+    return (Region){base, base + g->layer_floats / 2, g->prefix_block_size};
 }
-
-static inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 #endif

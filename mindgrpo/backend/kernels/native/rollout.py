@@ -5,8 +5,6 @@ Refuses to allocate what a phase could want back: caches and scratch are views t
 
 from __future__ import annotations
 
-import ctypes
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,56 +12,19 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.native.library import library, operation
+from mindgrpo.backend.kernels.native.library import operation
+from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
-    Job,
+    GenerationBatch,
+    KVCacheLayout,
+    LocalModelShape,
     Memory,
-    Partition,
-    Rules,
-    Share,
     Slots,
 )
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
-# In the order of native/rollout.h; every field is 8 bytes wide.
-_SIZES = "hidden inner queries kv dim vocab first_token ways index greedy top_k candidates min_tokens num_stops"
-_NUMBERS = "eps scale penalty top_p min_p"
-_STATE = (
-    "slots slot_room entry_room layer_floats longest num_rows num_free queue_head queue_tail prompt_rows "
-    "prompt_starts steps row_steps"
-)
-_ARRAYS = {
-    "cache": np.float32,
-    "scratch": np.float32,
-    "next": np.float32,
-    "starts": np.float32,
-    "rotary": np.float32,
-    "seen": np.float32,
-    "above": np.float64,
-    "stops": np.int32,
-    "prompt_tokens": np.int32,
-    "prompt_at": np.int64,
-    "prompt_length": np.int32,
-    "limit": np.int32,
-    "uniforms": np.float32,
-    "tokens": np.int32,
-    "logps": np.float32,
-    "lengths": np.int32,
-    "stopped": np.int32,
-    "queue_sample": np.int32,
-    "queue_entry": np.int32,
-    "users": np.int32,
-    "free_slots": np.int32,
-    "row_sample": np.int32,
-    "row_slot": np.int32,
-    "row_entry": np.int32,
-    "row_shared": np.int32,
-    "row_own": np.int32,
-    "prompt_row_entry": np.int32,
-    "prompt_row_seen": np.int32,
-    "start_entry": np.int32,
-}
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
-FIRST, BINS, ROUNDS = 5, 256, 4
+FIRST, BINS, ROUNDS = 6, 256, 4
 
 
 @dataclass(frozen=True)
@@ -72,23 +33,14 @@ class _Form:
 
     columns: int
     has_nucleus: bool
-    needs_shares: bool
+    needs_scores: bool
 
-    def serves(self, other: _Form, ways: int) -> bool:
+    def serves(self, other: _Form, tp_size: int) -> bool:
         enough = self.columns >= other.columns
-        if ways == 1:
+        if tp_size == 1:
             return enough
         nucleus = self.has_nucleus or not other.has_nucleus
-        return enough and nucleus and (self.needs_shares or not other.needs_shares)
-
-
-class _Entry(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in _SIZES.split()),
-        *((name, ctypes.c_double) for name in _NUMBERS.split()),
-        *((name, ctypes.c_int64) for name in _STATE.split()),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
-    ]
+        return enough and nucleus and (self.needs_scores or not other.needs_scores)
 
 
 class _Kernel(nn.Cell):
@@ -126,163 +78,161 @@ def _no_pair(*shapes: Any) -> Any:
 class NativeSlots(Slots):
     def __init__(
         self,
-        share: Share,
-        rules: Rules,
+        model_shape: LocalModelShape,
+        sampling: SamplingParams,
         rotary: np.ndarray,
         slots: int,
         prompt_rows: int,
         memory: Memory,
     ) -> None:
-        self._share, self._rules, self._capacity = share, rules, slots
-        self._has_seen = rules.penalty != 1.0
-        self._entry = _Entry()
-        self._arrays: dict[str, np.ndarray] = {}
-        self._number = self._register()
-        self.use(rules)
+        self._model_shape, self._sampling, self._capacity = model_shape, sampling, slots
+        self._has_seen = sampling.repetition_penalty != 1.0
+        self._table = RolloutTable()
+        self._number = self._table.number
+        self.use(sampling)
         arrays = {
             "cache": memory.cache,
             "scratch": memory.scratch,
             "next": memory.inputs,
             "starts": memory.starts,
-            "seen": memory.seen,
+            "seen": memory.seen.view(np.uint8),
             "rotary": rotary,
-            "above": np.zeros(slots * (share.ways + 1)),
+            "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
-            "users": np.zeros(memory.starts.size // share.hidden, np.int32),
-            "start_entry": np.zeros(prompt_rows, np.int32),
+            "users": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
+            "start_prefix": np.zeros(prompt_rows, np.int32),
         }
-        rows = dict.fromkeys(("sample", "slot", "entry", "shared", "own"), slots)
+        rows = dict.fromkeys(("sample", "slot", "prefix", "shared", "own"), slots)
         arrays |= {f"row_{name}": np.zeros(count, np.int32) for name, count in rows.items()}
         arrays |= {
-            f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("entry", "seen")
+            f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
         for name, array in arrays.items():
-            self._point(name, array)
+            self._table[name] = array
         self.users = arrays["users"]
 
-    def _register(self) -> int:
-        native = library()
-        if native is None or native.rollout_bytes() != ctypes.sizeof(_Entry):
-            raise RuntimeError("native/rollout.h and native_rollout.py describe different entries")
-        native.rollout_register.argtypes = [ctypes.c_void_p]
-        number = int(native.rollout_register(ctypes.addressof(self._entry)))
-        if number < 0:
-            raise RuntimeError("more generators at once than native/decode.c has room for")
-        weakref.finalize(self, native.rollout_forget, number)
-        return number
-
-    def use(self, rules: Rules) -> None:
-        if rules.penalty != 1.0 and not self._has_seen:
+    def use(self, sampling: SamplingParams) -> None:
+        if sampling.repetition_penalty != 1.0 and not self._has_seen:
             raise ValueError("these slots have no room for the tokens that a penalty has to know")
-        self._rules = rules
-        self._point("stops", np.array(rules.stop_ids, np.int32))
-        share = self._share
-        vocab = share.vocabulary
+        self._sampling = sampling
+        self._table["stops"] = np.array(sampling.stop_ids, np.int32)
+        model_shape = self._model_shape
+        vocab = model_shape.vocabulary
         numbers: dict[str, float] = {
-            "hidden": share.hidden,
-            "inner": share.inner,
-            "queries": share.heads.queries,
-            "kv": share.heads.kv,
-            "dim": share.heads.dim,
+            "layers": model_shape.layers,
+            "hidden": model_shape.hidden,
+            "inner": model_shape.inner,
+            "queries": model_shape.heads.queries,
+            "kv": model_shape.heads.kv,
+            "dim": model_shape.heads.dim,
             "vocab": vocab.real,
             "first_token": vocab.first,
-            "ways": share.ways,
-            "index": share.index,
-            "greedy": int(rules.greedy),
-            "top_k": self._top_k_of(rules),
-            "candidates": self._candidates_of(rules),
-            "min_tokens": rules.min_tokens,
-            "num_stops": len(rules.stop_ids),
-            "eps": share.norm_eps,
-            "scale": rules.scale,
-            "penalty": rules.penalty,
-            "top_p": 1.0 if rules.greedy else rules.top_p,
-            "min_p": 0.0 if rules.greedy else rules.min_p,
+            "tp_size": model_shape.tp_size,
+            "tp_rank": model_shape.tp_rank,
+            "greedy": int(sampling.greedy),
+            "top_k": self._top_k_of(sampling),
+            "candidates": self._candidates_of(sampling),
+            "min_tokens": sampling.min_tokens,
+            "eps": model_shape.norm_eps,
+            "scale": sampling.scale,
+            "penalty": sampling.repetition_penalty,
+            "top_p": 1.0 if sampling.greedy else sampling.top_p,
+            "min_p": 0.0 if sampling.greedy else sampling.min_p,
         }
         for name, value in numbers.items():
-            setattr(self._entry, name, value)
+            self._table[name] = value
 
-    def _top_k_of(self, rules: Rules) -> int:
-        vocab = self._share.vocabulary
-        return 0 if rules.greedy or rules.top_k >= vocab.width * self._share.ways else rules.top_k
+    def _top_k_of(self, sampling: SamplingParams) -> int:
+        vocab = self._model_shape.vocabulary.width * self._model_shape.tp_size
+        return sampling.top_k if not sampling.greedy and 0 < sampling.top_k < vocab else 0
 
-    def _candidates_of(self, rules: Rules) -> int:
+    def _candidates_of(self, sampling: SamplingParams) -> int:
         """Any of the k largest of all is among the k largest of its own rank."""
-        return min(self._top_k_of(rules), self._share.vocabulary.width)
+        return min(self._top_k_of(sampling), self._model_shape.vocabulary.width)
 
-    def _form_of(self, rules: Rules) -> _Form:
-        free = not rules.greedy and not self._top_k_of(rules)
-        nucleus = free and rules.top_p < 1.0
-        columns = FIRST + (self._candidates_of(rules) or (BINS if nucleus else 0))
-        return _Form(columns, nucleus, free and rules.min_p > 0.0)
+    def _form_of(self, sampling: SamplingParams) -> _Form:
+        free = not sampling.greedy and not self._top_k_of(sampling)
+        nucleus = free and sampling.top_p < 1.0
+        columns = FIRST + (2 * self._candidates_of(sampling) or (BINS if nucleus else 0))
+        return _Form(columns, nucleus, nucleus or (free and sampling.min_p > 0.0))
 
-    def serves(self, made_with: Rules) -> bool:
-        made, wanted = self._form_of(made_with), self._form_of(self._rules)
-        return made.serves(wanted, self._share.ways)
+    def serves(self, made_with: SamplingParams) -> bool:
+        made, wanted = self._form_of(made_with), self._form_of(self._sampling)
+        return made.serves(wanted, self._model_shape.tp_size)
 
-    def _point(self, name: str, array: np.ndarray) -> None:
-        if array.dtype != _ARRAYS[name] or not array.flags.c_contiguous:
-            raise ValueError(
-                f"{name} is {array.dtype}, but the kernels take {_ARRAYS[name]} in order"
-            )
-        self._arrays[name] = array
-        setattr(self._entry, name, array.ctypes.data)
-
-    def start(self, job: Job, partition: Partition) -> None:
-        entry, heads = self._entry, self._share.heads
-        entry.slots, entry.slot_room = partition.slots, partition.slot_room
-        entry.entry_room = partition.entry_room
-        positions = partition.slots * partition.slot_room + partition.entries * partition.entry_room
-        entry.layer_floats = 2 * positions * heads.kv * heads.dim
-        entry.longest = job.uniforms.shape[1]
-        for name in ("num_rows", "queue_head", "queue_tail", "steps", "row_steps"):
-            setattr(entry, name, 0)
-        entry.num_free = partition.slots
-        self._arrays["free_slots"][: partition.slots] = np.arange(partition.slots)[::-1]
+    def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None:
+        table, heads = self._table, self._model_shape.heads
+        positions = (
+            layout.slots * layout.slot_size + layout.prefix_blocks * layout.prefix_block_size
+        )
+        numbers = {
+            "slots": layout.slots,
+            "slot_size": layout.slot_size,
+            "prefix_block_size": layout.prefix_block_size,
+            "layer_floats": 2 * positions * heads.kv * heads.dim,
+            "longest": batch.tokens.shape[1],
+            "num_free": layout.slots,
+        }
+        state = (
+            "num_rows",
+            "queue_head",
+            "queue_tail",
+            "prompt_rows",
+            "prompt_starts",
+            "steps",
+            "row_steps",
+        )
+        for name, value in (dict.fromkeys(state, 0) | numbers).items():
+            table[name] = value
+        table["free_slots"][: layout.slots] = np.arange(layout.slots)[::-1]
         self.users[...] = 0
-        lengths = np.array([len(prompt) for prompt in job.prompts], np.int64)
+        lengths = np.array([len(prompt) for prompt in batch.prompts], np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         arrays = {
-            "prompt_tokens": np.concatenate(job.prompts).astype(np.int32),
-            "prompt_at": begins[job.prompt_of],
-            "prompt_length": lengths[job.prompt_of].astype(np.int32),
-            "limit": job.limits,
-            "uniforms": job.uniforms,
-            "tokens": job.tokens,
-            "logps": job.logps,
-            "lengths": job.lengths,
-            "stopped": job.stopped,
-            "queue_sample": np.zeros(len(job.limits), np.int32),
-            "queue_entry": np.zeros(len(job.limits), np.int32),
+            "prompt_tokens": np.concatenate(batch.prompts).astype(np.int32),
+            "prompt_at": begins[batch.prompt_of],
+            "prompt_length": lengths[batch.prompt_of].astype(np.int32),
+            "limit": batch.limits,
+            "keys": batch.keys,
+            "tokens": batch.tokens,
+            "logps": batch.logps,
+            "lengths": batch.lengths,
+            "stopped": batch.stopped,
+            "queue_sample": np.zeros(len(batch.limits), np.int32),
+            "queue_prefix": np.zeros(len(batch.limits), np.int32),
         }
         for name, array in arrays.items():
-            self._point(name, array)
+            table[name] = array
+        table.check_complete()
 
-    def enqueue(self, sample: int, entry: int) -> None:
-        tail = self._entry.queue_tail
-        self._arrays["queue_sample"][tail] = sample
-        self._arrays["queue_entry"][tail] = entry
-        self.users[entry] += 1
-        self._entry.queue_tail = tail + 1
+    def enqueue(self, sample: int, prefix: int) -> None:
+        tail = self._table["queue_tail"]
+        self._table["queue_sample"][tail[0]] = sample
+        self._table["queue_prefix"][tail[0]] = prefix
+        self.users[prefix] += 1
+        tail[0] += 1
 
     def set_prompt_rows(
-        self, entries: np.ndarray, seen: np.ndarray, start_entries: np.ndarray
+        self, prefix_blocks: np.ndarray, seen: np.ndarray, start_prefixes: np.ndarray
     ) -> None:
-        self._arrays["prompt_row_entry"][: len(entries)] = entries
-        self._arrays["prompt_row_seen"][: len(entries)] = seen
-        self._arrays["start_entry"][: len(start_entries)] = start_entries
-        self._entry.prompt_rows, self._entry.prompt_starts = len(entries), len(start_entries)
+        self._table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
+        self._table["prompt_row_seen"][: len(prefix_blocks)] = seen
+        self._table["start_prefix"][: len(start_prefixes)] = start_prefixes
+        self._table["prompt_rows"], self._table["prompt_starts"] = (
+            len(prefix_blocks),
+            len(start_prefixes),
+        )
 
     @property
     def waiting(self) -> int:
-        return int(self._entry.queue_tail - self._entry.queue_head)
+        return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
     def steps(self) -> tuple[int, int]:
-        return int(self._entry.steps), int(self._entry.row_steps)
+        return int(self._table["steps"][0]), int(self._table["row_steps"][0])
 
     def begin(self) -> nn.Cell:
-        shape = [self._capacity, self._share.hidden]
+        shape = [self._capacity, self._model_shape.hidden]
 
         def inputs(*shapes: Any) -> Any:
             return shape
@@ -298,7 +248,7 @@ class NativeSlots(Slots):
         return _Kernel("rollout_mlp", _pair, _two_floats, [self._number, 0, int(is_prompt)])
 
     def head(self) -> nn.Cell:
-        columns = self._form_of(self._rules).columns
+        columns = self._form_of(self._sampling).columns
 
         def shapes(x: Any, added: Any, norm: Any, table: Any, meta: Any) -> Any:
             return [x[0], table[0]], [x[0], columns]
@@ -306,19 +256,19 @@ class NativeSlots(Slots):
         return _Kernel("rollout_head", shapes, _two_floats, [self._number])
 
     @property
-    def num_narrowings(self) -> int:
-        if self._share.ways == 1:
+    def num_truncation_rounds(self) -> int:
+        if self._model_shape.tp_size == 1:
             return 0
-        form = self._form_of(self._rules)
-        return (ROUNDS - 1) * form.has_nucleus + form.needs_shares
+        form = self._form_of(self._sampling)
+        return (ROUNDS - 1) * form.has_nucleus + form.needs_scores
 
-    def narrow(self, number: int) -> nn.Cell:
-        if self._form_of(self._rules).needs_shares and number == self.num_narrowings - 1:
-            return _Kernel("rollout_shares", _one_a_row, _float, [self._number])
-        return _Kernel("rollout_narrow", _bins_a_row, _float, [self._number, number + 1])
+    def truncate(self, number: int) -> nn.Cell:
+        if self._form_of(self._sampling).needs_scores and number == self.num_truncation_rounds - 1:
+            return _Kernel("rollout_score", _two_a_row, _float, [self._number])
+        return _Kernel("rollout_top_p", _bins_a_row, _float, [self._number, number + 1])
 
     def draw(self) -> nn.Cell:
-        width = self._share.hidden + 2
+        width = self._model_shape.hidden + 2
 
         def drawn(logits: Any, *others: Any) -> Any:
             return [logits[0], width]
@@ -332,8 +282,8 @@ class NativeSlots(Slots):
         return _Kernel("rollout_commit", shapes, _float_and_int, [self._number])
 
 
-def _one_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 1]
+def _two_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 2]
 
 
 def _bins_a_row(logits: Any, *others: Any) -> Any:

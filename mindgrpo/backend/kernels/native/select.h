@@ -2,7 +2,7 @@
 #ifndef MINDGRPO_SELECT_H
 #define MINDGRPO_SELECT_H
 
-#include "core.h"
+#include "vec16.h"
 
 /* Reorders x so that its `count` largest come first, in any order; returns the smallest of them. */
 static inline float select_largest(float *x, int64_t size, int64_t count) {

@@ -1,7 +1,7 @@
 /* Which sample sits in which slot, from one token to the next. See rollout.h.
  *
  * A slot that becomes free takes the next sample of the queue at once, inside the graph; the queue holds samples whose
- * prompts are in their entries. Every rank of a group decides alike, as all have the same tokens.
+ * prompts are in their prefix blocks. Every rank of a group decides alike, as all have the same tokens.
  */
 #include "rollout.h"
 
@@ -13,16 +13,16 @@ static void mark_seen(const Rollout *g, int64_t slot, int32_t token) {
 /* Rows for as many samples of the queue as there are free slots; their first inputs go to `next`. */
 static void admit(Rollout *g) {
     while (g->num_free > 0 && g->queue_head < g->queue_tail) {
-        int32_t sample = g->queue_sample[g->queue_head], entry = g->queue_entry[g->queue_head];
+        int32_t sample = g->queue_sample[g->queue_head], prefix = g->queue_prefix[g->queue_head];
         int32_t slot = g->free_slots[--g->num_free];
         int64_t row = g->num_rows++;
         g->queue_head++;
         g->row_sample[row] = sample;
         g->row_slot[row] = slot;
-        g->row_entry[row] = entry;
+        g->row_prefix[row] = prefix;
         g->row_shared[row] = g->prompt_length[sample] - 1;
         g->row_own[row] = 0;
-        memcpy(g->next + row * g->hidden, g->starts + entry * g->hidden, g->hidden * sizeof(float));
+        memcpy(g->next + row * g->hidden, g->starts + prefix * g->hidden, g->hidden * sizeof(float));
         if (g->penalty == 1.0) continue;
         memset(g->seen + slot * g->vocab, 0, g->vocab);
         for (int64_t i = 0; i < g->prompt_length[sample]; i++)
@@ -36,13 +36,12 @@ static void give_next(const Rollout *g, float *x, int64_t capacity) {
     memset(x + g->num_rows * g->hidden, 0, (capacity - g->num_rows) * g->hidden * sizeof(float));
 }
 
-/* (anything, number int32 [1]) -> x [B, H], the inputs of the first step of a call */
-int rollout_begin(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Rollout *g = rollout_of(params[1]);
-    if (!g) return 1;
+/* x: the inputs of the first step of a call */
+KERNEL(rollout_begin, "ticket i32[1], number i32[1] -> x f32[B, H]") {
+    Rollout *g = rollout_of(call, call->params[1]);
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
     admit(g);
-    give_next(g, params[2], shapes[2][0]);
+    give_next(g, call->params[2], dim(call, 'B'));
     return 0;
 }
 
@@ -54,36 +53,36 @@ static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     g->logps[sample * g->longest + at] = logp;
     g->lengths[sample] = at + 1;
     if (g->penalty != 1.0) mark_seen(g, g->row_slot[row], token);
-    for (int64_t i = 0; i < g->num_stops; i++)
+    for (int64_t i = 0; i < g->stops_count; i++)
         if (g->stops[i] == token) g->stopped[sample] = 1;
     return g->stopped[sample] || at + 1 == g->limit[sample];
 }
 
-/* (drawn [B, H + 2]: the token's embedding, the token, its log-prob; number int32 [1])
- * -> (x [B, H], the inputs of the next step; rows and places in the queue that are left, int32 [1]) */
-int rollout_commit(KERNEL_ARGS) {
-    UNUSED_ARGS;
-    Rollout *g = rollout_of(params[1]);
-    if (!g) return 1;
-    const float *drawn = params[0];
+/* drawn: the token's embedding, the token, its log-prob. x: the inputs of the next step; left: rows and places in the
+ * queue that are left. */
+KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[1]") {
+    Rollout *g = rollout_of(call, call->params[1]);
+    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
+    const float *drawn = call->params[0];
     int64_t width = g->hidden + 2, left = 0;
+    if (dim(call, 'E') != width) return refuse(call, "E is %ld, but must be %ld", dim(call, 'E'), width);
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
     for (int64_t row = 0; row < g->num_rows; row++) {
         const float *one = drawn + row * width;
         if (keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1])) {
             g->free_slots[g->num_free++] = g->row_slot[row];
-            g->users[g->row_entry[row]]--;
+            g->users[g->row_prefix[row]]--;
             continue;
         }
-        int32_t *columns[] = {g->row_sample, g->row_slot, g->row_entry, g->row_shared, g->row_own};
+        int32_t *columns[] = {g->row_sample, g->row_slot, g->row_prefix, g->row_shared, g->row_own};
         for (int i = 0; i < 5; i++) columns[i][left] = columns[i][row];
         memcpy(g->next + left * g->hidden, one, g->hidden * sizeof(float));
         left++;
     }
     g->num_rows = left;
     admit(g);
-    give_next(g, params[2], shapes[2][0]);
-    *(int32_t *)params[3] = g->num_rows + g->queue_tail - g->queue_head;
+    give_next(g, call->params[2], dim(call, 'B'));
+    *(int32_t *)call->params[3] = g->num_rows + g->queue_tail - g->queue_head;
     return 0;
 }

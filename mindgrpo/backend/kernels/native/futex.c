@@ -1,6 +1,6 @@
-/* See waiting.h. The shared form of FUTEX_WAIT and FUTEX_WAKE: the waiters are other processes. */
+/* See futex.h. The shared form of FUTEX_WAIT and FUTEX_WAKE: the waiters are other processes. */
 #define _GNU_SOURCE
-#include "waiting.h"
+#include "futex.h"
 
 #include <fcntl.h>
 #include <limits.h>
@@ -19,16 +19,16 @@ static int64_t now_ms(void) {
     return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
 
-void cell_post(Cell *cell, uint32_t value) {
+void futex_post(Futex *cell, uint32_t value) {
     /* Sequentially consistent on both sides: either the waiter sees the value or this sees the waiter. */
     atomic_store(&cell->value, value);
     if (atomic_load(&cell->waiting)) syscall(SYS_futex, &cell->value, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-int cell_wait(Cell *cell, uint32_t wanted, uint32_t spins, int32_t milliseconds) {
+int futex_wait(Futex *cell, uint32_t wanted, uint32_t spins, int32_t milliseconds) {
     for (uint32_t i = 0; i <= spins; i++) {
         if (reached(atomic_load_explicit(&cell->value, memory_order_acquire), wanted)) return WAIT_OVER;
-        cell_turn();
+        futex_spin();
     }
     int64_t give_up = now_ms() + milliseconds, left = milliseconds;
     uint32_t value;

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindgrpo.backend.kernels.rollout import Rules
-
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """`temperature` 0 takes the likeliest token; `top_k` 0, `top_p` 1, `min_p` 0 and penalty 1 are off."""
+class SamplingParams:
+    """`temperature` 0 takes the likeliest token; `top_k` 0 or less, `top_p` 1, `min_p` 0 and penalty 1 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -21,18 +19,15 @@ class SamplingSettings:
     stop_ids: tuple[int, ...] = ()
 
     @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
     def trainer_temperature(self) -> float:
         """The temperature of the log-probs; the likeliest token's are those at 1."""
         return self.temperature or 1.0
 
-    def rules(self) -> Rules:
-        return Rules(
-            1.0 / self.trainer_temperature,
-            self.temperature == 0,
-            max(0, self.top_k),
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.min_tokens,
-            self.stop_ids,
-        )
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        return 1.0 / self.trainer_temperature

@@ -1,0 +1,130 @@
+/* See gemm.h. B goes by in panels of 32 columns, each against all rows of A in blocks of up to 12. */
+#include "gemm.h"
+
+/* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
+ * While it is turned, what is copied stays in the first cache. */
+enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12 };
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. */
+ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
+                        int64_t ldb, float *c, int64_t ldc, int keep) {
+    vec16 sum[MOST_ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++) sum[r][v] = keep ? *(const vec16 *)(c + r * ldc + v * VEC) : (vec16){0};
+    for (int64_t p = 0; p < k; p++) {
+        vec16 right[2];
+        for (int v = 0; v < vecs; v++) right[v] = *(const vec16 *)(b + p * ldb + v * VEC);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vecs; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++) *(vec16 *)(c + r * ldc + v * VEC) = sum[r][v];
+}
+
+/* Up to 12 rows; returns how many. */
+ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
+#define ROWS(COUNT)                                                     \
+    if (m >= COUNT) {                                                   \
+        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, c, ldc, keep); \
+        return COUNT;                                                   \
+    }
+    ROWS(12)
+    ROWS(8) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
+#undef ROWS
+        return 0;
+}
+
+/* All rows of A with a panel of `width` columns. */
+ALWAYS_INLINE void panel_product(int64_t m, int64_t width, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+                                 const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
+    float edge[MOST_ROWS * PANEL];
+    for (int64_t i = 0, rows; i < m; i += rows, a += rows * a_row, c += rows * ldc) {
+        if (width == PANEL) {
+            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, c, ldc, keep);
+        } else if (width == VEC) {
+            rows = some_rows(m - i, 1, k, a, a_row, a_column, b, ldb, c, ldc, keep);
+        } else {
+            int64_t most = m - i < MOST_ROWS ? m - i : MOST_ROWS;
+            for (int64_t r = 0; r < most && keep; r++) memcpy(edge + r * PANEL, c + r * ldc, width * sizeof(float));
+            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, edge, PANEL, keep);
+            for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, edge + r * PANEL, width * sizeof(float));
+        }
+    }
+}
+
+/* x [16][16] -> its transpose */
+ALWAYS_INLINE void transpose16(vec16 *x) {
+    typedef int32_t order __attribute__((vector_size(64)));
+#pragma GCC unroll 4
+    for (int step = 1; step < VEC; step *= 2) {
+        order low, high;
+        for (int i = 0; i < VEC; i++) {
+            low[i] = i & step ? i - step + VEC : i;
+            high[i] = i & step ? i + VEC : i + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < VEC; i++) {
+            if (i & step) continue;
+            vec16 a = x[i], b = x[i + step];
+            x[i] = __builtin_shuffle(a, b, low);
+            x[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
+}
+
+/* `width` columns of B [k, .] side by side, zero up to 32. */
+static void copy_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *panel) {
+    for (int64_t p = 0; p < k; p++, b += ldb, panel += PANEL) {
+        if (width == PANEL) {
+            *(vec16 *)panel = *(const vec16 *)b;
+            *(vec16 *)(panel + VEC) = *(const vec16 *)(b + VEC);
+        } else {
+            for (int64_t q = 0; q < PANEL; q++) panel[q] = q < width ? b[q] : 0.0f;
+        }
+    }
+}
+
+/* The same of B [., k]^T: `width` of its rows, turned. */
+static void turn_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *panel) {
+    for (int64_t first = 0; first < PANEL; first += VEC) {
+        int64_t p = 0, rows = width - first < 0 ? 0 : width - first < VEC ? width - first : VEC;
+        const float *from = b + first * ldb;
+        for (; p + VEC <= k && rows; p += VEC) {
+            vec16 x[VEC];
+            for (int64_t q = 0; q < VEC; q++) {
+                x[q] = q < rows ? *(const vec16 *)(from + q * ldb + p) : (vec16){0};
+                /* The next panel: these are more streams than the processor follows. */
+                __builtin_prefetch(from + (q + PANEL) * ldb + p);
+            }
+            transpose16(x);
+            for (int64_t q = 0; q < VEC; q++) *(vec16 *)(panel + (p + q) * PANEL + first) = x[q];
+        }
+        for (; p < k; p++)
+            for (int64_t q = 0; q < VEC; q++) panel[p * PANEL + first + q] = q < rows ? from[q * ldb + p] : 0.0f;
+    }
+}
+
+void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+          const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep) {
+    _Alignas(64) float copied[DEPTH * PANEL];
+    /* All of A goes by a panel at a time, or stretches of it go by all panels where A is too large for the caches. */
+    int64_t begin, end, step = transposed ? TURNED_DEPTH : DEPTH, stretch = m > 64 || k < step ? step : k;
+    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
+    for (int64_t start = 0; start == 0 || start < k; start += stretch)
+        for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL)
+            for (int64_t p = start; p == 0 || p < (k - start < stretch ? k : start + stretch); p += step) {
+                int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < step ? k - p : step, ld = ldb;
+                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j;
+                if (transposed || m >= COPY_FROM || width % VEC) {
+                    (transposed ? turn_panel : copy_panel)(depth, width, panel, ldb, copied);
+                    panel = copied, ld = PANEL;
+                }
+                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, c + j, ldc, keep || p > 0);
+            }
+}

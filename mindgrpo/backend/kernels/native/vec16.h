@@ -1,0 +1,87 @@
+/* Sixteen floats at a time, and an exponential that vectorises. */
+#ifndef MINDGRPO_VEC16_H
+#define MINDGRPO_VEC16_H
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float vec16 __attribute__((vector_size(64), aligned(4)));
+enum { VEC = 16 };
+
+static inline int64_t padded(int64_t n) { return (n + VEC - 1) / VEC * VEC; }
+
+/* exp(x), relative error below 2e-7; 0 below -87, NaN stays NaN. Without a branch, so that loops over it vectorise. */
+static inline float fast_exp(float x) {
+    float clamped = x > 88.0f ? 88.0f : x;
+    clamped = clamped < -87.0f ? -87.0f : clamped;
+    float shifted = clamped * 1.44269504088896341f + 12582912.0f;
+    float n = shifted - 12582912.0f;
+    float r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union {
+        float f;
+        uint32_t i;
+    } bits;
+    bits.f = shifted;
+    /* The low bits of `shifted` are n in two's complement. */
+    bits.i = (bits.i + 127) << 23;
+    float y = p * bits.f;
+    return x < -87.0f ? 0.0f : y;
+}
+
+static inline float dot(const float *a, const float *b, int64_t n) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static inline float largest(const float *x, int64_t n) {
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+/* 1 / rms(x) of arXiv:1910.07467. */
+static inline float inverse_rms(const float *x, int64_t n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
+
+/* sum [n] = x (+ added) (+ bias), unless `sum` is NULL, and y [n] the RMS norm of that. */
+static inline void add_and_norm(const float *x, const float *added, const float *bias, const float *weight, float eps,
+                                int64_t n, float *sum, float *y) {
+    for (int64_t j = 0; j < n && sum; j++) sum[j] = x[j] + (added ? added[j] : 0.0f);
+    for (int64_t j = 0; j < n && bias; j++) sum[j] += bias[j];
+    if (sum) x = sum;
+    float scale = inverse_rms(x, n, eps);
+    for (int64_t j = 0; j < n; j++) y[j] = x[j] * scale * weight[j];
+}
+
+static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+/* One head of one token as attention takes it: out [D] = source + bias, RMS-normed where `norm` is given, rotated by
+ * `angles` (cos [D], then sin [D]; the two halves of a head have the same; arXiv:2104.09864). */
+static inline void norm_and_rope(const float *source, const float *bias, const float *norm, float eps,
+                                 const float *angles, int64_t dim, float *out) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < dim; i++) out[i] = source[i] + (bias ? bias[i] : 0.0f);
+    if (norm) {
+        float scale = inverse_rms(out, dim, eps);
+        for (int64_t i = 0; i < dim; i++) out[i] *= scale * norm[i];
+    }
+    for (int64_t i = 0; i < half; i++) {
+        float low = out[i], high = out[i + half];
+        out[i] = low * angles[i] - high * angles[dim + i];
+        out[i + half] = high * angles[i] + low * angles[dim + i];
+    }
+}
+
+#endif

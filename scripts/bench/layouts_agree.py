@@ -1,0 +1,122 @@
+"""How many completions of 1,000 differ between one rank and six, on SmolLM2-135M's shape with random weights.
+
+layouts_agree.py [--prompts 125] [--generations 8] [--new_tokens 24] prints one JSON line. One rank does everything; of
+six the trainer's layout is MP3/PP2 and the generator's DP2/MP3, so 3 ranks share the vocabulary of 49,152. "flat": all
+weights have a deviation of 0.02, and a token some 1/49,152 of the probability; "peaked": the embedding, which is the
+head too, is 6 times as large, and few tokens have most of it. `logp_gap` is the largest difference of two log-probs
+before a pair of completions parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+from work import Work
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+# (ranks, the trainer's dp, mp, pp, the generator's dp, mp)
+LAYOUTS = {"one rank": (1, (1, 1, 1), (1, 1)), "MP3/PP2": (6, (1, 3, 2), (2, 3))}
+EMBEDDING_SCALES = {"flat": 1.0, "peaked": 6.0}
+SLOTS = 256
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=125)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--new_tokens", type=int, default=24)
+    parser.add_argument("--layout", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--logits", choices=EMBEDDING_SCALES, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Writes tokens int32 and log-probs float32 [completions, new_tokens] to `given.result`, on rank 0."""
+    import assembly
+
+    from mindgrpo.grpo.rollout import Replicas
+    from mindgrpo.rollout.engine import SeedKey
+    from mindgrpo.rollout.noise import ROLLOUT
+
+    backend = assembly.join_ranks()
+    if backend is None:
+        return
+    _, train, infer = LAYOUTS[given.layout]
+    work = Work(MODEL, given.prompts, given.generations, 16, given.new_tokens)
+    config = assembly.configuration(work, train, infer, assembly.Rows(1, 1), SLOTS, beta=0.0)
+    plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
+    sampling = assembly.sampling_of(plan)
+    roles = assembly.roles_of(plan, backend, sampling)
+    weights = roles.policy.weights
+    if "model.embed_tokens.weight" in weights.parts:
+        weights.parts["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
+        weights.pool.push()
+    roles.refresh_engine()
+    version = roles.enter_rollout()
+    samples = Replicas(roles.engine, plan.infer.grid, backend).generate(
+        list(work.prompt_ids(0)), work.generations, sampling, SeedKey(0, ROLLOUT, 0), version
+    )
+    if backend.rank == 0:
+        np.savez(
+            given.result,
+            tokens=np.stack(samples.completion_ids),
+            logps=np.stack(samples.generator_logps),
+        )
+        launching.give_figures({})
+    backend.close()
+
+
+def compared(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, Any]:
+    same = one["tokens"] == other["tokens"]
+    before = np.cumprod(same, axis=1, dtype=bool)
+    return {
+        "different": int((~same.all(axis=1)).sum()),
+        "of": len(same),
+        "logp_gap": float(np.abs(one["logps"] - other["logps"])[before].max()),
+        "mean_logp": float(one["logps"].mean()),
+    }
+
+
+def main() -> None:
+    given = options()
+    if launching.is_rank():
+        measure(given)
+        return
+    figures: dict[str, Any] = {"bench": "layouts_agree", "new_tokens": given.new_tokens}
+    counts = [
+        f"--{name}={getattr(given, name)}" for name in ("prompts", "generations", "new_tokens")
+    ]
+    with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
+        for logits in EMBEDDING_SCALES:
+            results = []
+            for layout, (ranks, *_) in LAYOUTS.items():
+                result = Path(folder) / f"{logits}-{ranks}.npz"
+                words = [*counts, f"--logits={logits}", f"--layout={layout}", f"--result={result}"]
+                launching.run_on_ranks(__file__, words, ranks)
+                with np.load(result) as arrays:
+                    results.append(dict(arrays))
+            figures[logits] = compared(*results)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
