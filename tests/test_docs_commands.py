@@ -1,4 +1,4 @@
-"""Runs the commands and Python examples of README.md, CONTRIBUTING.md and docs/ in a short form.
+"""Runs the commands and Python examples of docs/, CONTRIBUTING.md and every README in a short form.
 
 Every fenced `bash`, `console` or `python` block runs, or has the reason why not in the line before it:
 `<!-- not run: REASON -->`. What runs, in a copy of the clone, page by page and in the page's order:
@@ -31,23 +31,25 @@ from typing import Any
 
 import pytest
 import yaml
+from fenced_blocks import ROOT, Block, blocks_of
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
+from mindgrpo.errors import UserError
 from mindgrpo.launch.options import read_options
 from mindgrpo.launch.plan import has_config
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "examples/grpo/tiny_arithmetic/README.md",
+    "scripts/bench/README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")),
 ]
 # Change the numbers when a command comes or goes: run, and marked as not run.
-NUM_RUN, NUM_MARKED = 37, 10
+NUM_RUN, NUM_MARKED = 38, 11
 RUN_KINDS, OTHER_KINDS = ("bash", "console", "python"), ("yaml", "text", "tree")
-MARK = re.compile(r"<!-- not run: (\S.{9,}) -->")
 SHORT = (
     *("--rl_config.max_steps", "10", "--rl_config.save_ckpt_interval", "10"),
     *("--rl_config.prompts_per_step", "2", "--rl_config.num_generations", "2"),
@@ -58,40 +60,6 @@ RECORDER = f"""#!{sys.executable}
 import json, os, sys
 open(os.environ["RECORDED_ARGUMENTS"], "w").write(json.dumps(sys.argv[1:]))
 """
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, the line of its fence, its text, and why it is not run."""
-
-    kind: str
-    line: int
-    text: str
-    not_run: str | None = None
-
-    def commands(self) -> list[str]:
-        """Returns the commands of a shell block, each in one line and without its comment."""
-        text = self.text.replace("\\\n", " ")
-        if self.kind == "console":
-            text = "\n".join(line[2:] for line in text.splitlines() if line.startswith("$ "))
-        lines = (shlex.join(shlex.split(line, comments=True)) for line in text.splitlines())
-        return [line for line in lines if line]
-
-
-def blocks_of(page: str) -> Iterator[Block]:
-    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
-    start: int | None = None
-    for number, line in enumerate(lines):
-        if start is not None and line.strip() == "```":
-            mark = MARK.fullmatch(lines[start - 1]) if start else None
-            text = "\n".join(lines[start + 1 : number])
-            yield Block(lines[start].strip("` "), start + 1, text, mark[1] if mark else None)
-            start = None
-        elif start is None and line.lstrip().startswith("```"):
-            start = number
-        elif start is None and line.startswith("    ") and not lines[number - 1].strip():
-            yield Block("indented", number + 1, line)
-    assert start is None, f"{page}:{start}: the fence does not end"
 
 
 def all_blocks() -> Iterator[tuple[str, Block]]:
@@ -275,3 +243,20 @@ def test_the_commands_of_a_page_run(page: str, clone: Clone) -> None:
             for command in block.commands():
                 run_command(clone, command, shown)
     assert [name for name, is_used in shown.items() if not is_used] == [], page
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("bash scripts/launch.sh --ranks 8 -- main.py --config my.yaml", UserError),
+        ("python -m mindgrpo plan --config my.yaml", AssertionError),
+        ("python scripts/faults/fuzz.py --rounds 3", AssertionError),
+        ("python my_run.py --rl_config.max_steps 3", AssertionError),
+        ("tensorboard --logdir output", pytest.fail.Exception),
+    ],
+)
+def test_a_command_that_fails_when_pasted_fails_here(
+    command: str, refused: type[BaseException], clone: Clone
+) -> None:
+    with pytest.raises(refused):
+        run_command(clone, command, {})
