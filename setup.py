@@ -23,7 +23,7 @@ INSTALL_REQUIRES = [
     "numpy<2",  # MindSpore's extension is built against numpy 1 and half works with numpy 2
     "tokenizers",
     "safetensors",
-    "pydantic>=2",
+    "pydantic>=2.7",  # descriptions of fields from the text below them
     "pyyaml",
     "transformers>=4.52,<6",  # its chat templates; without torch
     "jinja2>=3.1.6",

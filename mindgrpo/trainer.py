@@ -15,7 +15,8 @@ from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.hf_export import ModelExport
 from mindgrpo.grpo.metrics import all_metrics
-from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
+from mindgrpo.grpo.rank_consistency import on_first_rank
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.run.nan_guard import NanGuard
@@ -55,7 +56,7 @@ class GRPOTrainer:
         )
         self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
         self.export = ModelExport(self.roles, inputs.tokenizer)
-        check_rewards(inputs.check_rewards, backend)
+        on_first_rank(backend, inputs.check_rewards)
         say, write = record.console.line, self.export.write
         self.nan_guard = NanGuard(run.config, backend, record.directory, say, write)
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from mindgrpo.cli.arguments import Arguments
-from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.data import mindrecord_reader
@@ -29,6 +28,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.run import host_limits as capacity
 from mindgrpo.run import machine_checks as doctor
+from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.strict_files import (
     NotJson,
     is_inside,
@@ -111,7 +111,9 @@ BOMB = "a: &a {x: 1, y: 2}\n" + "".join(
         ("a: " + "x" * 300_000, "bytes"),
     ],
 )
-def test_yaml_that_is_meant_ill_is_refused_at_once(tmp_path: Path, text: str, words: str) -> None:
+def test_yaml_that_gives_no_values_is_refused_in_words(
+    tmp_path: Path, text: str, words: str
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=words):

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 from config_files import Loader, section
 
-from mindgrpo.config.aliases import aliases
-from mindgrpo.config.names import KNOWN, SECTIONS
-from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.names import KNOWN, PENDING, RETIRED, SECTIONS, aliases, retired_key
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.errors import UserError

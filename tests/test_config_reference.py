@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.cli.verbs import main
-from mindgrpo.config.aliases import aliases
 from mindgrpo.config.command_line import FLAGS
-from mindgrpo.config.names import KNOWN, SECTIONS
+from mindgrpo.config.names import KNOWN, RETIRED, SECTIONS, aliases
 from mindgrpo.config.reference import explain, other_trainers, reference
-from mindgrpo.config.retired import RETIRED
 from mindgrpo.errors import UserError
 
 ALIASES = (*(n for key in aliases().by_key for n in aliases().names_of(key)), *aliases().absent)

@@ -32,7 +32,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.cli.eval import grid_for
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
-from mindgrpo.config.evaluation_line import configuration_words, parse_evaluation
+from mindgrpo.config.command_line import configuration_words, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes

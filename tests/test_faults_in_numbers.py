@@ -103,7 +103,7 @@ def test_it_is_named_with_its_step_and_rank(
     first = 0 if "gradient" in words else 1
     assert f"{words}, first on rank {first}" in said
     kept = dump.read(folder / "dumps" / f"step_{step:06d}")
-    assert kept.about.found == words
+    assert kept.about.cause == words
     assert kept.about.members == list(range(16))
 
 

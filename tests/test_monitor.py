@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ import pytest
 
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
-from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.memory import format_bytes, process_rss
-from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
+from mindgrpo.monitor.host_memory import format_bytes, process_rss
+from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -44,7 +44,7 @@ def a_step(step: int, **more: Any) -> dict[str, Any]:
 
 
 def test_each_step_is_one_json_object_a_line(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(1, {"loss": np.float32(0.5), "tokens": np.int64(7)})
         writer.write(2, {"step": 2, "loss": 0.25, "kl": None})
     assert rows_of(tmp_path / "metrics.jsonl") == [
@@ -61,19 +61,19 @@ def test_a_step_is_on_disk_before_the_writer_is_closed(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_becomes_null_and_is_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(1, {"loss": float("nan"), "kl": np.float32("inf"), "lr": 0.1})
     (row,) = rows_of(tmp_path / "metrics.jsonl")
     assert row == {"step": 1, "loss": None, "kl": None, "lr": 0.1, "nonfinite": ["loss", "kl"]}
 
 
 def test_an_array_is_no_figure(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer, pytest.raises(TypeError, match="list"):
+    with closing(MetricsWriter(tmp_path, None)) as writer, pytest.raises(TypeError, match="list"):
         writer.write(1, {"loss": [0.5]})
 
 
 def test_tensorboard_gets_the_numbers_only(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tmp_path / "board", queue_size=1) as writer:
+    with closing(MetricsWriter(tmp_path, tmp_path / "board", queue_size=1)) as writer:
         writer.write(1, {"loss": 0.5, "note": "text", "kl": None})
     (events,) = (tmp_path / "board").iterdir()
     content = events.read_bytes()
@@ -90,7 +90,7 @@ def test_the_half_line_of_a_killed_run_is_passed_and_a_broken_middle_is_not(tmp_
         read_metrics(path)
 
 
-def a_sample(**more: Any) -> Sample:
+def a_sample(**more: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "prompt": "3 + 4?",
         "completion": "<answer>7</answer>\n…",
@@ -100,30 +100,30 @@ def a_sample(**more: Any) -> Sample:
         "rewards": {"accuracy_reward": 1.0, "format_reward": None},
         "advantage": 0.5,
     }
-    return Sample(**(fields | more))
+    return fields | more
 
 
 def test_completions_are_kept_word_by_word_at_the_steps_asked_for(tmp_path: Path) -> None:
-    writer = CompletionsWriter(tmp_path / "completions.jsonl", interval=2)
+    path = tmp_path / "completions.jsonl"
     for step in (1, 2, 3):
-        writer.write(step, [a_sample(token_ids=np.array([4, 5])), a_sample(advantage=float("nan"))])
-    rows = rows_of(writer.path)
+        samples = [a_sample(token_ids=np.array([4, 5])), a_sample(advantage=np.float32("nan"))]
+        append_rows(path, step, samples, interval=2)
+    rows = rows_of(path)
     assert [row["step"] for row in rows] == [1, 1, 3, 3]
-    assert rows[0]["completion"] == a_sample().completion
+    assert rows[0]["completion"] == a_sample()["completion"]
     assert rows[0]["rewards"] == {"accuracy_reward": 1.0, "format_reward": None}
     assert rows[0]["token_ids"] == [4, 5] and "token_ids" not in rows[1]
     assert rows[1]["advantage"] is None and rows[1]["nonfinite"] == ["advantage"]
 
 
 def test_a_reward_that_is_not_finite_is_named_with_its_function(tmp_path: Path) -> None:
-    writer = CompletionsWriter(tmp_path / "completions.jsonl")
-    writer.write(1, [a_sample(rewards={"mine": float("inf")})])
-    (row,) = rows_of(writer.path)
+    append_rows(tmp_path / "completions.jsonl", 1, [a_sample(rewards={"mine": float("inf")})])
+    (row,) = rows_of(tmp_path / "completions.jsonl")
     assert row["rewards"] == {"mine": None} and row["nonfinite"] == ["rewards/mine"]
 
 
 def test_the_curve_is_a_picture_even_of_one_step_and_of_missing_figures(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(0, {"eval/accuracy_reward/mean": 0.4})
         writer.write(1, a_step(1, kl=0.0, **{"reward/std": float("nan")}))
     draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
@@ -174,7 +174,7 @@ def test_a_phase_tells_how_long_it_took_and_that_it_failed() -> None:
 
 def test_a_console_that_is_not_enabled_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(False)
-    console.banner("title", [("layouts", ["DP1"])])
+    console.banner("title", {"layouts": ["DP1"]})
     with console.phase("compiling"):
         console.step_line(a_step(1))
     assert capsys.readouterr().out == ""
@@ -182,7 +182,9 @@ def test_a_console_that_is_not_enabled_is_silent(capsys: pytest.CaptureFixture[s
 
 def test_the_banner_is_plain_text_where_nobody_sits_at_a_terminal() -> None:
     stream = io.StringIO()
-    Console(True, stream).banner("run", [("layouts", ["DP1/MP4", "DP2/MP2"]), ("batch", ["8"])])
+    Console(True, stream).banner(
+        "run", {"layouts": ["DP1/MP4", "DP2/MP2"], "batch": ["8"], "none": []}
+    )
     assert "\033" not in stream.getvalue()
     assert "  layouts  DP1/MP4\n           DP2/MP2\n  batch    8\n" in stream.getvalue()
 

@@ -54,7 +54,7 @@ def test_powers_of_two_and_the_number_itself_are_reported() -> None:
 def test_a_prompts_samples_count_together() -> None:
     values = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     found = summarise(values, [0, 0, 1, 1, 2, 2], 1.0)
-    assert (found.num_samples, found.num_scored, found.num_prompts) == (2, 6, 3)
+    assert (found.num_scored, found.num_prompts) == (6, 3)
     assert found.mean == found.mean_at_n == 0.5
     # Of the prompts' means 0.5, 1 and 0: as if six samples were drawn alone it would be 0.22.
     assert found.error == pytest.approx(0.5 / np.sqrt(3))
@@ -71,7 +71,7 @@ def test_samples_without_a_score_are_left_out_and_not_counted_as_failed() -> Non
     found = summarise(values, [0, 0, 1, 1, 2, 2], 1.0)
     assert (found.num_scored, found.num_prompts) == (3, 2)
     assert found.mean == pytest.approx(2 / 3) and found.mean_at_n == 0.75
-    assert found.pass_at == {1: 0.75, 2: 1.0} and found.num_prompts_at == {1: 2, 2: 1}
+    assert found.pass_at == {1: 0.75, 2: 1.0}
 
 
 def test_nothing_scored_and_a_single_prompt_have_no_figure_where_there_is_none() -> None:

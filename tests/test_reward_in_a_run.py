@@ -6,6 +6,7 @@ The ranks are stand-ins here. Does NOT prove a whole run; the distributed tests 
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed, check_rewards
+from mindgrpo.grpo.rank_consistency import on_first_rank
+from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
@@ -68,7 +70,7 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     finally:
         inputs.scorer.close()
     assert scored.scores.total.tolist() == [1.0, 1.0, 1.0, 1.0]
-    with MetricsWriter(tmp_path, None) as metrics:
+    with closing(MetricsWriter(tmp_path, None)) as metrics:
         metrics.write(1, scored.scores.figures())
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     kinds = ("errors", "exceptions", "timeouts", "exits", "memory", "nan", "bad_results", "none")
@@ -108,9 +110,9 @@ def test_what_rank_0_finds_wrong_is_every_ranks_error() -> None:
     def check() -> None:
         raise UserError("no such column")
 
-    for rank in (Rank(0), Rank(1, "no such column")):
+    for rank in (Rank(0), Rank(1, (None, "no such column"))):
         with pytest.raises(UserError, match="no such column"):
-            check_rewards(check, rank)  # type: ignore[arg-type]
+            on_first_rank(rank, check)  # type: ignore[arg-type]
 
 
 def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:

@@ -54,33 +54,31 @@ class MicroShape:
 
 @dataclass
 class _Bundle:
-    """Samples of one prompt, longest first."""
+    """Samples of one prompt, each with its cost in columns, longest first."""
 
     prompt: int
-    samples: list[int]
-    costs: list[int]
+    samples: list[tuple[int, int]]
 
     @property
     def cost(self) -> int:
-        return self.prompt + sum(self.costs)
+        return self.prompt + sum(cost for _, cost in self.samples)
 
     def split(self, room: int, most: int) -> _Bundle:
         """Takes out the longest samples that fit `room`, at most `most`; may be none."""
-        taken: list[int] = []
+        taken: list[tuple[int, int]] = []
+        left: list[tuple[int, int]] = []
         room -= self.prompt
-        for index, cost in enumerate(self.costs):
+        for sample, cost in self.samples:
             if cost <= room and len(taken) < most:
-                taken.append(index)
+                taken.append((sample, cost))
                 room -= cost
-        bundle = _Bundle(
-            self.prompt, [self.samples[i] for i in taken], [self.costs[i] for i in taken]
-        )
-        left = [i for i in range(len(self.samples)) if i not in set(taken)]
-        self.samples, self.costs = [self.samples[i] for i in left], [self.costs[i] for i in left]
-        return bundle
+            else:
+                left.append((sample, cost))
+        self.samples = left
+        return _Bundle(self.prompt, taken)
 
 
-def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> list[Row]:
+def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[Row, ...]:
     """`members` into few rows: a row takes whole groups, the largest that fit, then a part of one that fills it."""
     waiting = _bundles(rollout, members, shape.length)
     limit = shape.max_per_row or len(rollout)
@@ -92,9 +90,14 @@ def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> list[Ro
             bundle = _take(waiting, shape.length - used, limit - len(row))
             if bundle is None:
                 break
-            used = _append(rollout, bundle, used, row)
+            start = used + bundle.prompt
+            for sample, cost in bundle.samples:
+                completion = len(rollout.completion_ids[sample])
+                row.append(Placed(sample, used, bundle.prompt, start, completion))
+                start += cost
+            used = start
         rows.append(tuple(row))
-    return rows
+    return tuple(rows)
 
 
 def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[_Bundle]:
@@ -111,8 +114,8 @@ def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[
     bundles = []
     for group in groups.values():
         group.sort(key=lambda i: (-int(lengths[i]), i))
-        costs = [max(0, int(lengths[i]) - 1) for i in group]
-        bundles.append(_Bundle(len(rollout.prompt_ids[group[0]]), group, costs))
+        samples = [(i, max(0, int(lengths[i]) - 1)) for i in group]
+        bundles.append(_Bundle(len(rollout.prompt_ids[group[0]]), samples))
     return bundles
 
 
@@ -127,14 +130,6 @@ def _take(waiting: list[_Bundle], room: int, most: int) -> _Bundle | None:
         if taken.samples:
             return taken
     return None
-
-
-def _append(rollout: Rollout, bundle: _Bundle, used: int, row: list[Placed]) -> int:
-    start = used + bundle.prompt
-    for sample, cost in zip(bundle.samples, bundle.costs, strict=True):
-        row.append(Placed(sample, used, bundle.prompt, start, len(rollout.completion_ids[sample])))
-        start += cost
-    return start
 
 
 @dataclass(frozen=True)
@@ -235,24 +230,16 @@ class PackedRollout:
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
         self._pack = cache(partial(pack, rollout))
-        self._micro_batches = cache(self._make_micro_batches)
+        self._micro_batches = cache(partial(micro_batches, rollout))
 
-    def rows(self, shape: MicroShape, members: Sequence[int] | None = None) -> list[Row]:
-        return self._pack(self._chosen(members), shape)
+    def rows(self, shape: MicroShape, members: Sequence[int] | None = None) -> tuple[Row, ...]:
+        chosen = tuple(range(len(self.rollout)) if members is None else members)
+        return self._pack(chosen, shape)
 
     def micro_batches(
         self, shape: MicroShape, num_shares: int, share: int, members: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        return self._micro_batches(self._chosen(members), shape, num_shares, share)
-
-    def _chosen(self, members: Sequence[int] | None) -> tuple[int, ...]:
-        return tuple(range(len(self.rollout)) if members is None else members)
-
-    def _make_micro_batches(
-        self, members: tuple[int, ...], shape: MicroShape, num_shares: int, share: int
-    ) -> list[MicroBatch]:
-        rows = self._pack(members, shape)
-        return micro_batches(self.rollout, rows, shape, num_shares, share)
+        return self._micro_batches(self.rows(shape, members), shape, num_shares, share)
 
 
 def padding_share(rows: Sequence[Row], num_tokens: int) -> float:

@@ -36,18 +36,16 @@ class PromptScores:
     """One reward function over an evaluation. `mean` is over all samples that it scored, `mean_at_n` over the means
     of prompts, and `error` the latter's standard error: prompts are what was drawn, samples of one belong together.
 
-    `pass_at` has pass@k by k over the `num_prompts_at[k]` prompts with k scored samples or more. None: nothing scored,
-    or for `error` fewer than two prompts.
+    `pass_at` has pass@k by k over the prompts with k scored samples or more. None: nothing scored, or for `error` fewer
+    than two prompts.
     """
 
-    num_samples: int
     num_scored: int
     num_prompts: int
     mean: float | None
     mean_at_n: float | None
     error: float | None
     pass_at: dict[int, float | None]
-    num_prompts_at: dict[int, int]
 
 
 def summarise(values: np.ndarray, groups: Sequence[int], threshold: float) -> PromptScores:
@@ -62,18 +60,14 @@ def summarise(values: np.ndarray, groups: Sequence[int], threshold: float) -> Pr
     counts = list(zip(scored.tolist(), hits.tolist(), strict=True))
     num_samples = int(drawn.max(initial=0))
     passed: dict[int, float | None] = {}
-    prompts_at: dict[int, int] = {}
     for k in reported_ks(num_samples) if num_samples else []:
         chances = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         passed[k] = float(np.mean(chances)) if chances else None
-        prompts_at[k] = len(chances)
     return PromptScores(
-        num_samples=num_samples,
         num_scored=int(known.sum()),
         num_prompts=len(means),
         mean=float(values[known].mean()) if known.any() else None,
         mean_at_n=float(means.mean()) if means.size else None,
         error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
         pass_at=passed,
-        num_prompts_at=prompts_at,
     )

@@ -8,8 +8,6 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Arrays
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
 
 @dataclass(frozen=True)
 class RolloutCorrection:

@@ -33,7 +33,9 @@ def compute_advantages(
     token_advantages = None
     if config.advantage_estimator.startswith("reinforce_plus_plus"):
         by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask)
-        advantages = _means(rollout, by_token)
+        actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
+        means = [values.mean() if values.size else 0.0 for values in actions]
+        advantages = np.array(means, np.float32)
         token_advantages = by_token if config.reward_beta > 0 else None
     else:
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
@@ -45,7 +47,14 @@ def compute_advantages(
             advantages = group_advantages(
                 rewards, config.num_generations, config.scale_rewards, config.std_floor
             )
-    correction = _correction(rollout, config, old_logps)
+    correction = None
+    if config.correction != "none":
+        if old_logps is None:
+            raise ValueError("the correction of the rollout's log-probs needs the policy's")
+        mode, cap = config.correction, config.correction_cap
+        correction = correct_rollout(
+            old_logps, rollout.generator_logps, rollout.action_mask, mode, cap
+        )
     batch = TrainBatch(
         rollout,
         advantages,
@@ -79,12 +88,6 @@ def _reinforce_plus_plus(
     return by_token
 
 
-def _means(rollout: Rollout, by_token: Arrays) -> np.ndarray:
-    """float32 [samples], over the tokens that the policy wrote; 0 where there are none."""
-    actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
-    return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
-
-
 def _penalties(
     rollout: Rollout,
     config: AdvantageConfig,
@@ -105,19 +108,3 @@ def _penalties(
         kl = kl_estimate(*pair, config.kl_estimator)
         penalties.append(np.where(mask, config.reward_beta * kl, 0.0))
     return penalties
-
-
-def _correction(
-    rollout: Rollout, config: AdvantageConfig, old_logps: Arrays | None
-) -> RolloutCorrection | None:
-    if config.correction == "none":
-        return None
-    if old_logps is None:
-        raise ValueError("the correction of the rollout's log-probs needs the policy's")
-    return correct_rollout(
-        old_logps,
-        rollout.generator_logps,
-        rollout.action_mask,
-        config.correction,
-        config.correction_cap,
-    )

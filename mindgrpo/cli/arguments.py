@@ -1,7 +1,4 @@
-"""Command lines of programs with plain flags: argparse whose complaints are one sentence.
-
-Refuses to end the program itself for what the user got wrong.
-"""
+"""Command lines of programs with plain flags: argparse that raises UserError."""
 
 from __future__ import annotations
 

@@ -7,31 +7,27 @@ from collections.abc import Sequence
 
 from mindgrpo.backend.targets import check_target
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
-from mindgrpo.config.environment import check_environment
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.run.host_limits import refuse_what_cannot_run
+from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.output_paths import run_name
 from mindgrpo.run.preflight import prepare
 from mindgrpo.run.start import find_start
 
 
-def _number_of_ranks(words: Sequence[str]) -> int:
-    text = words[0] if words else ""
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(
-            f"--ranks is '{text}', but must be a whole number from 1 up; write --ranks 8."
-        )
-    return int(text)
-
-
 def main(argv: Sequence[str]) -> None:
     words = list(argv)
     world_size = None
-    if words and words[0] == "--ranks":
-        world_size = _number_of_ranks(words[1:2])
-        words = words[2:]
-    check_environment(os.environ)
+    if words[:1] == ["--ranks"]:
+        ranks, words = "".join(words[1:2]), words[2:]
+        if not ranks.isdecimal() or int(ranks) < 1:
+            raise UserError(
+                f"--ranks is '{ranks}', but must be a whole number from 1 up; write --ranks 8."
+            )
+        world_size = int(ranks)
+    if wrong := wrong_variables(os.environ):
+        raise UserError(f"{wrong[0]}; correct or unset it in the environment.")
     if words and words[0] == "eval":
         from mindgrpo.cli.eval import check
 

@@ -1,7 +1,7 @@
 """`python -m mindgrpo eval`: what a model earns on held-out prompts, on the ranks that there are.
 
 Only the generator has weights and a cache here: no optimizer, no reference, no policy. With the same model, seed, step
-and `model_parallel` the figures are those of a training run's own evaluation. Refuses to train.
+and `model_parallel` the figures are those of a training run's own evaluation.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
-from mindgrpo.config.evaluation_line import EvaluationLine, parse_evaluation
+from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
-from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome
+from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
+from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
-from mindgrpo.grpo.scoring import RolloutScorer, check_rewards
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -71,8 +72,7 @@ class EvaluationInputs:
     num_prompts: int
 
     def check_rewards(self) -> None:
-        if self.scorer is not None:
-            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -161,11 +161,11 @@ def main(argv: Sequence[str]) -> None:
     if backend.rank == 0:
         figures = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
+        for path in filter(None, (line.output, line.completions)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if line.output is not None:
-            line.output.parent.mkdir(parents=True, exist_ok=True)
             line.output.write_text(json.dumps(figures, indent=2) + "\n")
         if line.completions is not None:
-            line.completions.parent.mkdir(parents=True, exist_ok=True)
             write_completions(line.completions, line.step, outcomes)
     backend.close()
 
@@ -178,7 +178,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     console.line(f"  {config.actor_config.load}: generate {inputs.layout.grid}")
     with console.phase("loading weights"):
         engine = _engine(config, inputs, backend)
-    check_rewards(inputs.check_rewards, backend)
+    on_first_rank(backend, inputs.check_rewards)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.grid, backend),
         RolloutScorer(inputs.scorer, inputs.tokenizer, backend),
@@ -215,9 +215,6 @@ def report(
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
     """What --output gets. `eval` has the first mode's means, as a run's summary has them, `figures` all metrics."""
-    figures: dict[str, Any] = {}
-    for outcome in outcomes:
-        figures |= outcome.figures()
     return {
         "model": config.actor_config.load,
         "data": config.rl_config.eval_dataset_file,
@@ -227,7 +224,7 @@ def report(
         "ranks": backend.world_size,
         "layout": str(inputs.layout.grid),
         "eval": outcomes[0].means,
-        "figures": figures,
+        "figures": figures_of(outcomes),
         "compiles": len(backend.compile_log.entries),
         "modes": {outcome.mode.name: details(outcome) for outcome in outcomes},
     }

@@ -1,6 +1,6 @@
 """A run's model, one of its checkpoints or any model directory, as a directory of another dtype, cut or naming.
 
-One process, without a device, a tensor at a time. Refuses to write over anything.
+One process, without a device, a tensor at a time; nothing is written over.
 """
 
 from __future__ import annotations

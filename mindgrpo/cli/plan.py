@@ -1,22 +1,18 @@
 """`python -m mindgrpo plan`: what a configuration would do, from shapes alone.
 
 Needs no device and loads no weights. Where actor_config.load is not there yet, the shapes come from the MindFormers
-form that model_config names; refuses to guess shapes that neither tells.
+form that model_config names.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.config import (
-    Config,
-    Loaded,
-    load_config,
-    parse_command_line,
-    split_overrides,
-)
+from mindgrpo.cli.arguments import Arguments
+from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
@@ -26,7 +22,6 @@ from mindgrpo.run.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"
-LINK_FLAGS = (LINK, PER_HOST, LOCAL)
 
 
 def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
@@ -43,43 +38,38 @@ def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
     )
 
 
-def read_links(pairs: Sequence[tuple[str, str]]) -> tuple[Links | None, list[tuple[str, str]]]:
-    """The links that flags tell, None where none does, and the flags that are left."""
-    links = {flag: value for flag, value in pairs if flag in LINK_FLAGS}
-    rest = [(flag, value) for flag, value in pairs if flag not in LINK_FLAGS]
-    if not links:
-        return None, rest
-    if LINK not in links:
-        raise UserError(
-            f"{next(iter(links))} says nothing without {LINK}; add the bandwidth of a host's link."
-        )
-    local = links.get(LOCAL)
-    return (
-        Links(
-            bytes_per_s=_bandwidth(LINK, links[LINK]),
-            ranks_per_host=_count(PER_HOST, links.get(PER_HOST, "1")),
-            local_bytes_per_s=None if local is None else _bandwidth(LOCAL, local),
-        ),
-        rest,
-    )
-
-
-def _bandwidth(flag: str, text: str) -> float:
+def above_zero(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < math.inf:
-        raise UserError(
-            f"{flag} is '{text}', but must be a number above 0, in 10^9 bytes a second."
-        )
-    return value * GIGA
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
-def _count(flag: str, text: str) -> int:
+def whole(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{flag} is '{text}', but must be a whole number from 1 up.")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 up")
     return int(text)
+
+
+def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
+    """The links that flags tell, None where none does, and the words that are left."""
+    parser = Arguments(prog="mindgrpo plan", allow_abbrev=False)
+    parser.add_argument(LINK, dest="link", type=above_zero)
+    parser.add_argument(PER_HOST, dest="per_host", type=whole)
+    parser.add_argument(LOCAL, dest="local", type=above_zero)
+    flags, rest = parser.parse_known_args(list(argv))
+    if flags.link is None:
+        if flags.per_host or flags.local:
+            raise UserError(
+                f"{PER_HOST if flags.per_host else LOCAL} says nothing without {LINK}; add the bandwidth of a host's "
+                "link."
+            )
+        return None, rest
+    local = flags.local and flags.local * GIGA
+    return Links(flags.link * GIGA, flags.per_host or 1, local), rest
 
 
 def print_plan(loaded: Loaded, links: Links | None = None) -> None:
@@ -132,6 +122,6 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    links, rest = read_links(split_overrides(argv))
-    path, overrides = parse_command_line([f"{flag}={value}" for flag, value in rest])
+    links, rest = read_links(argv)
+    path, overrides = parse_command_line(rest)
     print_plan(load_config(path, overrides), links)

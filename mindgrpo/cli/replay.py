@@ -1,7 +1,6 @@
 """`python -m mindgrpo replay DUMP`: an update that was skipped, made again in one process and looked at.
 
-Computes with the weights that saw the batch, or with those of `--model`. Refuses to change weights and to write to
-the dump.
+Computes with the weights that saw the batch, or with those of `--model`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
             f"--output '{flags.output}' exists, and nothing is written over; name a new file."
         )
     kept = dump.read(flags.dump)
-    report = _told(kept)
+    report = _report(kept)
     print("\n".join(_stored_lines(kept, report)))
     report["replay"] = _again(kept, flags.dump, flags.model)
     print("\n".join(f"{name}: {value}" for name, value in report["replay"].items()))
@@ -46,10 +45,10 @@ def main(argv: Sequence[str]) -> None:
         flags.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def _told(kept: dump.Dump) -> dict[str, Any]:
+def _report(kept: dump.Dump) -> dict[str, Any]:
     about = kept.about
     return {
-        "found": about.found,
+        "cause": about.cause,
         "step": about.step,
         "update": about.update,
         "samples": len(kept.batch),
@@ -73,7 +72,7 @@ def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
 def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
     values = np.concatenate(arrays).astype(np.float64)
     good = values[np.isfinite(values)]
-    bad = [i for i, part in enumerate(arrays) if not np.isfinite(part).all()]
+    bad = [i for i, array in enumerate(arrays) if not np.isfinite(array).all()]
     return {
         "count": int(values.size),
         "not_finite": int(values.size - good.size),
@@ -84,7 +83,7 @@ def _figures(arrays: list[np.ndarray]) -> dict[str, Any]:
 
 
 def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
-    yield f"step {report['step']}, update {report['update']}: {report['found']}"
+    yield f"step {report['step']}, update {report['update']}: {report['cause']}"
     yield f"{report['samples']} samples, {report['members']} of them in this update"
     for name, figures in report["stored"].items():
         line = f"  {name}: {figures['count']} numbers"
@@ -94,14 +93,10 @@ def _stored_lines(kept: dump.Dump, report: Mapping[str, Any]) -> Iterator[str]:
             samples = figures["samples_not_finite"]
             line += f", {figures['not_finite']} not finite, in samples {samples[:10]}"
         yield line
-    for i in _suspects(report)[:3]:
+    suspects = {i for figures in report["stored"].values() for i in figures["samples_not_finite"]}
+    for i in sorted(suspects)[:3]:
         if i < len(kept.about.texts):
             yield f"  sample {i}: {kept.about.texts[i]!r}"
-
-
-def _suspects(report: Mapping[str, Any]) -> list[int]:
-    bad = (figures["samples_not_finite"] for figures in report["stored"].values())
-    return sorted({i for samples in bad for i in samples})
 
 
 def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
@@ -154,7 +149,7 @@ def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
     rows = zip(logps, rollout.generator_logps, rollout.action_mask, strict=True)
     gaps = [np.abs(own - drawn)[mask] for own, drawn, mask in rows]
     largest = [float(gap.max()) if gap.size else 0.0 for gap in gaps]
-    bad = [i for i, part in enumerate(logps) if not np.isfinite(part).all()]
+    bad = [i for i, values in enumerate(logps) if not np.isfinite(values).all()]
     finite_gaps = [gap if np.isfinite(gap) else -1.0 for gap in largest]
     worst = int(np.argmax(finite_gaps))
     return {

@@ -1,13 +1,11 @@
-"""Tries rewards on a file of completions, without a model: `python -m mindgrpo score`.
-
-Scores as a run does, in steps of a few dozen samples, and prints a table. Refuses rows without an answer.
-"""
+"""Tries rewards on a file of completions as a run does, without a model: `python -m mindgrpo score`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.limits import Limits
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rewards.scores import Report, Scores
+from mindgrpo.rewards.scores import Report
 from mindgrpo.strict_files import NotJson, parse_json
 
 STEP = 64
 ROWS_SHOWN = 20
-TEXT_WIDTH = 32
+ANSWER_WIDTH, TEXT_WIDTH = 16, 32
 # Keys of a run's completions.jsonl, and the names under which rewards get them.
 OF_A_RUN = {
     "prompt": "prompts",
@@ -76,7 +74,7 @@ def main(argv: Sequence[str]) -> None:
         limits = Limits(deadline=flags.deadline, memory=memory_bytes(flags.memory))
     except ValueError as error:
         raise UserError(f"--memory is {flags.memory!r}, but it {error}.") from None
-    rows = list(read_rows(flags.data, flags.limit))
+    rows = list(islice(read_rows(flags.data), max(0, flags.limit) or None))
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
@@ -89,11 +87,10 @@ def main(argv: Sequence[str]) -> None:
         scorer.close()
 
 
-def read_rows(path: Path, limit: int) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"--data {path} does not exist; give a .jsonl file.")
     with path.open("rb") as lines:
-        count = 0
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -104,9 +101,6 @@ def read_rows(path: Path, limit: int) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number} is no object; write keys and values in braces.")
             yield row
-            count += 1
-            if count == limit:
-                return
 
 
 def trial_of(
@@ -145,12 +139,17 @@ def show(trial: Trial, scorer: Scorer) -> None:
     shown = 0
     reports: dict[str, Report] = {}
     values: dict[str, list[float]] = {name: [] for name in scorer.names}
-    print(line(("row", "answer", "completion ends with", *scorer.names), scorer.names))
+    print_row("row", "answer", "completion ends with", scorer.names, scorer.names)
     for step in trial.steps():
         scores = scorer.score(step.completions, step.answers, step.columns)
         for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
             shown += 1
-            print(line(row_of(step, scores, row, shown), scorer.names))
+            cells = [
+                "failed" if row in scores.reports[name].failed else figure(scored[row])
+                for name, scored in scores.per_function.items()
+            ]
+            texts = step.answers[row], step.completions[row]
+            print_row(str(shown), *texts, cells, scorer.names)
         for name, report in scores.reports.items():
             reports[name] = reports[name].plus(report) if name in reports else report
             values[name] += scores.per_function[name].tolist()
@@ -161,27 +160,19 @@ def show(trial: Trial, scorer: Scorer) -> None:
         summarise(name, values[name], report)
 
 
-def row_of(step: Trial, scores: Scores, row: int, number: int) -> tuple[str, ...]:
-    cells = [
-        "failed" if row in scores.reports[name].failed else figure(values[row])
-        for name, values in scores.per_function.items()
-    ]
-    return (str(number), step.answers[row], step.completions[row], *cells)
-
-
 def figure(value: float) -> str:
     return "-" if value != value else f"{value:.3f}"
 
 
-def line(cells: Sequence[str], names: Sequence[str]) -> str:
-    number, answer, completion, *scores = cells
-    texts = [one_line(answer)[-16:].ljust(16), one_line(completion)[-TEXT_WIDTH:].ljust(TEXT_WIDTH)]
-    figures = [cell.rjust(max(8, len(name))) for cell, name in zip(scores, names, strict=True)]
-    return "  ".join([number.rjust(4), *texts, *figures])
-
-
-def one_line(text: str) -> str:
-    return " ".join(text[-4 * TEXT_WIDTH :].split())
+def print_row(
+    number: str, answer: str, completion: str, cells: Sequence[str], names: Sequence[str]
+) -> None:
+    texts = (
+        " ".join(text[-4 * TEXT_WIDTH :].split())[-width:].ljust(width)
+        for text, width in ((answer, ANSWER_WIDTH), (completion, TEXT_WIDTH))
+    )
+    figures = (cell.rjust(max(8, len(name))) for cell, name in zip(cells, names, strict=True))
+    print("  ".join([number.rjust(4), *texts, *figures]))
 
 
 def summarise(name: str, values: Sequence[float], report: Report) -> None:
@@ -193,6 +184,5 @@ def summarise(name: str, values: Sequence[float], report: Report) -> None:
     )
     if report.line:
         print(f"  {report.line}")
-    if report.printed:
-        first = report.printed.strip().splitlines()[:5]
-        print("\n".join(f"  printed: {printed[:200]}" for printed in first))
+    for printed in report.printed.strip().splitlines()[:5]:
+        print(f"  printed: {printed[:200]}")

@@ -5,8 +5,12 @@ Entry points: `load_config`, `parse_command_line`, `BatchPlan` (samples, updates
 """
 
 from mindgrpo.config.arithmetic import BatchPlan, schedule_notes, validate_world
-from mindgrpo.config.command_line import FLAGS, parse_command_line, split_overrides
-from mindgrpo.config.evaluation_line import configuration_words
+from mindgrpo.config.command_line import (
+    FLAGS,
+    configuration_words,
+    parse_command_line,
+    split_overrides,
+)
 from mindgrpo.config.load import Loaded, load_config, require_run_keys, write_resolved
 from mindgrpo.config.schema import Config, values_by_key
 from mindgrpo.config.section import memory_bytes

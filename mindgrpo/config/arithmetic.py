@@ -19,47 +19,32 @@ MANY_UPDATES = 4
 
 @dataclass(frozen=True)
 class BatchPlan:
+    """`updates_per_rollout` is of one pass; `formulas` are of samples and updates a step, in the user's numbers."""
+
+    config: Config
     prompts_per_step: int
     samples_per_step: int
-    updates_per_rollout: int  # in one pass over the samples
-    samples_per_update: int  # the largest; the last updates may have one fewer
-    num_iterations: int
-    rows_per_micro_batch: int  # over all training data-parallel ranks
-    tokens_per_row: int
-    samples_per_row: int | None  # at most; None: as many as fit
-    interleaved: int  # slices of a micro-batch that pass the pipeline one after the other
-    formulas: tuple[str, str]  # of samples a step and updates a rollout, in the user's numbers
+    updates_per_rollout: int
+    formulas: tuple[str, str]
 
     @classmethod
     def of(cls, config: Config) -> BatchPlan:
-        rl = config.rl_config
         prompts, prompts_formula = _prompts(config)
-        samples = prompts * rl.num_generations
+        samples = prompts * config.rl_config.num_generations
         updates, updates_formula = _updates(config, samples)
         if updates > samples:
             raise UserError(_too_many_updates(config, prompts, samples, updates))
-        return cls(
-            prompts_per_step=prompts,
-            samples_per_step=samples,
-            updates_per_rollout=updates,
-            samples_per_update=math.ceil(samples / updates),
-            num_iterations=rl.num_iterations,
-            rows_per_micro_batch=rl.batch_size * config.actor_config.parallel_config.data_parallel,
-            tokens_per_row=rl.seq_length,
-            samples_per_row=rl.pack_num if rl.packing else 1,
-            interleaved=rl.micro_batch_interleaved,
-            formulas=(prompts_formula, updates_formula),
-        )
+        return cls(config, prompts, samples, updates, (prompts_formula, updates_formula))
 
     @property
     def updates_per_step(self) -> int:
         """The optimizer steps of a rollout, over all passes."""
-        return self.updates_per_rollout * self.num_iterations
+        return self.updates_per_rollout * self.config.rl_config.num_iterations
 
     @property
-    def max_micro_batches(self) -> int:
-        """The micro-batches of an update in which no two samples share a row."""
-        return math.ceil(self.samples_per_update / self.rows_per_micro_batch)
+    def samples_per_update(self) -> int:
+        """The largest number; the last updates may have one fewer."""
+        return math.ceil(self.samples_per_step / self.updates_per_rollout)
 
     def warnings(self) -> list[str]:
         if self.updates_per_step <= MANY_UPDATES:
@@ -72,23 +57,25 @@ class BatchPlan:
         ]
 
     def lines(self) -> list[str]:
+        rl, train = self.config.rl_config, self.config.actor_config.parallel_config
         prompts, updates = self.formulas
         at_most = "at most " if self.samples_per_step % self.updates_per_rollout else ""
-        cut = f" in {self.interleaved} parts" if self.interleaved > 1 else ""
-        packed = "as many samples as fit"
-        if self.samples_per_row is not None:
-            packed = f"at most {_count(self.samples_per_row, 'sample')}"
+        cut = f" in {rl.micro_batch_interleaved} parts" if rl.micro_batch_interleaved > 1 else ""
+        in_a_row = rl.pack_num if rl.packing else 1
+        packed = f"at most {_count(in_a_row, 'sample')}" if in_a_row else "as many samples as fit"
+        # Where no two samples share a row.
+        rows = rl.batch_size * train.data_parallel
+        most = math.ceil(self.samples_per_update / rows)
         lines = [
             f"samples a step: {prompts} = {self.samples_per_step}",
             f"updates a rollout: {updates}, {at_most}{self.samples_per_update} samples each",
-            f"rows: {self.tokens_per_row} tokens, {packed}; "
-            f"{_count(self.rows_per_micro_batch, 'row')} a micro-batch{cut}, at most "
-            f"{_count(self.max_micro_batches, 'micro-batch', 'micro-batches')} an update",
+            f"rows: {rl.seq_length} tokens, {packed}; {_count(rows, 'row')} a micro-batch{cut}, at most "
+            f"{_count(most, 'micro-batch', 'micro-batches')} an update",
         ]
-        if self.num_iterations > 1:
+        if rl.num_iterations > 1:
             lines.append(
                 f"optimizer steps a rollout: {self.updates_per_rollout} updates x num_iterations "
-                f"{self.num_iterations} = {self.updates_per_step}"
+                f"{rl.num_iterations} = {self.updates_per_step}"
             )
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
@@ -129,7 +116,7 @@ def schedule_notes(config: Config, updates: int) -> list[str]:
     return notes
 
 
-def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) -> list[str]:
+def nearest_layouts(wanted: tuple[int, ...], world_size: int) -> list[str]:
     """Returns layouts of exactly `world_size` ranks, those first that change `wanted` least."""
 
     def distance(layout: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
@@ -141,7 +128,7 @@ def nearest_layouts(wanted: tuple[int, ...], world_size: int, count: int = 3) ->
     layouts = sorted((one for one in products if math.prod(one) == world_size), key=distance)
     return [
         "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
-        for layout in layouts[:count]
+        for layout in layouts[:3]
     ]
 
 
@@ -149,8 +136,7 @@ def _prompts(config: Config) -> tuple[int, str]:
     rl, infer = config.rl_config, config.generate_config.parallel_config
     generations = f"num_generations {rl.num_generations}"
     if rl.prompts_per_step is not None:
-        formula = f"prompts_per_step {rl.prompts_per_step} x {generations}"
-        return rl.prompts_per_step, formula
+        return rl.prompts_per_step, f"prompts_per_step {rl.prompts_per_step} x {generations}"
     chunk = rl.chunk_size or 1
     formula = (
         f"num_rollouts {rl.num_rollouts} x chunk_size {chunk} x generating data_parallel "

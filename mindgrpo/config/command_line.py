@@ -1,15 +1,15 @@
-"""Reads the command line of the programs: users' flags and dotted overrides, as (key, text) pairs."""
+"""Reads the command lines of the programs: users' flags, dotted overrides, and the flags that only `eval` has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mindgrpo.config.aliases import aliases
-from mindgrpo.config.names import SECTIONS, nearest, suggestion
+from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
+from mindgrpo.config.section import kinds
 from mindgrpo.errors import UserError
-from mindgrpo.strict_files import no_path
 
 FLAGS: dict[str, str] = {
     "--model_name": "rl_config.model_name",
@@ -29,8 +29,6 @@ FLAGS: dict[str, str] = {
     "--save_checkpoint_dir": "actor_config.save",
     "--output_dir": "output_dir",
 }
-# These may stand without a value and then mean true.
-_SWITCHES = ("rl_config.resume_training",)
 
 
 def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[tuple[str, str]]:
@@ -47,12 +45,16 @@ def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[t
         if not equals:
             if words and not words[0].startswith("--"):
                 value = words.pop(0)
-            elif flag in switches or _may_stand_alone(flag):
+            elif flag in switches or _may_be_true(FLAGS.get(flag, flag[2:])):
                 value = "true"
             else:
                 raise UserError(f"{flag} on the command line has no value; write {flag} VALUE.")
         pairs.append((flag, value))
     return pairs
+
+
+def _may_be_true(key: str) -> bool:
+    return key in LIVE and bool in kinds(LIVE[key].field.annotation)
 
 
 def key_of(flag: str) -> str:
@@ -62,7 +64,10 @@ def key_of(flag: str) -> str:
     name = flag[2:]
     if "." in name or name in SECTIONS or name in LIVE:
         return name
-    raise UserError(f"{flag} is no flag of this program; {_flag_suggestion(name)}.")
+    near = nearest(flag, ["--config", *FLAGS], cutoff=0.8)
+    is_near = near and not aliases().remedy(name)
+    meant = f"did you mean {near}" if is_near else suggestion(name, "--")
+    raise UserError(f"{flag} is no flag of this program; {meant}.")
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
@@ -71,9 +76,6 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
         if flag == "--config":
-            reason = no_path(value)
-            if reason is not None:
-                raise UserError(f"--config is '{value[:60]}', but {reason}; give a YAML file.")
             config = Path(value)
             continue
         key_of(flag)
@@ -83,11 +85,66 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     return config, overrides
 
 
-def _may_stand_alone(flag: str) -> bool:
-    key = FLAGS.get(flag, flag[2:])
-    return key in _SWITCHES or (key in LIVE and LIVE[key].field.annotation is bool)
+VERB = "eval"
+SHORT = {
+    "--data": "--rl_config.eval_dataset_file",
+    "--num_generations": "--rl_config.eval_num_generations",
+    "--samples": "--rl_config.eval_samples",
+}
+MODES = {"true": "greedy", "false": "sampled"}
 
 
-def _flag_suggestion(name: str) -> str:
-    near = nearest(f"--{name}", ["--config", *FLAGS], cutoff=0.8)
-    return f"did you mean {near}" if near and not aliases().remedy(name) else suggestion(name, "--")
+@dataclass(frozen=True)
+class EvaluationLine:
+    """`overrides` are words for load_config. `step` seeds the sampling: an evaluation during a run has its step's.
+
+    `output` gets the figures as JSON, `completions` the completions as JSONL; None: neither is written.
+    """
+
+    config: Path
+    overrides: list[str]
+    step: int
+    output: Path | None
+    completions: Path | None
+
+
+def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
+    """Parses `argv` without the verb. Raises UserError."""
+    words: list[str] = []
+    own = {"--step": "0", "--output": "", "--completions": ""}
+    for flag, value in split_overrides(argv, switches=("--greedy",)):
+        if flag in own:
+            own[flag] = value
+        elif flag == "--model":
+            # Who names a model for all roles has it for the generator, too.
+            words += [f"--actor_config.load={_model_in(value)}", "--generate_config.load="]
+        elif flag == "--greedy":
+            if value.lower() not in MODES:
+                raise UserError(
+                    f"--greedy is '{value}', but must be true or false; write --greedy."
+                )
+            words.append(f"--rl_config.eval_modes={MODES[value.lower()]}")
+        else:
+            words.append(f"{SHORT.get(flag, flag)}={value}")
+    config, overrides = parse_command_line(words)
+    step, *files = own.values()
+    if not step.isdecimal():
+        raise UserError(
+            f"--step is '{step}', but must be a whole number from 0 up; write --step 24."
+        )
+    output, completions = (Path(name) if name else None for name in files)
+    return EvaluationLine(config, overrides, int(step), output, completions)
+
+
+def configuration_words(argv: Sequence[str]) -> tuple[Path, list[str]]:
+    """Returns file and overrides of a program's arguments, which may begin with the verb of an evaluation."""
+    if list(argv[:1]) == [VERB]:
+        line = parse_evaluation(argv[1:])
+        return line.config, line.overrides
+    return parse_command_line(argv)
+
+
+def _model_in(path: str) -> str:
+    """Returns the folder of a run's model, hf/, where `path` is a run's."""
+    is_run = Path(path, "hf").is_dir() and not Path(path, "config.json").is_file()
+    return f"{path}/hf" if is_run else path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Mapping
-from reprlib import Repr
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -31,13 +30,10 @@ _NOUNS: dict[Any, tuple[str, str]] = {
     str: ("text", "texts"),
     types.NoneType: ("null", "null"),
 }
-# An alias in YAML may repeat a list many times over.
-_SHORT = Repr()
-_SHORT.maxstring, _SHORT.maxlist, _SHORT.maxlevel = 200, 20, 3
 
 
 def shown(value: object) -> str:
-    return "null" if value is None else _SHORT.repr(value)
+    return "null" if value is None else repr(value)
 
 
 def explain(error: ValidationError, live: Mapping[str, Sourced]) -> str:

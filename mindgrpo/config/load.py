@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from mindgrpo.config.command_line import key_of, split_overrides
 from mindgrpo.config.error_messages import explain, shown
-from mindgrpo.config.names import SECTIONS, unknown
-from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import Section, kinds
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml
@@ -46,9 +45,7 @@ class Loaded:
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    flags: Mapping[str, object] | None = None,
+    path: str | Path, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Loaded:
     """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError."""
     entries = read_yaml(Path(path))
@@ -64,10 +61,7 @@ def load_config(
 
 
 def require_run_keys(
-    loaded: Loaded,
-    *,
-    rewards_in_code: bool = False,
-    needed: Mapping[str, str] = RUN_KEYS,
+    loaded: Loaded, *, rewards_in_code: bool = False, needed: Mapping[str, str] = RUN_KEYS
 ) -> None:
     """Raises UserError with all the settings that a run needs and the user has still to make.
 
@@ -134,7 +128,12 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
         notice = f"{retired} has no effect ({entry.origin}): {RETIRED[retired]}."
         notices.setdefault(retired, notice)
     elif key in PENDING:
-        _check_pending(key, entry, notices)
+        pending = PENDING[key]
+        asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
+        if pending.may_go_on(entry.value):
+            notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
+        elif not pending.accepts(entry.value):
+            raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
     elif key not in SECTIONS:
         raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
     elif entry.value is not None and entry.value != {}:
@@ -143,16 +142,6 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
             f"'{key.rpartition('.')[2]}:' and its keys indented below ({entry.origin})."
         )
     return False
-
-
-def _check_pending(key: str, entry: Sourced, notices: dict[str, str]) -> None:
-    pending = PENDING[key]
-    if pending.accepts(entry.value):
-        return
-    asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
-    if not pending.may_go_on(entry.value):
-        raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
-    notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
 
 
 def _build(live: dict[str, Sourced]) -> Config:

@@ -1,22 +1,118 @@
-"""Which names exist, and what an unknown one was probably meant to be. A near name is only suggested, never taken."""
+"""Which names exist: live keys, retired and pending ones (retired.yaml), other trainers' words (aliases.yaml).
+
+A near name is only suggested, never taken.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
-from mindgrpo.config.aliases import aliases
-from mindgrpo.config.retired import PENDING, RETIRED
+import yaml
+
 from mindgrpo.config.schema import LIVE
 
+
+def _data(name: str) -> Any:
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A key that will be live later: what an active value asks for, and the inactive value, which is accepted.
+
+    Where a run without the feature still does what its user came for, `goes_on` says once at start what it does
+    instead, for the values of `goes_on_for`; any other active value is an error.
+    """
+
+    feature: str
+    inactive: object
+    verdict: str = "is not available yet"
+    goes_on: str = ""
+    goes_on_for: tuple[int, ...] = ()
+
+    def accepts(self, value: object) -> bool:
+        # Types are compared as well: `use_vllm: False` and `use_vllm: 0` are two things in YAML.
+        return type(value) is type(self.inactive) and value == self.inactive
+
+    def may_go_on(self, value: object) -> bool:
+        return type(value) is int and value in self.goes_on_for
+
+
+_NOT_LIVE = _data("retired.yaml")
+# Accepted without effect, and listed once at start: why, and what to use.
+RETIRED: dict[str, str] = _NOT_LIVE["retired"]
+PENDING = {key: Pending(**fields) for key, fields in _NOT_LIVE["pending"].items()}
 KNOWN: tuple[str, ...] = (*LIVE, *PENDING, *RETIRED)
 SECTIONS: frozenset[str] = frozenset(
     ".".join(key.split(".")[:end]) for key in KNOWN for end in range(1, key.count(".") + 1)
 )
 
 
+@dataclass(frozen=True)
+class Aliases:
+    """What other trainers call our keys. Only for suggestions: no value is ever taken over.
+
+    `by_key`: our key -> trainer -> its names. `absent`: a name -> why it has no key. `sections`: theirs -> ours.
+    `same_in_mindrlhf` are our keys that MindRLHF has too; `generic` are last words that lead to no key by themselves.
+    """
+
+    by_key: dict[str, dict[str, list[str]]]
+    absent: dict[str, str]
+    sections: dict[str, str]
+    same_in_mindrlhf: frozenset[str]
+    generic: frozenset[str]
+
+    def names_of(self, key: str) -> list[str]:
+        """Returns other trainers' names of our key, as they write them."""
+        return [name for names in self.by_key.get(key, {}).values() for name in names]
+
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        full = {name: key for key in self.by_key for name in self.names_of(key)}
+        # Last words that are also ours lead to the wrong key, or to where they lead anyway.
+        not_alone = self.generic | {leaf_of(key) for key in (*self.by_key, *self.same_in_mindrlhf)}
+        dotted = [name for name in reversed(full) if "." in name]
+        leaves = {leaf_of(name): full[name] for name in dotted if leaf_of(name) not in not_alone}
+        # A name that is written without dots wins over the last word of another.
+        return leaves | {name: key for name, key in full.items() if name not in not_alone}
+
+    def ours(self, name: str) -> str | None:
+        """Returns our key for a name that is written as there, or with its last word alone."""
+        return self._keys.get(name) or self._keys.get(leaf_of(name))
+
+    def remedy(self, name: str, dashes: str = "") -> str | None:
+        """Says what is here instead of another trainer's name, as the end of a sentence."""
+        ours = self.ours(name)
+        return f"it is called {dashes}{ours} here" if ours else self.absent.get(leaf_of(name))
+
+
+@cache
+def aliases() -> Aliases:
+    data = _data("aliases.yaml")
+    absent = {name: group["why"] for group in data["absent"] for name in group["names"]}
+    same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
+    generic = frozenset(data["generic"])
+    return Aliases(data["keys"], absent, data["sections"], frozenset(same), generic)
+
+
 def leaf_of(key: str) -> str:
     return key.rpartition(".")[2]
+
+
+def retired_key(key: str) -> str | None:
+    """Returns `key`, or the section above it, as it is in RETIRED."""
+    words = key.split(".")
+    prefixes = (".".join(words[:end]) for end in range(len(words), 0, -1))
+    return next((name for name in prefixes if name in RETIRED), None)
+
+
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)), None)
 
 
 def suggestion(key: str, dashes: str = "") -> str:
@@ -24,8 +120,7 @@ def suggestion(key: str, dashes: str = "") -> str:
     if remedy := aliases().remedy(key, dashes):
         return remedy
     section, _, leaf = key.rpartition(".")
-    same = [known for known in KNOWN if leaf_of(known) == leaf]
-    near = nearest(key, same, cutoff=0.0)
+    near = nearest(key, [known for known in KNOWN if leaf_of(known) == leaf], cutoff=0.0)
     for among in (section, None):
         if not near:
             leaves = {
@@ -60,8 +155,3 @@ def unknown(key: str, is_section: bool) -> str:
     if is_section:
         return f"'{key}' is no section; {section_suggestion(key)}"
     return f"'{key}' is no key of the configuration; {suggestion(key)}"
-
-
-def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    near = difflib.get_close_matches(name, sorted(names), n=1, cutoff=cutoff)
-    return near[0] if near else None

@@ -44,40 +44,26 @@ class PhaseDeadlines(Section):
 
 
 class MonitorConfig(Section):
-    host_monitor_interval: float = Field(
-        -1.0, description="seconds between looks at the host's memory; 0 or less is off"
-    )
-    host_monitor_steps: list[int | list[int]] = Field(
-        default=[],
-        description="steps whose looks are written down, as numbers from 1 and [first, last] "
-        "pairs; empty: all",
-    )
-    host_memory_protection: bool = Field(
-        False,
-        description="end this run, and nothing else, once the host's memory is used above "
-        "host_max_memory_threshold; looks every second unless host_monitor_interval says otherwise",
-    )
-    host_max_memory_threshold: float = Field(
-        0.95, gt=0, le=1, description="share of the host's memory, all programs counted"
-    )
-    phase_deadline_seconds: _Seconds = Field(
-        600.0, description="seconds that a phase may take; null: only those of phase_deadlines"
-    )
-    phase_deadline_action: Annotated[Literal["off", "warn", "stop"], spelled(True, "off")] = Field(
-        "warn",
-        description="what a phase beyond its deadline leads to: nothing, a line that says which rank "
-        "the others wait for, or the end of the job with that line",
-    )
+    host_monitor_interval: float = -1.0
+    """seconds between looks at the host's memory; 0 or less is off"""
+    host_monitor_steps: list[int | list[int]] = []
+    """steps whose looks are written down, as numbers from 1 and [first, last] pairs; empty: all"""
+    host_memory_protection: bool = False
+    """end this run, and nothing else, once the host's memory is used above host_max_memory_threshold; looks every
+    second unless host_monitor_interval says otherwise"""
+    host_max_memory_threshold: float = Field(0.95, gt=0, le=1)
+    """share of the host's memory, all programs counted"""
+    phase_deadline_seconds: _Seconds = 600.0
+    """seconds that a phase may take; null: only those of phase_deadlines"""
+    phase_deadline_action: Annotated[Literal["off", "warn", "stop"], spelled(True, "off")] = "warn"
+    """what a phase beyond its deadline leads to: nothing, a line that says which rank the others wait for, or the end
+    of the job with that line"""
     phase_deadlines: PhaseDeadlines = PhaseDeadlines()
-    log_max_megabytes: float = Field(
-        64.0,
-        gt=0,
-        description="size at which a rank's log file in the log folder moves aside (worker_0.log.1, "
-        "then .2) and a new one begins, looked at once a step",
-    )
-    log_backups: int = Field(
-        2, ge=0, le=99, description="how many older log files of a rank stay; the oldest goes"
-    )
+    log_max_megabytes: float = Field(64.0, gt=0)
+    """size at which a rank's log file in the log folder moves aside (worker_0.log.1, then .2) and a new one begins,
+    looked at once a step"""
+    log_backups: int = Field(2, ge=0, le=99)
+    """how many older log files of a rank stay; the oldest goes"""
 
     @field_validator("host_monitor_steps")
     @classmethod
@@ -110,35 +96,33 @@ class MonitorConfig(Section):
 
 
 class ProfilerConfig(Section):
-    profile: bool = Field(False, description="write a trace of the phases for chrome://tracing")
-    mstx: bool = Field(
-        False, description="mark the phases in the accelerator's own profile as well"
-    )
+    profile: bool = False
+    """write a trace of the phases for chrome://tracing"""
+    mstx: bool = False
+    """mark the phases in the accelerator's own profile as well"""
     stage: str | list[str] = Field(
         "all", description="phases that are traced: all, or some of " + ", ".join(PROFILED_STAGES)
     )
-    profile_save_path: Annotated[str, BEFORE_TEXT] = Field(
-        "./profiler_data", description="folder of the traces; a run makes one of its own in it"
-    )
-    profile_step_start: int = Field(0, ge=0, description="first step traced, counted from 0")
-    profile_step_end: int = Field(
-        1, ge=-1, description="first step no longer traced, counted from 0; -1: none"
-    )
-    profile_level: Literal["levelNone", "level_none", "level0", "level1", "level2"] = Field(
-        "level1", description="detail of the accelerator's own profile"
-    )
-    profile_with_memory: bool = Field(False, description="memory at the ends of phases as well")
-    profile_with_cpu: bool = Field(
-        True, description="processor seconds of phases, and the host in the accelerator's profile"
-    )
-    profile_with_npu: bool = Field(True, description="the accelerator's own profile, where one is")
-    profile_with_stack: bool = Field(
-        False, description="call stacks in the accelerator's own profile"
-    )
-    profile_analysis: bool = Field(
-        False, description="analyse the accelerator's own profile when it ends"
-    )
-    profile_ranks: Literal["all"] | list[int] = Field("all", description="ranks that are traced")
+    profile_save_path: Annotated[str, BEFORE_TEXT] = "./profiler_data"
+    """folder of the traces; a run makes one of its own in it"""
+    profile_step_start: int = Field(0, ge=0)
+    """first step traced, counted from 0"""
+    profile_step_end: int = Field(1, ge=-1)
+    """first step no longer traced, counted from 0; -1: none"""
+    profile_level: Literal["levelNone", "level_none", "level0", "level1", "level2"] = "level1"
+    """detail of the accelerator's own profile"""
+    profile_with_memory: bool = False
+    """memory at the ends of phases as well"""
+    profile_with_cpu: bool = True
+    """processor seconds of phases, and the host in the accelerator's profile"""
+    profile_with_npu: bool = True
+    """the accelerator's own profile, where one is"""
+    profile_with_stack: bool = False
+    """call stacks in the accelerator's own profile"""
+    profile_analysis: bool = False
+    """analyse the accelerator's own profile when it ends"""
+    profile_ranks: Literal["all"] | list[int] = "all"
+    """ranks that are traced"""
 
     @field_validator("stage")
     @classmethod
@@ -164,13 +148,11 @@ class ProfilerConfig(Section):
 
 
 class MsprobeConfig(Section):
-    msprobe: bool = Field(
-        False, description="write data through msprobe's SingleSave, where msprobe is installed"
-    )
-    dump_path: Annotated[str, BEFORE_TEXT] = Field(
-        "./msprobe_dump", description="folder of the dumps; a run makes one of its own in it"
-    )
-    key_data_dump: bool = Field(
-        True, description="each step's tokens, log-probs, rewards and advantages, with statistics"
-    )
-    configurations_dump: bool = Field(True, description="every value of this configuration")
+    msprobe: bool = False
+    """write data through msprobe's SingleSave, where msprobe is installed"""
+    dump_path: Annotated[str, BEFORE_TEXT] = "./msprobe_dump"
+    """folder of the dumps; a run makes one of its own in it"""
+    key_data_dump: bool = True
+    """each step's tokens, log-probs, rewards and advantages, with statistics"""
+    configurations_dump: bool = True
+    """every value of this configuration"""

@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from mindgrpo.config.aliases import aliases
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.error_messages import takes
-from mindgrpo.config.names import KNOWN, SECTIONS, leaf_of, suggestion
-from mindgrpo.config.retired import PENDING, RETIRED, retired_key
+from mindgrpo.config.names import (
+    KNOWN,
+    PENDING,
+    RETIRED,
+    SECTIONS,
+    aliases,
+    leaf_of,
+    retired_key,
+    suggestion,
+)
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError
 
@@ -87,10 +94,10 @@ def _explain_known(key: str) -> str:
         return f"{retired} is retired, it has no effect: {RETIRED[retired]}."
     if key in PENDING:
         return _pending(key)
-    field = LIVE[key].field
+    known, field = LIVE[key], LIVE[key].field
     flags = [flag for flag, target in FLAGS.items() if target == key]
     lines = [
-        f"{key}: {field.description}",
+        f"{key}: {known.meaning}",
         f"  takes    {takes(field)}",
         f"  default  {_written(field.default)}",
         f"  flag     {', '.join([*flags, '--' + key])}",
@@ -130,8 +137,8 @@ def _live() -> Iterator[str]:
             section = above
             yield from ("", f"## {section or 'Top level'}", "")
             yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
-        default, meaning = _written(known.field.default), known.field.description or ""
-        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", meaning)
+        default = _written(known.field.default)
+        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", known.meaning)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -14,17 +14,17 @@ _OFFSET = "layers more or fewer on each pipeline stage, or one number for none"
 
 
 class ParallelConfig(Section):
-    data_parallel: int = Field(1, ge=1, description="replicas")
-    model_parallel: int = Field(1, ge=1, description="ranks that share each layer")
-    pipeline_stage: int = Field(1, ge=1, description="consecutive parts of the layers")
+    data_parallel: int = Field(1, ge=1)
+    """replicas"""
+    model_parallel: int = Field(1, ge=1)
+    """ranks that share each layer"""
+    pipeline_stage: int = Field(1, ge=1)
+    """consecutive parts of the layers"""
 
 
 class TrainParallelConfig(ParallelConfig):
-    micro_batch_num: int | None = Field(
-        None,
-        ge=1,
-        description="micro-batches an update; null: as many as the rollout needs, in one update",
-    )
+    micro_batch_num: int | None = Field(None, ge=1)
+    """micro-batches an update; null: as many as the rollout needs, in one update"""
 
 
 class GenerateParallelConfig(ParallelConfig):
@@ -40,12 +40,11 @@ RECOMPUTED_MODULES = ("attention", "mlp")
 
 
 class RecomputeConfig(Section):
-    recompute: bool = Field(False, description="recompute whole layers in the backward pass")
-    select_recompute: bool | int | list[str] = Field(
-        False,
-        description="recompute less than that: true or [attention] the attention of every layer, "
-        "[mlp] its other half, a number n every n-th layer as a whole",
-    )
+    recompute: bool = False
+    """recompute whole layers in the backward pass"""
+    select_recompute: bool | int | list[str] = False
+    """recompute less than that: true or [attention] the attention of every layer, [mlp] its other half, a number n
+    every n-th layer as a whole"""
 
     @field_validator("select_recompute")
     @classmethod
@@ -75,52 +74,51 @@ class RecomputeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    type: Literal["adamw"] = Field("adamw", description="decoupled weight decay")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
-    adam_beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.0, ge=0, description="not on norms and biases")
-    max_grad_norm: float = Field(1.0, gt=0, description="global norm that gradients are cut to")
-    opt_offload: bool = Field(
-        False, description="keep the moments on the host and update the weights there"
-    )
+    type: Literal["adamw"] = "adamw"
+    """decoupled weight decay"""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """decay of the first moment"""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """decay of the second moment"""
+    eps: float = Field(1e-8, gt=0)
+    """added to the root of the second moment"""
+    weight_decay: float = Field(0.0, ge=0)
+    """not on norms and biases"""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """global norm that gradients are cut to"""
+    opt_offload: bool = False
+    """keep the moments on the host and update the weights there"""
 
 
 class LRSchedule(Section):
-    lr_decay_style: Literal["cosine", "linear", "constant"] = Field(
-        "cosine", description="the way from lr to min_lr"
-    )
-    lr: float = Field(1e-6, gt=0, description="highest learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end")
-    warmup_step: int = Field(
-        0, ge=0, description="updates of a linear rise to lr, the first at lr / warmup_step"
-    )
-    warmup_ratio: float | None = Field(
-        None, ge=0, le=1, description="warm-up as a share of the run, instead of warmup_step"
-    )
-    decay_steps: int | None = Field(None, ge=1, description="null: the length of the run")
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """the way from lr to min_lr"""
+    lr: float = Field(1e-6, gt=0)
+    """highest learning rate"""
+    min_lr: float = Field(0.0, ge=0)
+    """learning rate at the end"""
+    warmup_step: int = Field(0, ge=0)
+    """updates of a linear rise to lr, the first at lr / warmup_step"""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """warm-up as a share of the run, instead of warmup_step"""
+    decay_steps: int | None = Field(None, ge=1)
+    """null: the length of the run"""
 
 
 class LoraConfig(Section):
-    rank: int | None = Field(
-        None, ge=1, description="width of the low-rank adapters; null: all weights are trained"
-    )
-    alpha: float | None = Field(
-        None, gt=0, description="adapters count alpha / rank times; null: once"
-    )
-    target_modules: list[str] | None = Field(
-        None, min_length=1, description="q_proj, down_proj...; null: every matrix of a layer"
-    )
+    rank: int | None = Field(None, ge=1)
+    """width of the low-rank adapters; null: all weights are trained"""
+    alpha: float | None = Field(None, gt=0)
+    """adapters count alpha / rank times; null: once"""
+    target_modules: list[str] | None = Field(None, min_length=1)
+    """q_proj, down_proj...; null: every matrix of a layer"""
 
 
 class ActorConfig(Section):
-    load: Annotated[str, BEFORE_TEXT] = Field(
-        "", description="Hugging Face directory of the model to train"
-    )
-    save: OptionalText = Field(
-        None,
-        description="folder of the final model, or of a new one in it where it is not empty; null: OUTPUT/hf",
-    )
+    load: Annotated[str, BEFORE_TEXT] = ""
+    """Hugging Face directory of the model to train"""
+    save: OptionalText = None
+    """folder of the final model, or of a new one in it where it is not empty; null: OUTPUT/hf"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()
@@ -131,36 +129,39 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
-    load: OptionalText = Field(None, description="Hugging Face directory; null: the actor's")
+    load: OptionalText = None
+    """Hugging Face directory; null: the actor's"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
-    ref_model_batch_size: int = Field(
-        4, ge=1, description="packed rows a forward pass on each data-parallel rank"
-    )
-    sync_ref_model: bool = Field(False, description="move the reference towards the policy")
-    ref_model_sync_steps: int = Field(50, ge=1, description="every so many steps")
-    ref_model_mixup_alpha: float = Field(
-        1.0, gt=0, le=1, description="share of the policy in the new reference; 1 copies it"
-    )
-    parallel_config: ParallelConfig | None = Field(None, description="null: the actor's layout")
+    ref_model_batch_size: int = Field(4, ge=1)
+    """packed rows a forward pass on each data-parallel rank"""
+    sync_ref_model: bool = False
+    """move the reference towards the policy"""
+    ref_model_sync_steps: int = Field(50, ge=1)
+    """every so many steps"""
+    ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
+    """share of the policy in the new reference; 1 copies it"""
+    parallel_config: ParallelConfig | None = None
+    """null: the actor's layout"""
 
 
 class SamplingConfig(Section):
-    max_tokens: int = Field(128, ge=1, description="longest completion")
-    min_tokens: int = Field(0, ge=0, description="stop ids are held back until then")
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token")
-    repetition_penalty: float = Field(1.0, gt=0, description="1 is off")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="likeliest tokens up to this probability; those as likely as the last one stay too; 1 is off",
-    )
-    top_k: int = Field(0, ge=-1, description="0 or -1 is off")
-    min_p: float = Field(0.0, ge=0, lt=1, description="0 is off")
-    eos_token_id: int | list[int] | None = Field(
-        None, description="stop ids; null: those of generation_config.json"
-    )
+    max_tokens: int = Field(128, ge=1)
+    """longest completion"""
+    min_tokens: int = Field(0, ge=0)
+    """stop ids are held back until then"""
+    temperature: float = Field(1.0, ge=0)
+    """0 takes the likeliest token"""
+    repetition_penalty: float = Field(1.0, gt=0)
+    """1 is off"""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """likeliest tokens up to this probability; those as likely as the last one stay too; 1 is off"""
+    top_k: int = Field(0, ge=-1)
+    """0 or -1 is off"""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """0 is off"""
+    eos_token_id: int | list[int] | None = None
+    """stop ids; null: those of generation_config.json"""
 
     @field_validator("eos_token_id")
     @classmethod
@@ -172,14 +173,14 @@ class SamplingConfig(Section):
 
 
 class GenerateConfig(Section):
-    load: OptionalText = Field(None, description="empty, or the same as actor_config.load")
+    load: OptionalText = None
+    """empty, or the same as actor_config.load"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     parallel_config: GenerateParallelConfig = GenerateParallelConfig()
-    max_model_len: int | None = Field(
-        None, ge=2, description="longest prompt and completion; null: what the two limits add to"
-    )
-    max_num_seqs: int | None = Field(
-        None, ge=1, description="samples in flight on each data-parallel rank; null: all"
-    )
-    max_prompt_length: int = Field(512, ge=1, description="longest prompt in tokens")
+    max_model_len: int | None = Field(None, ge=2)
+    """longest prompt and completion; null: what the two limits add to"""
+    max_num_seqs: int | None = Field(None, ge=1)
+    """samples in flight on each data-parallel rank; null: all"""
+    max_prompt_length: int = Field(512, ge=1)
+    """longest prompt in tokens"""
     sampling_config: SamplingConfig = SamplingConfig()

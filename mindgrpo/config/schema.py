@@ -1,16 +1,15 @@
 """The configuration as one frozen value, with every live key and its default.
 
-Retired and pending keys are not here (retired.py): what is an attribute of Config has an effect.
+Retired and pending keys are not here (names.py): what is an attribute of Config has an effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from mindgrpo.config import checks
-from mindgrpo.config.algorithm_checks import algorithm_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rewards import RewardConfig
@@ -20,7 +19,8 @@ from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 
 
 class Config(Section):
-    output_dir: OptionalText = Field(None, description="null: output/<config name>/<time>")
+    output_dir: OptionalText = None
+    """null: output/<config name>/<time>"""
     rl_config: RLConfig = RLConfig()
     actor_config: ActorConfig = ActorConfig()
     ref_config: RefConfig = RefConfig()
@@ -47,7 +47,7 @@ class Config(Section):
         yield from checks.data_contradictions(rl, self.reward_config)
         yield from checks.evaluation_contradictions(rl)
         yield from checks.profiler_contradictions(self.profiler_config)
-        yield from algorithm_contradictions(rl)
+        yield from checks.algorithm_contradictions(rl)
 
     @property
     def tokenizer_dir(self) -> str:

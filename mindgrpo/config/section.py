@@ -16,8 +16,15 @@ from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
+    """A section's keys; the text below each is its meaning in the generated reference."""
+
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
     )
 
 
@@ -60,6 +67,10 @@ class Key:
 
     path: tuple[str, ...]
     field: FieldInfo
+
+    @property
+    def meaning(self) -> str:
+        return " ".join((self.field.description or "").split())
 
 
 def kinds(annotation: Any) -> tuple[Any, ...]:

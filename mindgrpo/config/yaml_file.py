@@ -5,7 +5,6 @@ Only plain data: YAML's tags make no objects. A key that is given twice is an er
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from mindgrpo.strict_files import read_text
 
 MAX_YAML_BYTES = 1 << 18
 MAX_DEPTH, MAX_SECTIONS = 50, 6
-TOO_DEEP = "it is nested too deep, or within itself"
 MAX_INTEGER = 2**63 - 1
 
 
@@ -34,13 +32,14 @@ class _Loader(yaml.SafeLoader):
         first: [rule for rule in rules if not rule[0].endswith((":int", ":float", ":timestamp"))]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # The scanner's time grows with the square of the depth.
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise yaml.YAMLError(TOO_DEEP)
+            raise yaml.YAMLError("it is nested too deep")
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -72,22 +71,12 @@ def _at(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-@contextlib.contextmanager
-def _loader(text: str) -> Iterator[_Loader]:
-    """All that goes wrong with `text` is a yaml.YAMLError."""
-    try:
-        loader = _Loader(text)
-        yield loader
-    except RecursionError:
-        raise yaml.YAMLError(TOO_DEEP) from None
-    except (ValueError, OverflowError) as error:  # an escape such as \UFFFFFFFF
-        raise yaml.YAMLError(str(error)) from None
-
-
 def parse_yaml(text: str) -> Any:
     """Returns the value of a text's one document. Raises yaml.YAMLError."""
-    with _loader(text) as loader:
-        return loader.get_single_data()
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, OverflowError) as error:
+        raise yaml.YAMLError(str(error)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Sourced]:
@@ -95,15 +84,15 @@ def read_yaml(path: Path) -> dict[str, Sourced]:
     remedy = "give the path of a YAML file with --config."
     text = read_text(path, "The configuration", remedy, MAX_YAML_BYTES)
     try:
-        with _loader(text) as loader:
-            root = loader.get_single_node()
-            if root is not None and not isinstance(root, yaml.MappingNode):
-                raise UserError(
-                    f"The configuration '{path}' must hold sections such as 'rl_config:', not one "
-                    "value or a list."
-                )
-            return dict(_entries(loader, root, "", path.name)) if root else {}
-    except yaml.YAMLError as error:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise UserError(
+                f"The configuration '{path}' must hold sections such as 'rl_config:', not one "
+                "value or a list."
+            )
+        return dict(_entries(loader, root, "", path.name)) if root else {}
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)

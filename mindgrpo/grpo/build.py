@@ -54,7 +54,12 @@ def make_roles(
     if policy.adapters is not None:
         fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
     reference = _make_reference(plan, backend, sampling, random_weights, "reference" in restored)
-    check = _make_weight_check(plan, backend, policy)
+    added = (
+        {spec.name for spec in policy.adapters.weights.layout.specs} if policy.adapters else set()
+    )
+    names = (spec.name for spec in plan.train.specs)
+    adapted = frozenset(name for name in names if adapter_names(name)[1] in added)
+    check = WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
     return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
@@ -77,7 +82,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
     optimizer = actor.optimizer
     settings = UpdateSettings(
         shape=_micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
-        num_positions=plan.row_length,
+        num_positions=rl.seq_length,
         temperature=sampling.trainer_temperature,
         recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
         loss_config=loss_config(plan.config),
@@ -109,7 +114,7 @@ def _make_reference(
             backend,
             "reference",
             _micro_shape(plan, plan.config.ref_config.ref_model_batch_size, backend),
-            plan.row_length,
+            plan.config.rl_config.seq_length,
             sampling.trainer_temperature,
         )
     return Reference(weights, pipeline)
@@ -119,10 +124,10 @@ def _micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:
     """`rows` rows of seq_length, or one as long as all of them where length costs nothing by itself."""
     rl = plan.config.rl_config
     if not rl.packing:
-        return MicroShape(rows, plan.row_length, 1)
+        return MicroShape(rows, rl.seq_length, 1)
     if backend.kernels.ragged:
-        return MicroShape(1, rows * plan.row_length, rl.pack_num and rows * rl.pack_num)
-    return MicroShape(rows, plan.row_length, rl.pack_num)
+        return MicroShape(1, rows * rl.seq_length, rl.pack_num and rows * rl.pack_num)
+    return MicroShape(rows, rl.seq_length, rl.pack_num)
 
 
 def _fill(weights: Weights, config: Config, directory: str, random_weights: bool) -> None:
@@ -136,14 +141,6 @@ def _fill(weights: Weights, config: Config, directory: str, random_weights: bool
             f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "
             "with it would be; restore its safetensors files from their source."
         )
-
-
-def _make_weight_check(plan: RunPlan, backend: Backend, policy: Policy) -> WeightCheck:
-    adapters = policy.adapters
-    added = {spec.name for spec in adapters.weights.layout.specs} if adapters else set()
-    names = (spec.name for spec in plan.train.specs)
-    adapted = frozenset(name for name in names if adapter_names(name)[1] in added)
-    return WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
 
 
 def make_stepper(
@@ -161,7 +158,7 @@ def make_stepper(
         sampling=sampling,
         advantages=advantage_config(plan.config),
         updates_per_rollout=plan.batch.updates_per_rollout,
-        num_iterations=plan.batch.num_iterations,
+        num_iterations=rl.num_iterations,
         old_logps=rl.enable_oldpolicy,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,

@@ -7,7 +7,7 @@ The trainer's evaluations and `python -m mindgrpo eval` are this same code. The 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,29 +104,19 @@ class Outcome:
             columns.append(text)
         return f"{self.mode.title}:  " + "  ".join(columns)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One a sample; texts are there on rank 0 alone."""
-        per_function = self.scored.scores.per_function
-        return [
-            {
-                "mode": self.mode.name,
-                "prompt": prompt.text,
-                "completion": self.scored.texts[i],
-                "answer": prompt.answer,
-                "finish_reason": self.rollout.finish_reasons[i],
-                "length": len(self.rollout.completion_ids[i]),
-                "rewards": {name: number(values[i]) for name, values in per_function.items()},
-            }
-            for i, prompt in enumerate(self.prompts)
-        ]
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One a sample, on rank 0."""
+        rows = self.scored.rows(self.rollout, self.prompts)
+        return ({"mode": self.mode.name, **row} for row in rows)
+
+
+def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+    """Of all modes, as metrics name them."""
+    return {key: value for outcome in outcomes for key, value in outcome.figures().items()}
 
 
 def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def number(value: float) -> float | None:
-    return None if value != value else float(value)
 
 
 @dataclass(frozen=True)
@@ -149,27 +139,20 @@ class Evaluator:
 
         `check` is called after generating, and raises where the evaluation is to end there.
         """
-        return [self._run(list(prompts), mode, step, version, check) for mode in modes]
-
-    def _run(
-        self,
-        prompts: list[Prompt],
-        mode: Mode,
-        step: int,
-        version: int,
-        check: Callable[[], None],
-    ) -> Outcome:
-        compilations = self.replicas.backend.compile_log.entries
-        num_compiled, started = len(compilations), time.perf_counter()
-        rollout = self.replicas.generate(
-            [prompt.ids for prompt in prompts],
-            mode.num_samples,
-            mode.settings,
-            SeedKey(self.seed, EVALUATION, step),
-            version,
-        )
-        compiling = sum(spent for _, spent in compilations[num_compiled:])
-        seconds = time.perf_counter() - started - compiling
-        check()
-        owners = [prompts[group] for group in rollout.group_ids]
-        return Outcome(mode, owners, rollout, self.scorer.score(rollout, owners), seconds)
+        compilations, outcomes = self.replicas.backend.compile_log.entries, []
+        for mode in modes:
+            num_compiled, started = len(compilations), time.perf_counter()
+            rollout = self.replicas.generate(
+                [prompt.ids for prompt in prompts],
+                mode.num_samples,
+                mode.settings,
+                SeedKey(self.seed, EVALUATION, step),
+                version,
+            )
+            compiling = sum(spent for _, spent in compilations[num_compiled:])
+            seconds = time.perf_counter() - started - compiling
+            check()
+            owners = [prompts[group] for group in rollout.group_ids]
+            scored = self.scorer.score(rollout, owners)
+            outcomes.append(Outcome(mode, owners, rollout, scored, seconds))
+        return outcomes

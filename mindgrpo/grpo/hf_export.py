@@ -51,27 +51,23 @@ class ModelExport:
     roles: Roles
     tokenizer: Tokenizer
 
-    @property
-    def _source(self) -> str:
-        """The directory that the run started from."""
-        return self.roles.plan.config.actor_config.load
-
     def write(self, target: Path) -> None:
         """The whole model, adapters added in; all ranks together, the policy on the device."""
-        policy, backend, memory = self.roles.policy, self.roles.backend, self.roles.residency
-        export_policy(policy.weights, backend, self._source, target, memory, policy.adapters)
-        if backend.rank == 0:
-            named = self.roles.plan.config.rl_config.chat_template is not None
-            write_tokenizer(self.tokenizer, target, named)
+        roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
+        source, memory = config.actor_config.load, roles.residency
+        export_policy(policy.weights, roles.backend, source, target, memory, policy.adapters)
+        if roles.backend.rank == 0:
+            write_tokenizer(self.tokenizer, target, config.rl_config.chat_template is not None)
 
     def write_all(self, target: Path, adapter_target: Path) -> None:
         """The whole model, and where there are adapters these by themselves."""
-        self.roles.enter("old_logps")
+        roles = self.roles
+        roles.enter("old_logps")
         self.write(target)
-        adapters = self.roles.policy.adapters
-        if adapters is not None:
-            backend, memory = self.roles.backend, self.roles.residency
-            export_adapters(adapters, backend, self._source, adapter_target, memory)
+        if roles.policy.adapters is not None:
+            source = roles.plan.config.actor_config.load
+            adapters, memory = roles.policy.adapters, roles.residency
+            export_adapters(adapters, roles.backend, source, adapter_target, memory)
 
 
 def export_policy(

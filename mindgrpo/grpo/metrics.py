@@ -14,7 +14,7 @@ from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.types import LENGTH, TrainBatch
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.monitor.memory import process_rss
+from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport
 

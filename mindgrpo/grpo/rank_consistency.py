@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same of what must be the same on each, by one exchange of digests.
+"""Checks that all ranks hold the same of what must be the same on each, and shares what only the first one does.
 
 The rank that differs from most is named; who is right is not decided.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from mindgrpo.algorithm.types import TrainBatch
 from mindgrpo.backend.contract import Backend
+from mindgrpo.errors import UserError
 
 T = TypeVar("T")
 
@@ -76,3 +77,18 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
 def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) -> None:
     """All ranks together. Raises RanksDisagree on all of them."""
     check_alike(backend.world.gather_objects(dict(digests)), when, remedy)
+
+
+def on_first_rank(backend: Backend, work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0, for all ranks together; the user's error that it raises there is raised on all."""
+    outcome: tuple[T | None, str | None] = (None, None)
+    if backend.rank == 0:
+        try:
+            outcome = work(), None
+        except UserError as error:
+            outcome = None, str(error)
+    result, refusal = backend.world.gather_objects(outcome)[0]
+    if refusal is not None:
+        raise UserError(refusal)
+    shared: T = result
+    return shared

@@ -51,20 +51,16 @@ class Roles:
         self.weight_check, self.residency = weight_check, residency
         self.traffic = Traffic(0, 0.0)
         self._to_engine = self._syncer_to(engine.weights, plan.reshard)
-        self._make_reference_sync(reference_mixup)
-        self._register_memory()
-
-    def _make_reference_sync(self, mixup: float | None) -> None:
-        """The policy's way to the reference's weights, or to a copy that is then mixed into them."""
-        self._mixup = mixup
+        # The policy's way to the reference's weights, or to a copy that is then mixed into them.
+        self._mixup = reference_mixup
         self._to_reference: WeightSyncer | None = None
         self._reference_copy: Weights | None = None
-        if self.reference is not None and mixup is not None:
-            target = self.reference.weights
-            if mixup < 1.0:
-                target = Weights(target.layout, self.backend.rank, self.backend)
-                self._reference_copy = target
+        if reference is not None and reference_mixup is not None:
+            target = reference.weights
+            if reference_mixup < 1.0:
+                self._reference_copy = target = Weights(target.layout, backend.rank, backend)
             self._to_reference = self._syncer_to(target)
+        self._register_memory()
 
     def _register_memory(self) -> None:
         policy, residency = self.policy, self.residency

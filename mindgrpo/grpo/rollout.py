@@ -53,19 +53,15 @@ class Replicas:
         own = self.engine.generate(requests, sampling, key, version)
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
-        self._check_alike([drawn for _, drawn in by_rank], key.step)
-        completions = [completion for part, _ in by_rank for completion in part]
-        return collect(prompts, num_generations, completions, first, groups)
-
-    def _check_alike(self, by_rank: Sequence[str], step: int) -> None:
-        for data in range(self.grid.data_parallel):
-            ranks = self.grid.replica(data)
-            others = different_ranks([by_rank[rank] for rank in ranks])
+        for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
+            others = different_ranks([by_rank[rank][1] for rank in ranks])
             if others:
                 raise RanksDisagree(
                     f"rank {ranks[others[0]]} drew other tokens than the ranks {list(ranks)} that it shares a model "
-                    f"with, in step {step + 1}: they compute with different weights, seeds or code"
+                    f"with, in step {key.step + 1}: they compute with different weights, seeds or code"
                 )
+        completions = [completion for part, _ in by_rank for completion in part]
+        return collect(prompts, num_generations, completions, first, groups)
 
 
 def compute_log_probs(

@@ -5,6 +5,7 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +20,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
-from mindgrpo.parallel.sharding import (
-    Layout,
-    ParameterSpec,
-    layers_of_stage,
-    local_shape,
-)
+from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -66,20 +62,6 @@ class RunPlan:
         return min(rl.max_steps or all_epochs, all_epochs)
 
     @property
-    def row_length(self) -> int:
-        return self.config.rl_config.seq_length
-
-    @property
-    def prompts_per_replica(self) -> int:
-        return -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
-
-    @property
-    def slots(self) -> int:
-        """Samples in flight on each generating replica."""
-        wanted = self.prompts_per_replica * self.config.rl_config.num_generations
-        return min(wanted, self.config.generate_config.max_num_seqs or wanted)
-
-    @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""
         in_slots = keeps_slots(self.config.context.device_target)
@@ -90,52 +72,39 @@ class RunPlan:
         return by_phase(self._bytes_by_role())
 
     def _bytes_by_role(self) -> Mapping[str, int]:
-        train = trained = largest_share(self.train)
-        if self.lora is not None:
-            trained = self._adapter_bytes(self.train)
-            train += trained
+        lora, ref = self.lora, self.config.ref_config
+
+        def adapters(layout: Layout) -> int:
+            specs = adapter_specs(self.train.specs, lora) if lora is not None else ()
+            return largest_share(replace(layout, specs=specs))
+
+        trained = largest_share(self.train) if lora is None else adapters(self.train)
         by_role = {
-            "policy": train,
+            "policy": largest_share(self.train) + adapters(self.train),
             "gradients": trained,
             "optimizer": 2 * trained,
             "generator": largest_share(self.infer),
             "kv_cache": self._generator_bytes(),
+            "adapters_copy": adapters(self.infer),
         }
-        if self.lora is not None:
-            by_role["adapters_copy"] = self._adapter_bytes(self.infer)
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
             by_role["reference"] = largest_share(self.reference)
-            copy = self._reference_copy_bytes(self.reference)
-            if copy:
-                by_role["reference_copy"] = copy
-        return by_role
-
-    def _adapter_bytes(self, layout: Layout) -> int:
-        if self.lora is None:
-            return 0
-        return largest_share(replace(layout, specs=adapter_specs(self.train.specs, self.lora)))
-
-    def _reference_copy_bytes(self, reference: Layout) -> int:
-        """The policy in the reference's layout while the two are mixed, and its adapters there."""
-        ref = self.config.ref_config
-        if not ref.sync_ref_model:
-            return 0
-        mixed = largest_share(reference) if ref.ref_model_mixup_alpha < 1.0 else 0
-        return mixed + self._adapter_bytes(reference)
+        if self.reference is not None and ref.sync_ref_model:
+            # The policy in the reference's layout while the two are mixed, and its adapters there.
+            mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
+            by_role["reference_copy"] = mixed + adapters(self.reference)
+        return {role: size for role, size in by_role.items() if size}
 
     @property
     def cache_config(self) -> KVCacheConfig:
         """What the generator of each replica has memory for."""
-        generate = self.config.generate_config
-        return KVCacheConfig(
-            self.slots,
-            self.config.rl_config.num_generations,
-            self.prompts_per_replica,
-            generate.max_prompt_length,
-            generate.sampling_config.max_tokens,
-        )
+        generate, group = self.config.generate_config, self.config.rl_config.num_generations
+        prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
+        slots = min(prompts * group, generate.max_num_seqs or prompts * group)
+        longest = generate.sampling_config.max_tokens
+        return KVCacheConfig(slots, group, prompts, generate.max_prompt_length, longest)
 
     def _generator_bytes(self) -> int:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
@@ -185,17 +154,10 @@ def largest_share(layout: Layout) -> int:
     """Bytes of the rank that holds most, the padding of short shares included."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
-        size = _local_size(spec, layout.grid.model_parallel)
+        size = math.prod(local_shape(spec, layout.grid.model_parallel))
         for stage in layout.stages_of(spec.name):
             stages[stage] += size
     return max(stages) * FLOAT_BYTES
-
-
-def _local_size(spec: ParameterSpec, model_parallel: int) -> int:
-    size = 1
-    for extent in local_shape(spec, model_parallel):
-        size *= extent
-    return size
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
@@ -203,12 +165,11 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if world_size is not None:
         validate_world(config, world_size)
     actor, generate = config.actor_config, config.generate_config
-    specs = parameter_specs(model)
-    train = _layout(actor.parallel_config, specs, model, actor.offset)
-    infer = _layout(generate.parallel_config, specs, model, 0)
+    train = layout_of(actor.parallel_config, model, actor.offset)
+    infer = layout_of(generate.parallel_config, model)
     reference = None
     if config.rl_config.beta > 0:
-        reference = _layout(config.reference_parallel, specs, model, config.ref_config.offset)
+        reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens
     if longest > config.rl_config.seq_length:
         raise UserError(
@@ -242,20 +203,10 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         )
 
 
-def layout_of(degrees: ParallelConfig, model: DecoderConfig) -> Layout:
+def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Of the whole model. Raises UserError."""
-    return _layout(degrees, parameter_specs(model), model, 0)
-
-
-def _layout(
-    degrees: object, specs: tuple[ParameterSpec, ...], model: DecoderConfig, offset: int | list[int]
-) -> Layout:
-    grid = Grid(
-        degrees.data_parallel,  # type: ignore[attr-defined]
-        degrees.model_parallel,  # type: ignore[attr-defined]
-        degrees.pipeline_stage,  # type: ignore[attr-defined]
-    )
+    grid = Grid(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
     stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
-    layout = Layout(grid, specs, tuple(stages))
+    layout = Layout(grid, parameter_specs(model), tuple(stages))
     layout.held_by(0)  # cuts every parameter once, so that heads that cannot be split are told now
     return layout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,14 @@ from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
+
+
+def number(value: float) -> float | None:
+    """None for nan: a sample that a reward did not score."""
+    return None if value != value else float(value)
 
 
 class ScoringFailed(RuntimeError):
@@ -26,6 +30,19 @@ class Scored:
 
     scores: Scores
     texts: list[str]
+
+    def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+        """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample."""
+        per_function = self.scores.per_function
+        for i, prompt in enumerate(prompts):
+            yield {
+                "prompt": prompt.text,
+                "completion": self.texts[i],
+                "answer": prompt.answer,
+                "finish_reason": rollout.finish_reasons[i],
+                "length": len(rollout.completion_ids[i]),
+                "rewards": {name: number(values[i]) for name, values in per_function.items()},
+            }
 
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
         """`fresh`'s samples at `indices`, in order."""
@@ -73,16 +90,3 @@ class RolloutScorer:
     def close(self) -> None:
         if self.rewards is not None:
             self.rewards.close()
-
-
-def check_rewards(check: Callable[[], None], backend: Backend) -> None:
-    """Runs `check` on rank 0 and raises its UserError on every rank, so that none goes on and waits for rank 0."""
-    refusal: str | None = None
-    if backend.rank == 0:
-        try:
-            check()
-        except UserError as error:
-            refusal = str(error)
-    refusal = backend.world.gather_objects(refusal)[0]
-    if refusal is not None:
-        raise UserError(refusal)

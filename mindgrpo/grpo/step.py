@@ -28,10 +28,12 @@ from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_dige
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
+from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.weights.local_weights import Weights
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
 DIFFERENT_SAMPLES = (
@@ -105,8 +107,15 @@ class Stepper:
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
         packed = PackedRollout(rollout)
-        reference_logps = self._reference_logps(packed)
-        old_logps = self._old_logps(packed)
+        reference_logps = old_logps = None
+        reference, policy = self.roles.reference, self.roles.policy
+        if reference is not None:
+            reference_logps = self._log_probs(
+                "reference", reference.pipeline, reference.weights, packed
+            )
+        several = self.settings.updates_per_step > 1 and self.settings.old_logps
+        if several or self.settings.advantages.needs_old:
+            old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
         batch, correction, bad = self._train_batch(
             step, rollout, scored, old_logps, reference_logps
         )
@@ -184,24 +193,12 @@ class Stepper:
         with self._phase("score"):
             return self._scorer.score(rollout, self._prompts.owners(rollout))
 
-    def _reference_logps(self, packed: PackedRollout) -> Arrays | None:
-        reference = self.roles.reference
-        if reference is None:
-            return None
-        with self._phase("reference"):
-            self.roles.enter("reference")
-            grid = reference.weights.layout.grid
-            return compute_log_probs(reference.pipeline, grid, self.backend, packed)
-
-    def _old_logps(self, packed: PackedRollout) -> Arrays | None:
-        settings, policy = self.settings, self.roles.policy
-        several = settings.updates_per_step > 1 and settings.old_logps
-        if not several and not settings.advantages.needs_old:
-            return None
-        with self._phase("old_logps"):
-            self.roles.enter("old_logps")
-            grid = policy.weights.layout.grid
-            return compute_log_probs(policy.pipeline, grid, self.backend, packed)
+    def _log_probs(
+        self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
+    ) -> Arrays:
+        with self._phase(phase):
+            self.roles.enter(phase)
+            return compute_log_probs(pipeline, weights.layout.grid, self.backend, packed)
 
     def _train_batch(
         self,
@@ -230,11 +227,7 @@ class Stepper:
         return batch, correction, None
 
     def _update(
-        self,
-        step: int,
-        batch: TrainBatch,
-        packed: PackedRollout,
-        bad: tuple[int, NonFinite] | None,
+        self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """No update is made of a batch with something `bad`."""
         settings = self.settings

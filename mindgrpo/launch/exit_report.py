@@ -42,10 +42,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _last_lines(path: Path, count: int) -> list[str]:
-    return _text(path).splitlines()[-count:]
-
-
 def _write_what_msrun_saw(logs: Path) -> None:
     """A rank that was killed left nothing; where the fork server had not started it, only msrun's log tells."""
     ranks = {pid: rank for rank, pid in worker_pids(logs / "status").items()}
@@ -70,17 +66,16 @@ def _evidence(logs: Path, first_rank: int, failure: Failure) -> list[str]:
     """Lines of the log that the screen has not shown; it shows the log of this host's first rank."""
     rank = failure.rank
     if rank is None:
-        lines = _last_lines(logs / "msrun.log", NUM_MSRUN_LINES)
+        lines = _text(logs / "msrun.log").splitlines()[-NUM_MSRUN_LINES:]
         return ["mindgrpo: the last lines of msrun:", *lines] if lines else []
     if rank == first_rank:
         return []
     if failure.traceback and failure.traceback in _text(worker_log(logs, first_rank)):
         return []
     log = worker_log(logs, rank)
-    lines = _last_lines(log, NUM_LAST_LINES)
-    if len(lines) < NUM_LAST_LINES:
-        # Full logs move aside; the newest of them has the same name and .1.
-        lines = _last_lines(log.with_name(f"{log.name}.1"), NUM_LAST_LINES - len(lines)) + lines
+    # Full logs move aside; the newest of them has the same name and .1.
+    older = _text(log.with_name(f"{log.name}.1")).splitlines()
+    lines = [*older, *_text(log).splitlines()][-NUM_LAST_LINES:]
     return [f"mindgrpo: the last lines of rank {rank}:", *lines] if lines else []
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from mindgrpo.launch import exit_report
 from mindgrpo.launch.log_follower import LogFollower
@@ -23,11 +21,15 @@ POLL_SECONDS = 0.2
 SETTLE_SECONDS = 2.0
 
 
-def say(sentence: str) -> None:
+def show(*lines: str) -> None:
     """On standard error, whoever still reads it."""
     with suppress(OSError):
-        sys.stderr.write(f"mindgrpo: {sentence}\n")
+        sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
+
+
+def say(sentence: str) -> None:
+    show(f"mindgrpo: {sentence}")
 
 
 class CheckFailed(Exception):
@@ -54,7 +56,10 @@ class Job:
         try:
             self._start_fork_server()
             self._check()
-            main = None if self._signals.received else self._start_main()
+            main = None
+            if not self._signals.received:
+                say(self._plan.headline)
+                main = start_process(self._plan.main)
             # After all processes: one that is forked beside a thread may inherit a lock that nobody opens.
             follower.start()
             code = self._wait(main) if main else None
@@ -63,15 +68,15 @@ class Job:
         finally:
             self._processes.end_all()
             follower.finish()
-        self._join(follower)
+        # A screen that is held holds this up too, until it is released or there is another signal.
+        while follower.is_alive() and len(self._signals.received) < 2:
+            follower.join(POLL_SECONDS)
         if code is None:
             self.is_stopped = True
             say(f"stopped; full logs: {logs}")
             return 128 + self._signals.received[0]
         lines, status = exit_report.report(logs, self._options.num_ranks, first_rank, code)
-        with suppress(OSError):
-            sys.stderr.write("".join(f"{line}\n" for line in lines))
-            sys.stderr.flush()
+        show(*lines)
         return status
 
     def _start_fork_server(self) -> None:
@@ -92,10 +97,6 @@ class Job:
             self._signals.wait(POLL_SECONDS)
         if check.returncode:
             raise CheckFailed(max(1, check.returncode))
-
-    def _start_main(self) -> subprocess.Popen[bytes]:
-        say(self._plan.headline)
-        return start_process(self._plan.main)
 
     def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
         """The code with which the main process ended; None for a signal to this one."""
@@ -135,15 +136,3 @@ class Job:
             if not workers:
                 return
             self._signals.wait(POLL_SECONDS)
-
-    def _join(self, follower: LogFollower) -> None:
-        """A screen that is held holds this up too, until it is released or there is another signal."""
-        while follower.is_alive() and len(self._signals.received) < 2:
-            follower.join(POLL_SECONDS)
-
-
-def remove_logs(logs: Path) -> None:
-    """Of a job of which no rank started, and the folder above if nothing else is in it."""
-    shutil.rmtree(logs, ignore_errors=True)
-    with suppress(OSError):
-        logs.parent.rmdir()

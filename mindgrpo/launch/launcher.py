@@ -10,13 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.heartbeat import heartbeats_in
 from mindgrpo.launch.exit_report import worker_log
-from mindgrpo.launch.job import CheckFailed, Job, remove_logs, say
+from mindgrpo.launch.job import CheckFailed, Job, say
 from mindgrpo.launch.options import Options
 from mindgrpo.launch.plan import LocalHost, make_plan
 from mindgrpo.launch.signals import Signals
@@ -44,7 +45,10 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
         try:
             status = job.run()
         except CheckFailed as failed:
-            remove_logs(logs)
+            # No rank started: the folder goes, and the one above if nothing else is in it.
+            shutil.rmtree(logs, ignore_errors=True)
+            with suppress(OSError):
+                logs.parent.rmdir()
             return failed.status
         if job.is_stopped or status in NOT_STARTED_AGAIN:
             return status
@@ -74,11 +78,14 @@ class Restarts:
         self.num_stalled = 0 if step > self.furthest_step else self.num_stalled + 1
         self.furthest_step = max(step, self.furthest_step)
         if self.num_stalled >= MAX_STALLED_STARTS:
-            words = f"the last two starts came no further than step {self.furthest_step}"
-            say(f"not started again: {words}")
+            say(
+                f"not started again: the last two starts came no further than step {self.furthest_step}"
+            )
             return None
         self.num_left, self.num_restarts = self.num_left - 1, self.num_restarts + 1
-        directory = _output_directory(status_folder)
+        directory = ""
+        with suppress(OSError):
+            directory = (status_folder / "directory").read_text(encoding="utf-8").strip()
         goes_on = f", goes on with the run in {directory}" if directory else ""
         say(f"start {self.num_restarts + 1}, {self.num_left} more after it{goes_on}")
         if not directory:
@@ -87,13 +94,6 @@ class Restarts:
         if options.command[-len(resume) :] == resume:
             return options
         return replace(options, command=options.command + resume)
-
-
-def _output_directory(status_folder: Path) -> str:
-    try:
-        return (status_folder / "directory").read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
 
 
 def _with_programs_on_path(environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -151,10 +151,7 @@ def _make_log_folder(options: Options) -> Path:
             f"the log folder {base} cannot be written: set MINDGRPO_LOG_DIR to a folder that can."
         ) from None
     (logs / "status").mkdir()
-    for path in (
-        worker_log(logs, options.first_rank),
-        logs / "msrun.log",
-        logs / "status" / "messages",
-    ):
+    log = worker_log(logs, options.first_rank)
+    for path in (log, logs / "msrun.log", logs / "status" / "messages"):
         path.touch()
     return logs

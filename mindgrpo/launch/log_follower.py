@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 POLL_SECONDS = 0.1
@@ -17,27 +18,21 @@ class FollowedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._file: FileIO | None = None
 
     def read(self) -> bytes:
         """Up to CHUNK_BYTES more; empty for nothing new."""
-        if self._descriptor is None and not self._open():
+        try:
+            self._file = self._file or FileIO(self._path)
+        except OSError:
             return b""
-        assert self._descriptor is not None
         # Asked before reading: what is written until the file moves aside is then part of what is read.
-        moved = self._has_moved(self._descriptor)
-        chunk = os.read(self._descriptor, CHUNK_BYTES)
+        moved = self._has_moved(self._file.fileno())
+        chunk = self._file.read(CHUNK_BYTES)
         if not chunk and moved:
             self.close()
             return self.read()
-        return chunk
-
-    def _open(self) -> bool:
-        try:
-            self._descriptor = os.open(self._path, os.O_RDONLY)
-        except OSError:
-            return False
-        return True
+        return chunk or b""
 
     def _has_moved(self, descriptor: int) -> bool:
         """False while there is no other file of that name yet."""
@@ -47,9 +42,9 @@ class FollowedFile:
             return False
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class LogFollower(threading.Thread):

@@ -15,6 +15,7 @@ USAGE = (
 FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master")
 MIN_TOKEN_LENGTH = 16
 STOP_SECONDS = "60"
+POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,12 @@ class Options:
         return self.hosts.host_index * self.num_local_ranks
 
 
-def _is_whole(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= 5 and text == str(int(text))
+def _whole(text: str, numbers: range, otherwise: str) -> int:
+    """Raises UserError `otherwise`, unless the text is one of `numbers`."""
+    plain = text.isascii() and text.isdecimal() and len(text) <= 5 and text == str(int(text))
+    if not plain or int(text) not in numbers:
+        raise UserError(otherwise)
+    return int(text)
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -68,80 +73,68 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
 def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
     """Raises UserError."""
     values, command = _split(argv)
-    ranks = values["--ranks"]
-    restarts = values.get("--max_restarts", environment.get("MINDGRPO_MAX_RESTARTS") or "0")
-    if not _is_whole(ranks) or ranks == "0":
-        raise UserError(f"--ranks {ranks} is not a positive whole number ({USAGE}).")
-    if not _is_whole(restarts):
-        raise UserError(f"--max_restarts {restarts} is not a whole number ({USAGE}).")
+    ranks, positive = values["--ranks"], f"is not a positive whole number ({USAGE})."
+    num_ranks = _whole(ranks, POSITIVE, f"--ranks {ranks} {positive}")
+    text = values.get("--max_restarts", environment.get("MINDGRPO_MAX_RESTARTS") or "0")
+    wrong = f"--max_restarts {text} is not a whole number ({USAGE})."
+    restarts = _whole(text, range(POSITIVE.stop), wrong)
     if not os.path.isfile(command[0]):
         raise UserError(
             f"there is no program {command[0]}: give the path of a Python file ({USAGE})."
         )
-    hosts = _read_hosts(values, int(ranks))
-    if hosts.num_hosts > 1:
+    text = values.get("--hosts", "1")
+    num_hosts = _whole(text, POSITIVE, f"--hosts {text} {positive}")
+    hosts = _read_hosts(values, num_hosts, num_ranks)
+    if num_hosts > 1:
         _check_several_hosts(hosts, restarts, environment)
+    text = environment.get("MINDGRPO_PORT", "")
+    wrong = f"MINDGRPO_PORT={text} is not a port from 1024 to 65535: set such a one or unset it."
+    port = _whole(text, PORTS, wrong) if text else None
+    seconds = environment.get("MINDGRPO_STOP_SECONDS") or STOP_SECONDS
+    wrong = (
+        f"MINDGRPO_STOP_SECONDS is {seconds!r}, but must be a whole number above 0; correct or unset it in the "
+        "environment."
+    )
     return Options(
-        int(ranks),
+        num_ranks,
         command,
         hosts,
-        int(restarts),
-        port=_read_port(environment.get("MINDGRPO_PORT", "")),
+        restarts,
+        port,
         log_folder=environment.get("MINDGRPO_LOG_DIR") or Options.log_folder,
-        stop_seconds=_read_stop_seconds(environment.get("MINDGRPO_STOP_SECONDS") or STOP_SECONDS),
+        stop_seconds=float(_whole(seconds, POSITIVE, wrong)),
     )
 
 
-def _read_hosts(values: Mapping[str, str], num_ranks: int) -> Hosts:
-    hosts, index = values.get("--hosts", "1"), values.get("--host_index", "0")
-    if not _is_whole(hosts) or hosts == "0":
-        raise UserError(f"--hosts {hosts} is not a positive whole number ({USAGE}).")
-    if not _is_whole(index) or int(index) >= int(hosts):
+def _read_hosts(values: Mapping[str, str], num_hosts: int, num_ranks: int) -> Hosts:
+    index = values.get("--host_index", "0")
+    wrong = f"--host_index {index} is none of {num_hosts} hosts: give 0 on the first, {num_hosts - 1} on the last."
+    host_index = _whole(index, range(num_hosts), wrong)
+    if num_ranks % num_hosts:
         raise UserError(
-            f"--host_index {index} is none of {hosts} hosts: give 0 on the first, {int(hosts) - 1} on the last."
+            f"{num_ranks} ranks cannot be shared by {num_hosts} hosts: hosts have equally many; change --ranks or "
+            "--hosts."
         )
-    if num_ranks % int(hosts):
-        raise UserError(
-            f"{num_ranks} ranks cannot be shared by {hosts} hosts: hosts have equally many; change --ranks or --hosts."
-        )
-    if hosts == "1":
+    if num_hosts == 1:
         return Hosts()
     master = values.get("--master", "")
     address, _, port = master.rpartition(":")
-    if not (address and _is_whole(port) and 1024 <= int(port) < 65535):
-        raise UserError(
-            f"--master '{master}' is not ADDRESS:PORT: give the first host's address and a port from 1024 to 65534 "
-            "that is free there, and the one after it too."
-        )
-    return Hosts(int(hosts), int(index), (address, int(port)))
+    wrong = (
+        f"--master '{master}' is not ADDRESS:PORT: give the first host's address and a port from 1024 to 65534 that "
+        "is free there, and the one after it too."
+    )
+    return Hosts(num_hosts, host_index, (address, _whole(address and port, PORTS[:-1], wrong)))
 
 
-def _check_several_hosts(hosts: Hosts, restarts: str, environment: Mapping[str, str]) -> None:
+def _check_several_hosts(hosts: Hosts, restarts: int, environment: Mapping[str, str]) -> None:
     length = len(environment.get("MINDGRPO_JOB_TOKEN", ""))
     if length < MIN_TOKEN_LENGTH:
         raise UserError(
             f"MINDGRPO_JOB_TOKEN has {length} characters, but the ranks of several hosts know each other by a secret "
             f"of at least {MIN_TOKEN_LENGTH}: set the same on every host, such as from 'openssl rand -hex 16'."
         )
-    if restarts != "0":
+    if restarts:
         raise UserError(
             f"--max_restarts {restarts} is for one host: leave it out, and start all {hosts.num_hosts} hosts again "
             "with --resume_training true."
         )
-
-
-def _read_port(text: str) -> int | None:
-    if text and not (_is_whole(text) and 1024 <= int(text) <= 65535):
-        raise UserError(
-            f"MINDGRPO_PORT={text} is not a port from 1024 to 65535: set such a one or unset it."
-        )
-    return int(text) if text else None
-
-
-def _read_stop_seconds(text: str) -> float:
-    if not _is_whole(text) or text == "0":
-        raise UserError(
-            f"MINDGRPO_STOP_SECONDS is {text!r}, but must be a whole number above 0; correct or unset it in the "
-            "environment."
-        )
-    return float(text)

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.launch.parent_death import end_with_parent
 from mindgrpo.launch.plan import STATUS_VARIABLE, Process
+from mindgrpo.launch.signals import end_with_parent
 
 # Set for processes that end by themselves with their rank, and tidy up after what they have started.
 ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"

@@ -1,18 +1,34 @@
-"""Receives the signals that end a job, and wakes the launcher for them and for the end of a child."""
+"""Receives the signals that end a job; ends a process with the one that started it (Linux)."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 from types import FrameType
 
+PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def set_parent_death_signal(number: int) -> None:
+    """This process gets the signal when the one that started it ends; 0: none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def end_with_parent(parent: int) -> None:
+    """This process is killed when `parent`, which started it, ends; at once if it has ended."""
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 class Signals:
-    """`received` are the numbers of signals to end, in order; those that this process was started to ignore do not
-    count (SIGHUP under nohup, SIGINT in a script's background)."""
+    """Wakes the launcher for a signal to end, whose numbers are in `received`, and for the end of a child.
+
+    Signals that this process was started to ignore do not count (SIGHUP under nohup, SIGINT in a script's background).
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []

@@ -25,23 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from mindgrpo.launch.parent_death import end_with_parent
+from mindgrpo.launch.signals import STOPPING, end_with_parent
 
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-def exit_status(ending: BaseException) -> int:
-    if isinstance(ending, KeyboardInterrupt):
-        return 130
-    if not isinstance(ending, SystemExit):
-        return 1
-    if ending.code is None:
-        return 0
-    # What is not a number is a message, and Python ends with 1 after printing it.
-    return ending.code if isinstance(ending.code, int) else 1
 
 
 def run(program: str, arguments: list[str]) -> None:
@@ -50,12 +38,15 @@ def run(program: str, arguments: list[str]) -> None:
     runpy.run_path(program, run_name="__main__")
 
 
-def print_ending(ending: BaseException) -> None:
-    """Prints what Python prints when a program ends so."""
+def print_ending(ending: BaseException) -> int:
+    """Prints what Python prints when a program ends so; returns its exit status."""
     if not isinstance(ending, SystemExit):
         traceback.print_exception(ending)
-    elif not (ending.code is None or isinstance(ending.code, int)):
-        print(ending.code, file=sys.stderr)
+        return 130 if isinstance(ending, KeyboardInterrupt) else 1
+    if ending.code is None or isinstance(ending.code, int):
+        return ending.code or 0
+    print(ending.code, file=sys.stderr)
+    return 1
 
 
 def write_ending(folder: Path, rank: int, ending: BaseException, status: int) -> None:
@@ -76,8 +67,7 @@ def run_rank(program: str, arguments: list[str]) -> NoReturn:
     try:
         run(program, arguments)
     except BaseException as ending:
-        print_ending(ending)
-        status = exit_status(ending)
+        status = print_ending(ending)
         if status:
             with suppress(Exception):
                 write_ending(*status_of_rank(os.environ), ending, status)
@@ -139,11 +129,10 @@ def write_loss_of_server(folder: Path, rank: int) -> None:
 
     if (folder / "ending").exists():
         return  # the launcher ends all, the server first
-    position = position_of(folder, rank)
-    where = f"; rank {rank} was{position}" if position else ""
-    message = f"the process that forks the ranks has ended{where}"
-    failure = Failure(None, time.time(), 1, message, "fork_server.log may say why")
-    write_failure(folder, rank, failure)
+    position, message = position_of(folder, rank), "the process that forks the ranks has ended"
+    message += f"; rank {rank} was{position}" if position else ""
+    remedy = "fork_server.log may say why"
+    write_failure(folder, rank, Failure(None, time.time(), 1, message, remedy))
 
 
 def main() -> None:

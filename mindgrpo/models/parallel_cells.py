@@ -68,10 +68,10 @@ class GatherColumns(nn.Cell):
         self.alone = group.size == 1
         self.total = group.sum_cell()
         position = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
-        self.place = Tensor(position, ms.float32)
+        self.one_hot = Tensor(position, ms.float32)
 
     def construct(self, x: Any) -> Any:
         x = ops.expand_dims(x, 1)
         if self.alone:
             return x
-        return self.total(x * self.place)
+        return self.total(x * self.one_hot)

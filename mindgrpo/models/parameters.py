@@ -18,7 +18,7 @@ def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
             name="model.embed_tokens.weight",
             shape=(vocab, hidden),
             dim=0,
-            place="first_and_last" if tied else "first",
+            position="first_and_last" if tied else "first",
             decay=True,
         )
     ]
@@ -28,7 +28,7 @@ def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     if not tied:
         specs.append(
             ParameterSpec(
-                name="lm_head.weight", shape=(vocab, hidden), dim=0, place="last", decay=True
+                name="lm_head.weight", shape=(vocab, hidden), dim=0, position="last", decay=True
             )
         )
     return tuple(specs)
@@ -38,9 +38,14 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(prod(spec.shape) for spec in parameter_specs(config))
 
 
-def _whole(name: str, extent: int, place: Any, partial: bool = False) -> ParameterSpec:
+def _whole(name: str, extent: int, position: Any, partial: bool = False) -> ParameterSpec:
     return ParameterSpec(
-        name=name, shape=(extent,), dim=None, place=place, decay=False, partial_gradient=partial
+        name=name,
+        shape=(extent,),
+        dim=None,
+        position=position,
+        decay=False,
+        partial_gradient=partial,
     )
 
 
@@ -67,7 +72,7 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
             dim=0,
             unit=unit,
             replicate=not is_query,
-            place=layer,
+            position=layer,
             decay=len(shape) > 1,
         )
 
@@ -88,7 +93,7 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
             shape=(config.hidden_size, q_size),
             dim=1,
             unit=unit,
-            place=layer,
+            position=layer,
             decay=True,
         )
     )
@@ -109,7 +114,7 @@ def _mlp_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
             name=f"model.layers.{layer}.mlp.{name}.weight",
             shape=shape,
             dim=dim,
-            place=layer,
+            position=layer,
             decay=True,
         )
         for name, (shape, dim) in matrices.items()

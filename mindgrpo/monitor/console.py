@@ -1,4 +1,4 @@
-"""What the person at the keyboard reads, on one rank only. Refuses cursor tricks."""
+"""What the person at the keyboard reads, on one rank only."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Console:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def banner(self, title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> None:
-        """A ruled title, then each section's name in the margin of its lines."""
+    def banner(self, title: str, sections: Mapping[str, Sequence[str]]) -> None:
+        """A ruled title, then each section's name in the margin of its lines; none of a section without lines."""
         self.line(self._bold(f"── {title} ".ljust(RULE_WIDTH, "─")))
-        margin = max((len(name) for name, _ in sections), default=0)
-        for name, lines in sections:
+        margin = max((len(name) for name, lines in sections.items() if lines), default=0)
+        for name, lines in sections.items():
             for number, text in enumerate(lines):
                 head = name if number == 0 else ""
                 self.line(f"  {self._bold(head.ljust(margin))}  {text}")

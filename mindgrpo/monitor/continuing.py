@@ -1,13 +1,9 @@
-"""A run's files where it goes on: rows after its checkpoint are put aside, and nothing is lost.
-
-Refuses to judge which step that is.
-"""
+"""A run's files where it goes on: rows after its checkpoint are put aside, and nothing is lost."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -26,7 +22,6 @@ RUN_FILES = (
     "hf",
     "adapter",
 )
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 
 def cut_after(path: Path, step: int) -> int:
@@ -69,9 +64,6 @@ def _first_after(path: Path, step: int) -> tuple[int, int]:
 
 
 def _step_of(row: bytes) -> float:
-    match = _STEP.match(row)
-    if match:
-        return int(match[1])
     try:
         return float(json.loads(row)["step"])
     except (ValueError, KeyError, TypeError):

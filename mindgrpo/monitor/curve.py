@@ -1,4 +1,4 @@
-"""The picture of a run, drawn from its metrics. Refuses to smooth: every point is a step."""
+"""Draws the picture of a run from its metrics; every point is a step."""
 
 from __future__ import annotations
 

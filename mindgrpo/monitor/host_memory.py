@@ -1,7 +1,7 @@
 """Looks at the host's memory while a run works: writes it down, warns, and ends this run before the host runs out.
 
 A thread of one rank a host. Reads figures of the ranks' own processes and of the host as a whole, no others'.
-Refuses to signal any process: what it ends is the process that it runs in, and that ends its run.
+All it ends is the process that it runs in, and that ends its run.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from mindgrpo.config.observation import MonitorConfig
-from mindgrpo.monitor.memory import format_bytes
 
 CGROUPS = (  # folder, limit, use: version 2, then version 1
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
@@ -26,6 +26,19 @@ CGROUPS = (  # folder, limit, use: version 2, then version 1
 )
 # A warning comes again only after the share was this much below the limit.
 HYSTERESIS = 0.02
+
+
+def process_rss() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
 
 
 class HostMemoryExhausted(RuntimeError):
@@ -121,12 +134,10 @@ class HostMemoryMonitor:
             self._warned = False
 
     def _rss(self) -> dict[int, int]:
-        bytes_by_rank = {}
+        bytes_by_rank = dict.fromkeys(self._processes, 0)
         for rank, process in self._processes.items():
-            try:
+            with suppress(psutil.Error):
                 bytes_by_rank[rank] = int(process.memory_info().rss)
-            except psutil.Error:
-                bytes_by_rank[rank] = 0
         return bytes_by_rank
 
     def _write(self, memory: HostMemory, rss: Mapping[int, int]) -> None:

@@ -1,34 +1,55 @@
-"""Metrics as JSON lines and TensorBoard scalars. Refuses to hide a number that is not finite."""
+"""Writes metrics as JSON lines and TensorBoard scalars, and samples as JSON lines; null for what is not finite."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-Figure = int | float | str | None
 
-
-def plain(value: Any) -> Figure:
-    """The JSON value of a figure; NumPy's scalars become Python's."""
-    if hasattr(value, "item"):
-        value = value.item()
+def plain(value: Any) -> Any:
+    """The JSON value of a figure or an array; NumPy's become Python's."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if value is None or isinstance(value, int | float | str):
         return value
     raise TypeError(f"a figure is a number, a string or None, not {type(value).__name__}")
 
 
-def finite_or_null(figures: Mapping[str, Any]) -> tuple[dict[str, Figure], list[str]]:
-    """The figures with null for what JSON cannot hold, and the keys of those."""
-    values = {key: plain(value) for key, value in figures.items()}
-    nonfinite = [
-        key
-        for key, value in values.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
-    return values | dict.fromkeys(nonfinite), nonfinite
+def finite_or_null(
+    figures: Mapping[str, Any], prefix: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """The figures with null for what JSON cannot hold, and the keys of those; a mapping's figures likewise."""
+    values: dict[str, Any] = {}
+    nonfinite: list[str] = []
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
+            values[key], bad = finite_or_null(value, f"{prefix}{key}/")
+            nonfinite += bad
+            continue
+        values[key] = plain(value)
+        if isinstance(values[key], float) and not math.isfinite(values[key]):
+            values[key] = None
+            nonfinite.append(prefix + key)
+    return values, nonfinite
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """The row with the keys of what is not finite under `nonfinite`, if there is any."""
+    values, nonfinite = finite_or_null(row)
+    values |= {"nonfinite": nonfinite} if nonfinite else {}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def append_rows(
+    path: Path, step: int, rows: Iterable[Mapping[str, Any]], interval: int = 1
+) -> None:
+    """Appends rows of `step` to PATH at steps 1, 1 + interval, 1 + 2 x interval, ..."""
+    if (step - 1) % interval == 0:
+        with path.open("a", encoding="utf-8") as lines:
+            lines.writelines(json_line({"step": step, **row}) for row in rows)
 
 
 class MetricsWriter:
@@ -55,28 +76,18 @@ class MetricsWriter:
             )
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        values, nonfinite = finite_or_null({key: figures[key] for key in figures if key != "step"})
-        row: dict[str, Any] = {"step": step, **values}
-        if nonfinite:
-            row["nonfinite"] = nonfinite
-        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        self._lines.write(json_line({"step": step, **figures}))
         self._lines.flush()
         if self._board is None:
             return
-        for key in values:
-            if not isinstance(figures[key], str) and figures[key] is not None:
-                self._board.add_scalar(key, float(figures[key]), step)
+        for key, value in figures.items():
+            if key != "step" and value is not None and not isinstance(value, str):
+                self._board.add_scalar(key, float(value), step)
 
     def close(self) -> None:
         self._lines.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

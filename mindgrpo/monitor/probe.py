@@ -1,7 +1,7 @@
 """A step's key data, written by msprobe's SingleSave, for comparing two runs element by element.
 
 msprobe is optional: where it is not installed a run says so in one line and goes on, and where it fails later the
-run goes on without it. Written for mindstudio-probe 26.2. Refuses to save what a step does not have.
+run goes on without it. Written for mindstudio-probe 26.2.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def load_saver() -> Any:
 
 
 def key_data(
-    batch: TrainBatch,
-    rewards: Mapping[str, np.ndarray],
-    policy_logps: Mapping[int, np.ndarray],
+    batch: TrainBatch, rewards: Mapping[str, np.ndarray], policy_logps: Mapping[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
 

@@ -1,7 +1,7 @@
 """The log file that the launcher gave this rank, kept small: full ones move aside, and the oldest goes.
 
-What was written stays whole: the file is renamed, not cut, and the next line goes to a new one. Refuses to touch
-output that goes anywhere else: a terminal, a pipe, a file of the user's.
+What was written stays whole: the file is renamed, not cut, and the next line goes to a new one.
+Output that goes anywhere else (a terminal, a pipe, a file of the user's) is not touched.
 """
 
 from __future__ import annotations

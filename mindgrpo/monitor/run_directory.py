@@ -1,4 +1,4 @@
-"""Where a run writes. Refuses a directory that holds an earlier run: nothing is overwritten."""
+"""Makes the folders that a run writes to; one that holds an earlier run is an error: nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -14,27 +14,37 @@ ROOT = Path("output")
 
 
 def create(
-    output_dir: Path | str | None,
-    config_name: str,
-    root: Path | str = ROOT,
-    goes_on: bool = False,
+    output_dir: Path | str | None, config_name: str, root: Path | str = ROOT, goes_on: bool = False
 ) -> Path:
     """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it; `goes_on` in a run that is there."""
-    if output_dir is None:
-        directory = _make_default(Path(root), config_name)
-        try:
-            _point_latest(Path(root), directory)
-        except OSError as error:
+    root = Path(root)
+    directory = root / config_name if output_dir is None else Path(output_dir)
+    if output_dir is not None and not goes_on:
+        check_free(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if output_dir is None:
+            directory = _make_fresh(directory, time.strftime("%Y%m%d-%H%M%S"))
+    except OSError as error:
+        raise UserError(
+            f"the folder {directory} for the run cannot be made ({error.strerror}): "
+            "name a directory that can be written with --output_dir."
+        ) from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise UserError(
+            f"output_dir {directory} cannot be written: "
+            "change its permissions or name another directory with --output_dir."
+        )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _point_latest(root, directory)
+    except OSError as error:
+        # The link is a convenience: who names a directory may well work where `output/` cannot be made.
+        if output_dir is None:
             raise UserError(
-                f"{Path(root) / 'latest'} must be a link that a run can renew, but renewing it "
+                f"{root / 'latest'} must be a link that a run can renew, but renewing it "
                 f"failed ({error.strerror}): move away what stands there."
             ) from error
-        return directory
-    directory = _make_given(Path(output_dir), goes_on)
-    # The link is a convenience: who names a directory may well work where `output/` cannot be made.
-    with contextlib.suppress(OSError):
-        Path(root).mkdir(parents=True, exist_ok=True)
-        _point_latest(Path(root), directory)
     return directory
 
 
@@ -49,9 +59,9 @@ def check_free(directory: Path | str) -> None:
 
 
 def own_folder(asked: Path | str, name: str, taken: str, key: str) -> Path:
-    """`given` itself where nothing in it matches `taken` (a glob), else a new folder in it called `name`.
+    """`asked` itself where nothing in it matches `taken` (a glob), else a new folder in it called `name`.
 
-    `key` is the setting that `given` came from. Raises UserError for what cannot be made.
+    `key` is the setting that `asked` came from. Raises UserError for what cannot be made.
     """
     folder = Path(asked)
     try:
@@ -79,45 +89,12 @@ def _make_fresh(parent: Path, name: str) -> Path:
     raise AssertionError("itertools.count ended")
 
 
-def _make_given(directory: Path, goes_on: bool) -> Path:
-    if not goes_on:
-        check_free(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"output_dir {directory} cannot be made ({error.strerror}): "
-            "name a directory that can be written with --output_dir."
-        ) from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise UserError(
-            f"output_dir {directory} cannot be written: "
-            "change its permissions or name another directory with --output_dir."
-        )
-    return directory
-
-
-def _make_default(root: Path, config_name: str) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    parent = root / config_name
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return _make_fresh(parent, stamp)
-    except OSError as error:
-        raise UserError(
-            f"the directory {parent} for the run cannot be made ({error.strerror}): "
-            "name a directory that can be written with --output_dir."
-        ) from error
-
-
 def _point_latest(root: Path, directory: Path) -> None:
-    latest = root / "latest"
     fresh = root / f".latest-{os.getpid()}"
     # A link is made aside and renamed over the old one, so that `latest` is there at every instant.
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(directory.resolve(), root.resolve()))
     try:
-        fresh.replace(latest)
-    except OSError:
-        fresh.unlink()
-        raise
+        fresh.replace(root / "latest")
+    finally:
+        fresh.unlink(missing_ok=True)

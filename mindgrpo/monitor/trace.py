@@ -1,7 +1,6 @@
 """Where the time of a run goes, as a trace in the Trace Event Format that chrome://tracing and Perfetto open.
 
-One file a rank, and rank 0's with all of them. Clocks are the host's, so that ranks of one host line up. Refuses to
-look inside a phase: the accelerator's own profile does.
+One file a rank, and rank 0's with all of them. Clocks are the host's, so that ranks of one host line up.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.monitor.memory import process_rss
+from mindgrpo.monitor.host_memory import process_rss
 
 Event = dict[str, Any]
 MICROSECONDS = 1e6

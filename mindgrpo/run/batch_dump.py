@@ -22,10 +22,15 @@ from safetensors.numpy import load_file, save_file
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.errors import UserError
 
-FORMAT = "mindgrpo dump 2"
+FORMAT = "mindgrpo dump 3"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
-IDS = ("prompt_ids", "completion_ids")
-ROLLOUT_BY_TOKEN = ("generator_logps", "action_mask", "weights_version")
+ROLLOUT_BY_TOKEN = (
+    "prompt_ids",
+    "completion_ids",
+    "generator_logps",
+    "action_mask",
+    "weights_version",
+)
 BATCH_BY_TOKEN = ("reference_logps", "old_logps", "token_advantages", "rollout_is_weights")
 BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
@@ -36,7 +41,7 @@ class About(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     format: str = FORMAT
-    found: str
+    cause: str
     step: int
     update: int
     members: list[int]
@@ -73,14 +78,12 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
     batch = dump.batch
     arrays = {f"rewards.{name}": np.asarray(values) for name, values in dump.rewards.items()}
     arrays |= {name: getattr(batch, name) for name in BATCH_BY_SAMPLE}
-    lists: dict[str, Sequence[np.ndarray] | None] = {
-        name: getattr(batch.rollout, name) for name in (*IDS, *ROLLOUT_BY_TOKEN)
-    }
-    lists |= {name: getattr(batch, name) for name in BATCH_BY_TOKEN}
-    for name, rows in lists.items():
-        if rows is not None:
-            arrays[name] = np.concatenate([*rows, np.zeros(0, rows[0].dtype)])
-            arrays[f"{name}.lengths"] = np.array([len(row) for row in rows], np.int64)
+    for owner, names in ((batch.rollout, ROLLOUT_BY_TOKEN), (batch, BATCH_BY_TOKEN)):
+        for name in names:
+            rows = getattr(owner, name)
+            if rows is not None:
+                arrays[name] = np.concatenate([*rows, np.zeros(0, rows[0].dtype)])
+                arrays[f"{name}.lengths"] = np.array([len(row) for row in rows], np.int64)
     return {name: np.ascontiguousarray(v) for name, v in arrays.items() if v is not None}
 
 
@@ -120,11 +123,8 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
             rows[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
         return rows
 
-    rollout = Rollout(
-        finish_reasons=about.finish_reasons,
-        group_ids=about.groups,
-        **by_token((*IDS, *ROLLOUT_BY_TOKEN)),
-    )
+    tokens = by_token(ROLLOUT_BY_TOKEN)
+    rollout = Rollout(finish_reasons=about.finish_reasons, group_ids=about.groups, **tokens)
     by_sample: dict[str, Any] = {n: arrays[n] for n in BATCH_BY_SAMPLE if n in arrays}
     batch = TrainBatch(rollout, **by_sample, **by_token(BATCH_BY_TOKEN))
     if about.members and not 0 <= min(about.members) <= max(about.members) < count:

@@ -1,7 +1,7 @@
 """When a run is saved, what of it, and which checkpoints stay. All ranks make the same calls.
 
-A checkpoint is complete only once its step's row is written, so it is begun before and committed after. Refuses to
-end a run over one that cannot be written: that is told, counted, and the earlier one stays.
+A checkpoint is complete only once its step's row is written, so it is begun before and committed after. One
+that cannot be written ends no run: that is told, counted, and the earlier one stays.
 """
 
 from __future__ import annotations
@@ -44,17 +44,16 @@ class RunCheckpoints:
         self._saved = saved_roles(config, roles)
         self._saver = Saver(record.directory, self._backend)
         self._newest = first.step if first is not None else 0
-        self._best = self._still_there(first.best) if first is not None else None
+        self._best = first.best if first is not None else None
+        if self._best is not None:
+            is_there = folders.folder_of(record.directory, self._best.step).is_dir()
+            # The first rank's folder is the run's.
+            if not self._backend.world.gather_objects(is_there)[0]:
+                self._best = None
         self._errors = 0
         self.enabled = self._rl.saves_checkpoints
         if self.enabled:
             check_seen(record.directory, self._backend)
-
-    def _still_there(self, best: Best | None) -> Best | None:
-        is_there = (
-            best is not None and folders.folder_of(self._record.directory, best.step).is_dir()
-        )
-        return best if self._backend.world.gather_objects(is_there)[0] else None
 
     @property
     def newest(self) -> int:
@@ -99,12 +98,22 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
+        plan = self._roles.plan
+        lora = plan.lora and StoredAdapters(
+            rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
+        )
+        described: dict[str, Any] = {
+            "layout": f"train {plan.train.grid}",
+            "state": state,
+            "identity": self._identity,
+            "lora": lora,
+        }
         try:
             with self._phase("checkpoint"):
                 figures["checkpoint/bytes"] = self._saver.begin(
                     step,
                     self._saved,
-                    self._completion(state),
+                    lambda stored: Manifest.model_validate(described | stored),
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
                 )
@@ -112,24 +121,6 @@ class RunCheckpoints:
             self._failed(step, reason)
         figures["time/checkpoint"] = time.perf_counter() - started
         return figures
-
-    def _completion(self, state: RunState) -> Callable[[dict[str, Any]], Manifest]:
-        layout = f"train {self._roles.plan.train.grid}"
-        lora = self._roles.plan.lora
-        described = None
-        if lora is not None:
-            described = StoredAdapters(rank=lora.rank, alpha=lora.alpha, targets=list(lora.targets))
-
-        def complete(stored: dict[str, Any]) -> Manifest:
-            return Manifest(
-                layout=layout,
-                state=state,
-                identity=self._identity,
-                lora=described,
-                **stored,
-            )
-
-        return complete
 
     def _bring(self, role: str) -> None:
         # The roles of an update are those that a checkpoint holds; after an update they are there already.

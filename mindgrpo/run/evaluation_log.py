@@ -1,39 +1,27 @@
-"""What evaluations found: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table.
-
-Every object has the step that it belongs to. Refuses to shorten a text.
-"""
+"""What evaluations gave: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.evaluation import Outcome, figure
+from mindgrpo.grpo.evaluation import Outcome, figure, figures_of
+from mindgrpo.monitor.metrics import append_rows
 
 
 def write_evaluation(
     folder: Path, step: int, outcomes: Sequence[Outcome], with_completions: bool
 ) -> None:
     """Appends to both files in `folder`."""
-    figures: dict[str, Any] = {"step": step}
-    for outcome in outcomes:
-        figures |= outcome.figures()
-    append(folder / "evaluations.jsonl", [figures])
+    append_rows(folder / "evaluations.jsonl", step, [figures_of(outcomes)])
     if with_completions:
         write_completions(folder / "eval_completions.jsonl", step, outcomes)
 
 
 def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> None:
-    append(path, ({"step": step, **row} for outcome in outcomes for row in outcome.rows()))
-
-
-def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as lines:
-        for row in rows:
-            lines.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    append_rows(path, step, (row for outcome in outcomes for row in outcome.rows()))
 
 
 def details(outcome: Outcome) -> dict[str, Any]:

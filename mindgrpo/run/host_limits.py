@@ -1,8 +1,4 @@
-"""Whether this machine holds what a run of a given plan takes: memory, disk, file descriptors, versions, variables.
-
-The findings are the doctor's kind, and the general ones are the doctor's own. Refuses a run that cannot work with the
-first of them; measures nothing that the run would change.
-"""
+"""Whether this machine holds what a run of a given plan takes: memory, disk, file descriptors, versions, variables."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.run.machine_checks import Finding, needs
 
 # What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.
@@ -30,20 +26,15 @@ COPIES_IN_A_CHECKPOINT = 3
 
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None) -> None:
     """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
-    checks = [*needs(), *findings(plan, ranks_here)]
+    checks = [*needs(), disk(plan), descriptors(plan.world_size)]
+    if ranks_here is not None and keeps_weights_on_host(plan.config.context.device_target):
+        checks.append(memory(plan, ranks_here))
     for finding in checks:
         if finding.level == "error":
             raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
     for finding in checks:
         if finding.level == "warn":
             print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
-
-
-def findings(plan: RunPlan, ranks_here: int | None) -> list[Finding]:
-    checks = [disk(plan), descriptors(plan.world_size)]
-    if ranks_here is not None and keeps_weights_on_host(plan.config.context.device_target):
-        checks.append(memory(plan, ranks_here))
-    return checks
 
 
 def memory(plan: RunPlan, ranks: int) -> Finding:
@@ -61,36 +52,21 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
 
 
 def disk(plan: RunPlan) -> Finding:
-    config = plan.config
-    model = num_parameters(plan.model) * FLOAT_BYTES
-    kept = 0
-    if config.rl_config.save_ckpt_interval:
-        kept = (
-            config.rl_config.save_max_ckpt_num or 1
-        ) + 1  # one is written before the oldest goes
-    needed = model * (1 + kept * COPIES_IN_A_CHECKPOINT)
-    folder = nearest_folder(Path(config.output_dir or "output"))
+    rl, kept = plan.config.rl_config, 0
+    if rl.save_ckpt_interval:
+        kept = (rl.save_max_ckpt_num or 1) + 1  # one is written before the oldest goes
+    needed = num_parameters(plan.model) * FLOAT_BYTES * (1 + kept * COPIES_IN_A_CHECKPOINT)
+    output = Path(plan.config.output_dir or "output")
+    # The folder itself, or the one in which it would be made.
+    folder = next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return Finding(
-            "error", f"{folder} cannot be looked at ({error.strerror})", "name another --output_dir"
-        )
+        what = f"{folder} cannot be looked at ({error.strerror})"
+        return Finding("error", what, "name another --output_dir")
     what = f"the model and {kept} checkpoints take {format_bytes(needed)}, and {folder} has {format_bytes(free)} free"
-    if needed <= free:
-        return Finding("ok", what)
-    return Finding(
-        "error",
-        what,
-        "free some, lower rl_config.save_max_ckpt_num, or name an --output_dir on another disk",
-    )
-
-
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the one in which it would be made."""
-    return next(
-        (folder for folder in (path, *path.absolute().parents) if folder.is_dir()), Path("/")
-    )
+    remedy = "free some, lower rl_config.save_max_ckpt_num, or name an --output_dir on another disk"
+    return Finding("ok" if needed <= free else "error", what, remedy)
 
 
 def descriptors(ranks: int) -> Finding:

@@ -1,4 +1,4 @@
-"""Looks at the machine and says what would stop a run. Refuses to import what it inspects.
+"""Looks at the machine and says what would stop a run.
 
 Versions come from the installed packages' metadata, so it also works where an import would crash.
 """
@@ -19,31 +19,43 @@ from typing import Literal
 import psutil
 
 from mindgrpo.backend.targets import BOARD_FOLDERS
-from mindgrpo.config.environment import wrong_variables
-from mindgrpo.monitor.memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
+Numbers = tuple[int, ...]
 
 # For the few pages that ranks find each other by; the memory they share needs no folder.
 MEETING_ROOM = 2**20
 MIN_MEMORY = 4 * 2**30
 MIN_DISK = 2**30
 MIN_DESCRIPTORS = 1024
-TESTED_MINDSPORE = "2.9.0"
+# package: versions that work, from and below, and what pip is to install.
+NEEDED = {
+    "mindspore": ((2, 9), (2, 10), "mindspore==2.9.0"),
+    "numpy": ((1,), (2,), "numpy<2"),  # mindspore is built against numpy 1
+    "transformers": ((4, 52), (6,), "transformers==4.57.1"),  # renders chat templates
+}
 TESTED_OPTIONAL = {  # package: (tested version, what it is for)
     "mindformers": ("1.9.0", "an independent reference model"),
     "vllm": ("0.31.0", "the optional rollout engine"),
 }
 
+# Variables of the environment that a run reads.
+COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
+SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
+
 
 @dataclass(frozen=True)
 class Finding:
+    """`remedy` is of use where `level` is not ok."""
+
     level: Level
     what: str
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<5}  {self.what}" + (f"  ->  {self.remedy}" if self.remedy else "")
+        remedy = f"  ->  {self.remedy}" if self.level != "ok" else ""
+        return f"{self.level:<5}  {self.what}{remedy}"
 
 
 def findings() -> list[Finding]:
@@ -63,8 +75,13 @@ def findings() -> list[Finding]:
 
 def needs() -> list[Finding]:
     """What every run needs, whatever its plan; its preflight looks at these, too."""
-    versions = [_python(), _mindspore(), _numpy(), _transformers()]
-    return [*versions, _meeting_place(), *_variables(os.environ)]
+    versions = [_python(), *(_package(name, *versions) for name, versions in NEEDED.items())]
+    wrong = wrong_variables(os.environ)
+    remedy = "correct or unset it in the environment"
+    variables = [Finding("error", what, remedy) for what in wrong]
+    if not wrong:
+        variables = [Finding("ok", "the environment's variables can be used")]
+    return [*versions, _meeting_folder(), *variables]
 
 
 def _version(package: str) -> str | None:
@@ -76,43 +93,38 @@ def _version(package: str) -> str | None:
 
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    if (3, 10) <= sys.version_info[:2] < (3, 13):
-        return Finding("ok", f"Python {version}")
-    return Finding("error", f"Python {version}", "use Python 3.10, 3.11 or 3.12")
+    works = (3, 10) <= sys.version_info[:2] < (3, 13)
+    return Finding("ok" if works else "error", f"Python {version}", "use Python 3.10, 3.11 or 3.12")
 
 
-def _mindspore() -> Finding:
-    version = _version("mindspore")
-    install = f"pip install mindspore=={TESTED_MINDSPORE}"
+def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
+    version, remedy = _version(name), f"pip install '{install}'"
     if version is None:
-        return Finding("error", "mindspore is not installed", install)
-    if version != TESTED_MINDSPORE:
-        what = f"mindspore {version}, tested is {TESTED_MINDSPORE}"
-        return Finding("warn", what, install)
-    return Finding("ok", f"mindspore {version}")
+        return Finding("error", f"{name} is not installed", remedy)
+    if first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < end:
+        return Finding("ok", f"{name} {version}")
+    # Another MindSpore may well work.
+    level: Level = "warn" if name == "mindspore" else "error"
+    return Finding(level, f"{name} {version} is none that was tested", remedy)
 
 
-def _numpy() -> Finding:
-    version = _version("numpy")
-    install = 'pip install "numpy<2"'
-    if version is None:
-        return Finding("error", "numpy is not installed", install)
-    if int(version.split(".")[0]) >= 2:
-        what = f"numpy {version}, but mindspore is built against numpy 1"
-        return Finding("error", what, install)
-    return Finding("ok", f"numpy {version}")
-
-
-def _transformers() -> Finding:
-    version = _version("transformers")
-    install = "pip install transformers==4.57.1"
-    if version is None:
-        return Finding(
-            "error", "transformers is not installed, which renders chat templates", install
-        )
-    if not (4, 52) <= tuple(map(int, re.findall(r"\d+", version)[:2])) < (6, 0):
-        return Finding("error", f"transformers {version}, but 4.52 to 5 render templates", install)
-    return Finding("ok", f"transformers {version}")
+def wrong_variables(environment: Mapping[str, str]) -> list[str]:
+    """Says of each variable that cannot be used what is wrong; empty ones count as not set."""
+    wrong = []
+    for name in COUNTS:
+        value = environment.get(name, "")
+        # OpenMP takes a list of counts, one a level.
+        counts = value.split(",") if name == "OMP_NUM_THREADS" else [value]
+        if value and not all(count.strip().isdecimal() and int(count[:12]) > 0 for count in counts):
+            wrong.append(f"{name} is {value!r}, but must be a whole number above 0")
+    for name in SWITCHES:
+        value = environment.get(name, "")
+        if value not in ("", "0", "1"):
+            wrong.append(f"{name} is {value!r}, but must be 0 or 1")
+    folder = environment.get("TMPDIR", "")
+    if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
+        wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
+    return wrong
 
 
 def _kernels() -> Finding:
@@ -143,9 +155,7 @@ def _optional(package: str, tested: str, purpose: str) -> Finding:
 def _launcher() -> Finding:
     path = shutil.which("msrun")
     if path is None:
-        remedy = (
-            "run `source scripts/setup_env.sh`, or put the folder of mindspore's programs on PATH"
-        )
+        remedy = "run `source scripts/setup_env.sh`, or put mindspore's programs on PATH"
         return Finding("error", "msrun is not on PATH", remedy)
     return Finding("ok", f"msrun is {path}")
 
@@ -166,7 +176,7 @@ def _port(asked: str | None) -> Finding:
     return Finding("ok", f"port {asked} is free" if asked else "a port can be taken on 127.0.0.1")
 
 
-def _meeting_place() -> Finding:
+def _meeting_folder() -> Finding:
     reasons = []
     for folder in BOARD_FOLDERS:
         try:
@@ -184,41 +194,30 @@ def _meeting_place() -> Finding:
     return Finding("error", f"ranks cannot meet: {', '.join(reasons)}", remedy)
 
 
-def _variables(environment: Mapping[str, str]) -> list[Finding]:
-    wrong = wrong_variables(environment)
-    errors = [Finding("error", what, "correct or unset it in the environment") for what in wrong]
-    return errors or [Finding("ok", "the environment's variables can be used")]
-
-
 def _disk() -> Finding:
     """Of the folder that runs write to by default; a run's preflight compares with what it needs."""
     free = shutil.disk_usage(".").free
-    what = f"disk here {format_bytes(free)} free"
-    if free < MIN_DISK:
-        return Finding("warn", what, "free some, or start runs with an --output_dir elsewhere")
-    return Finding("ok", what)
+    remedy = "free some, or start runs with an --output_dir elsewhere"
+    return Finding(
+        "warn" if free < MIN_DISK else "ok", f"disk here {format_bytes(free)} free", remedy
+    )
 
 
 def _descriptors() -> Finding:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    what = f"a process may open {allowed} files"
-    if allowed != resource.RLIM_INFINITY and allowed < MIN_DESCRIPTORS:
-        return Finding("warn", what, f"run 'ulimit -n {MIN_DESCRIPTORS}' before")
-    return Finding("ok", what)
+    few = allowed != resource.RLIM_INFINITY and allowed < MIN_DESCRIPTORS
+    remedy = f"run 'ulimit -n {MIN_DESCRIPTORS}' before"
+    return Finding("warn" if few else "ok", f"a process may open {allowed} files", remedy)
 
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0))
-    if cores < 2:
-        return Finding(
-            "warn", "1 core", "expect several ranks to take turns; use --ranks 1 to be quick"
-        )
-    return Finding("ok", f"{cores} cores")
+    remedy = "expect several ranks to take turns; use --ranks 1 to be quick"
+    return Finding("warn" if cores < 2 else "ok", f"{cores} cores", remedy)
 
 
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
     what = f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} available"
-    if memory.available < MIN_MEMORY:
-        return Finding("warn", what, "end other programs or use fewer ranks")
-    return Finding("ok", what)
+    level: Level = "warn" if memory.available < MIN_MEMORY else "ok"
+    return Finding(level, what, "end other programs or use fewer ranks")

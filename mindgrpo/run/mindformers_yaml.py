@@ -1,7 +1,4 @@
-"""A model's dimensions in MindFormers' YAML form (`model: model_config:`), as users have them.
-
-Refuses a file that lacks a dimension, and one that disagrees with the config.json it is said to describe.
-"""
+"""Reads a model's dimensions in MindFormers' YAML form (`model: model_config:`), and compares them with config.json."""
 
 from __future__ import annotations
 

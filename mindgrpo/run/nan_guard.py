@@ -5,13 +5,13 @@ No more than MOST_DUMPS batches of a run are kept: they are large, and alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
-from mindgrpo.grpo.outcome import SkippedUpdate, StepOutcome
+from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.run import batch_dump as dump
 
 MOST_DUMPS = 5
@@ -41,28 +41,22 @@ class NanGuard:
         num_updates = len(outcome.reports) + len(outcome.skipped)
         skipped = {skip.update: skip for skip in outcome.skipped}
         if skipped:
-            self._tell(step, list(skipped.values()), num_updates)
+            first = outcome.skipped[0]
+            self._say(
+                f"  warning: step {step + 1}: {len(skipped)} of {num_updates} updates skipped, weights stay as they "
+                f"were: {first.cause}, first on rank {first.rank}"
+            )
             dump_folder = self._keep(step, outcome, version)
         for update in range(num_updates):
             self._in_a_row = self._in_a_row + 1 if update in skipped else 0
             if self._in_a_row > self._rl.max_skipped_updates:
+                shows = f"; python -m mindgrpo replay {dump_folder} shows the batch"
                 raise TooManySkipped(
                     f"{self._in_a_row} updates in a row were skipped (rl_config.max_skipped_updates is "
-                    f"{self._rl.max_skipped_updates}), in step {step + 1} for {skipped[update].cause}; "
-                    + (
-                        f"python -m mindgrpo replay {dump_folder} shows the batch"
-                        if dump_folder
-                        else ""
-                    )
+                    f"{self._rl.max_skipped_updates}), in step {step + 1} for {skipped[update].cause}"
+                    + (shows if dump_folder else "")
                 )
         return {"skipped_updates": len(skipped)}
-
-    def _tell(self, step: int, skipped: Sequence[SkippedUpdate], num_updates: int) -> None:
-        first = skipped[0]
-        self._say(
-            f"  warning: step {step + 1}: {len(skipped)} of {num_updates} updates skipped, weights stay as they were: "
-            f"{first.cause}, first on rank {first.rank}"
-        )
 
     def _keep(self, step: int, outcome: StepOutcome, version: int) -> Path | None:
         if self._dumps == MOST_DUMPS:
@@ -90,7 +84,7 @@ class NanGuard:
     def _dump(self, step: int, outcome: StepOutcome, version: int) -> dump.Dump:
         skip, batch, scores = outcome.skipped[0], outcome.batch, outcome.scored.scores
         about = dump.About(
-            found=str(skip.cause),
+            cause=str(skip.cause),
             step=step + 1,
             update=skip.update,
             members=skip.members,

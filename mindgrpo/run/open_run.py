@@ -15,13 +15,12 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.prompt_source import PromptSource
+from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.run.preflight import Inputs, Reward, prepare
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.resume import on_first_rank
-from mindgrpo.run.same_start import check_same_start
-from mindgrpo.run.start import find_start
+from mindgrpo.run.start import check_same_start, find_start
 from mindgrpo.run.stop_signals import Stopping
 from mindgrpo.run.watch import Watch
 

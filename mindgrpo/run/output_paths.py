@@ -1,6 +1,6 @@
 """Where a run writes, on rank 0: a fresh folder, or the one that it goes on in, with what stands there already.
 
-Refuses to lose what an earlier session wrote: it is cut, renamed or moved aside, and the user is told.
+What an earlier session wrote is cut, renamed or moved aside, never lost, and the user is told.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mindgrpo.monitor import continuing, run_directory
 
 @dataclass(frozen=True)
 class OutputPaths:
-    """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of places of the user's."""
+    """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of those of the user."""
 
     directory: Path
     model: Path
@@ -43,45 +43,36 @@ def label_of(directory: Path) -> str:
 
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
     """Raises UserError for what cannot be made or written."""
-    directory = _directory(config.output_dir, name, start)
+    asked, goes_on = config.output_dir, False
+    if start is not None and start.output is not None:
+        asked = str(start.output)
+        # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
+        goes_on = start.output == start.source or not start.candidates
+    directory = run_directory.create(asked, name, goes_on=goes_on)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
 
-    def outside(asked: str, taken: str, key: str, kept: str) -> Path:
-        known = Path(start.output_paths[kept]) if start and kept in start.output_paths else None
-        if known is not None and known.is_dir():
-            path = known
-        else:
-            path = run_directory.own_folder(asked, label, taken, f"rl_config.{key}")
+    def outside(key: str, asked: str | None, taken: str, kept: str) -> Path | None:
+        if not asked:
+            return None
+        known = start.output_paths.get(kept) if start else None
+        path = Path(known) if known and Path(known).is_dir() else None
+        path = path or run_directory.own_folder(asked, label, taken, f"rl_config.{key}")
         notes.append(f"{key}: {path}")
         return path
 
-    board: Path | None = None
+    board = completions = None
     if rl.tensorboard:
-        board = directory / "tensorboard"
-        if rl.tensorboard_dir:
-            board = outside(rl.tensorboard_dir, "*tfevents*", "tensorboard_dir", "tensorboard")
-    completions: Path | None = None
+        board = outside("tensorboard_dir", rl.tensorboard_dir, "*tfevents*", "tensorboard")
+        board = board or directory / "tensorboard"
     if rl.save_prompt_completions_data:
-        completions = directory
-        asked = rl.save_prompt_completions_dir
-        if asked:
-            key = "save_prompt_completions_dir"
-            completions = outside(asked, "completions.jsonl", key, "completions")
+        key, folder = "save_prompt_completions_dir", rl.save_prompt_completions_dir
+        completions = outside(key, folder, "completions.jsonl", "completions") or directory
     model = directory / "hf"
     if save:
         model = run_directory.own_folder(save, label, "*", "actor_config.save")
     return OutputPaths(directory, model, completions, board, notes)
-
-
-def _directory(asked: str | None, name: str, start: Start | None) -> Path:
-    if start is None or start.output is None:
-        return run_directory.create(asked, name)
-    # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
-    return run_directory.create(
-        start.output, name, goes_on=start.output == start.source or not start.candidates
-    )
 
 
 def continue_files(
@@ -98,11 +89,9 @@ def continue_files(
         state = chosen.manifest.state
         # A row that is still open is written again.
         step, rows_until = state.step, state.step - (state.open_row is not None)
-        if start.output != start.source or start.source is None:
-            source = start.source
-            rows = (
-                continuing.head(source / "metrics.jsonl", rows_until) if source is not None else b""
-            )
+        source = start.source
+        if start.output != source or source is None:
+            rows = continuing.head(source / "metrics.jsonl", rows_until) if source else b""
             (paths.directory / "metrics.jsonl").write_bytes(rows)
             return []
         return _go_on(paths, step, rows_until, keep_model)
@@ -139,7 +128,5 @@ def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> 
 def run_name(path: Path) -> str:
     """A configuration called like every other is told apart by its folder."""
     return (
-        path.parent.name
-        if path.stem in ("grpo_config", "config") and path.parent.name
-        else path.stem
+        path.stem if path.stem not in ("grpo_config", "config") else path.parent.name or path.stem
     )

@@ -1,6 +1,6 @@
 """Everything a run is given, read and checked in one process before a rank compiles: model, tokenizer, data, rewards.
 
-Refuses whatever cannot work with one sentence; loads no weights and touches no device.
+Loads no weights and touches no device.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     def check_rewards(self) -> None:
-        """Two samples through every reward; waits until all have been imported. Raises UserError."""
-        if self.scorer is not None:
-            dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
 
 
-def dry_run_rewards(scorer: Scorer, tokenizer: Tokenizer, prompts: PromptSet) -> None:
-    """The answers of two of the prompts through every reward. Raises UserError."""
+def dry_run_rewards(scorer: Scorer | None, tokenizer: Tokenizer, prompts: PromptSet) -> None:
+    """The answers of two of the prompts through every reward, when all have been imported. Raises UserError."""
+    if scorer is None:
+        return
     two = (prompts[:2] * 2)[:2]
     answers = [prompt.answer for prompt in two]
     ids = [tokenizer.encode(answer) for answer in answers]
@@ -115,10 +115,8 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> Prom
     rl = config.rl_config
     if not rl.eval_dataset_file:
         return None
-    choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
-    return _prompts(
-        config, tokenizer, ranks, rl.eval_dataset_file, choice, "rl_config.eval_dataset_file"
-    )
+    choice, key = replace(FOR_EVALUATION, name=rl.eval_dataset_split), "rl_config.eval_dataset_file"
+    return _prompts(config, tokenizer, ranks, rl.eval_dataset_file, choice, key)
 
 
 def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
@@ -132,11 +130,13 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))
     tokenizer = read_tokenizer(config, model)
-    _check_save(config)
-    rl = config.rl_config
-    prompts = _prompts(
-        config, tokenizer, ranks, rl.dataset_file, replace(FOR_TRAINING, name=rl.dataset_split)
-    )
+    rl, save = config.rl_config, config.actor_config.save
+    if save and Path(save).exists() and not Path(save).is_dir():
+        raise UserError(
+            f"actor_config.save '{save}' is a file, and nothing is written over; name a folder or leave it out."
+        )
+    choice = replace(FOR_TRAINING, name=rl.dataset_split)
+    prompts = _prompts(config, tokenizer, ranks, rl.dataset_file, choice)
     held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
@@ -161,7 +161,8 @@ def scorer_of(
     reward_functions: Sequence[Reward] | None = None,
     reward_weights: Sequence[float] | None = None,
 ) -> Scorer:
-    functions: Sequence[Reward] = config.reward_config.verifier_function
+    rewards = config.reward_config
+    functions: Sequence[Reward] = rewards.verifier_function
     weights: Sequence[float] | None = config.verifier_weights
     if reward_functions is not None:
         functions, weights = reward_functions, reward_weights
@@ -170,7 +171,6 @@ def scorer_of(
             "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
         )
-    rewards = config.reward_config
     limits = Limits(
         rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
     )
@@ -194,18 +194,6 @@ def _prompts(
     rl = config.rl_config
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
     examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
-    form = PromptForm(
-        tokenizer,
-        config.generate_config.max_prompt_length,
-        rl.prompt_overflow,
-        rl.system_prompt or "",
-    )
+    longest = config.generate_config.max_prompt_length
+    form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "")
     return PromptSet(examples, form, ranks)
-
-
-def _check_save(config: Config) -> None:
-    save = config.actor_config.save
-    if save and Path(save).exists() and not Path(save).is_dir():
-        raise UserError(
-            f"actor_config.save '{save}' is a file, and nothing is written over; name a folder or leave it out."
-        )

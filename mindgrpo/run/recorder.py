@@ -1,6 +1,6 @@
 """What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
 
-Only rank 0 writes and speaks; the other ranks call the same lines in vain. Refuses to compute figures.
+Only rank 0 writes and speaks; the other ranks call the same lines in vain.
 """
 
 from __future__ import annotations
@@ -17,27 +17,16 @@ from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
-from mindgrpo.grpo.evaluation import (
-    Figure,
-    Outcome,
-    figure,
-    number,
-)
+from mindgrpo.grpo.evaluation import Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.monitor.completions import CompletionsWriter, Sample
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.metrics import MetricsWriter
+from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run.evaluation_log import write_evaluation
-from mindgrpo.run.output_paths import (
-    OutputPaths,
-    continue_files,
-    label_of,
-    make_output_paths,
-)
+from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
 
 STEPS_BETWEEN_PICTURES = 10
@@ -87,17 +76,8 @@ class RunRecord:
         rl = self._loaded.config.rl_config
         write_resolved(self._loaded, self.directory / "config_resolved.yaml")
         self._metrics = MetricsWriter(
-            self.directory,
-            self._paths.tensorboard,
-            rl.tensorboard_queue_size,
-            self._earlier.step,
+            self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
         )
-        self._completions = None
-        if self._paths.completions is not None:
-            self._completions = CompletionsWriter(
-                self._paths.completions / "completions.jsonl",
-                rl.save_prompt_completions_interval,
-            )
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -130,34 +110,23 @@ class RunRecord:
         data = [inputs.prompts.report()]
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
-        sections: list[tuple[str, Sequence[str]]] = [
-            (
-                "run",
-                [
-                    f"{num_steps} steps on {backend.world_size} ranks ({backend.name}), {self.directory}"
-                ],
-            ),
-            (
-                "model",
-                [
-                    f"{name}: {plan.model.model_type}, {num_parameters(plan.model) / 1e6:.2f} M parameters"
-                ],
-            ),
-            ("layouts", plan.layout_lines()),
-            ("batch", plan.batch.lines()),
-            ("algorithm", algorithm_lines(plan.config, plan.batch)),
-            ("memory", plan.memory_lines()),
-            ("reshard", plan.reshard_lines()),
-            ("data", data),
-            ("prompt", [repr(first.text)]),
-            ("stops", [stops]),
-        ]
-        if backend.notices:
-            sections.append(("kernels", backend.notices))
-        if self._paths.elsewhere:
-            sections.append(("elsewhere", self._paths.elsewhere))
-        if notes or self._loaded.notices:
-            sections.append(("notes", [*notes, *self._loaded.notices]))
+        ranks = f"{num_steps} steps on {backend.world_size} ranks ({backend.name})"
+        size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
+        sections = {
+            "run": [f"{ranks}, {self.directory}"],
+            "model": [f"{name}: {plan.model.model_type}, {size}"],
+            "layouts": plan.layout_lines(),
+            "batch": plan.batch.lines(),
+            "algorithm": algorithm_lines(plan.config, plan.batch),
+            "memory": plan.memory_lines(),
+            "reshard": plan.reshard_lines(),
+            "data": data,
+            "prompt": [repr(first.text)],
+            "stops": [stops],
+            "kernels": backend.notices,
+            "elsewhere": self._paths.elsewhere,
+            "notes": [*notes, *self._loaded.notices],
+        }
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
     def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
@@ -180,15 +149,13 @@ class RunRecord:
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
         self._evaluations.append(outcomes[0].means)
-        figures: dict[str, Figure] = {}
         for outcome in outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)
             self.console.line(f"  {outcome.line()}")
-            figures |= outcome.figures()
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
             write_evaluation(self.directory, step, outcomes, keeps)
-        return figures
+        return figures_of(outcomes)
 
     def not_evaluated(self) -> None:
         """There is nothing to compare later evaluations with."""
@@ -211,31 +178,20 @@ class RunRecord:
     def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
         """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
         self.rewards(f"step {step}", outcome.scored.scores)
-        if not self._is_writer or self._completions is None:
+        if not self._is_writer or self._paths.completions is None:
             return
-        batch, scored = outcome.batch, outcome.scored
-        rollout, per_function = batch.rollout, scored.scores.per_function
-        self._completions.write(
-            step,
-            (
-                Sample(
-                    prompt=owners[i].text,
-                    completion=scored.texts[i],
-                    answer=owners[i].answer,
-                    finish_reason=rollout.finish_reasons[i],
-                    length=len(rollout.completion_ids[i]),
-                    rewards={name: number(values[i]) for name, values in per_function.items()},
-                    advantage=float(batch.advantages[i]),
-                    token_ids=rollout.completion_ids[i].tolist(),
-                )
-                for i in range(len(rollout))
-            ),
+        batch, ids = outcome.batch, outcome.batch.rollout.completion_ids
+        rows = (
+            {**row, "advantage": batch.advantages[i], "token_ids": ids[i]}
+            for i, row in enumerate(outcome.scored.rows(batch.rollout, owners))
         )
+        interval = self._loaded.config.rl_config.save_prompt_completions_interval
+        append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
 
     def _draw(self) -> None:
-        before = self._evaluations[0] if self._evaluations else None
+        picture = self.directory / "reward_curve.png"
         draw_reward_curve(
-            self.directory / "metrics.jsonl", self.directory / "reward_curve.png", before
+            self.directory / "metrics.jsonl", picture, next(iter(self._evaluations), {})
         )
 
     def close(self, num_steps: int, engine: str, ended: str | None = None) -> None:
@@ -243,14 +199,14 @@ class RunRecord:
         if not self._is_writer:
             return
         self._metrics.close()
-        evaluations = self._evaluations
+        before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
         summary: dict[str, Any] = {
             "steps": num_steps,
             "seconds": self._seconds(),
             "first_step_seconds": self._first_step_seconds,
             "compiles": self._compiles(),
-            "eval_before": evaluations[0] if evaluations else {},
-            "eval_after": evaluations[-1] if evaluations else {},
+            "eval_before": before,
+            "eval_after": after,
             "engine": engine,
         }
         if ended is not None:
@@ -259,28 +215,16 @@ class RunRecord:
         if num_steps:
             self._draw()
         if ended is None:
-            self._tell_the_end(summary)
-
-    def _tell_the_end(self, summary: Mapping[str, Any]) -> None:
-        evaluations = self._evaluations
-        self.console.banner(
-            "done",
-            [
-                (
-                    "seconds",
-                    [f"{summary['seconds']:.0f}, {summary['compiles']} graphs compiled a rank"],
-                ),
-                (
-                    "held out",
-                    [f"{_told(evaluations[0])} -> {_told(evaluations[-1])}"]
-                    if any(evaluations)
-                    else [],
-                ),
-                ("model", [str(self.model_directory)]),
-                ("curve", [str(self.directory / "reward_curve.png")]),
-            ],
-        )
+            graphs = f"{summary['compiles']} graphs compiled a rank"
+            held_out = f"{_means(before)} -> {_means(after)}"
+            sections = {
+                "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
+                "held out": [held_out] if any(self._evaluations) else [],
+                "model": [str(self.model_directory)],
+                "curve": [str(self.directory / "reward_curve.png")],
+            }
+            self.console.banner("done", sections)
 
 
-def _told(means: Mapping[str, float | None]) -> str:
+def _means(means: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {figure(value)}" for name, value in means.items()) or "-"

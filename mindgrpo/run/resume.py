@@ -1,13 +1,11 @@
 """Going on from a checkpoint: its weights and counts into this run's roles.
 
-A checkpoint that turns out damaged is passed over for the one before, unless the user named it. Refuses to load
-anything into another run than the one that was saved.
+A checkpoint that turns out damaged is passed over for the one before, unless the user named it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import Candidate, Start
@@ -19,23 +17,6 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.run.start import compare
 from mindgrpo.weights.local_weights import Weights
-
-Result = TypeVar("Result")
-
-
-def on_first_rank(backend: Backend, work: Callable[[], Result]) -> Result:
-    """What `work` returns on rank 0; the user's error that it raises there is raised on all."""
-    outcome: tuple[Result | None, str | None] = (None, None)
-    if backend.rank == 0:
-        try:
-            outcome = work(), None
-        except UserError as error:
-            outcome = None, str(error)
-    result, refused = backend.world.gather_objects(outcome)[0]
-    if refused is not None:
-        raise UserError(refused)
-    shared: Result = result
-    return shared
 
 
 def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
@@ -71,11 +52,7 @@ def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
 
 
 def restore(
-    start: Start,
-    config: Config,
-    roles: Roles,
-    now: Identity,
-    say: Callable[[str], None],
+    start: Start, config: Config, roles: Roles, now: Identity, say: Callable[[str], None]
 ) -> Candidate | None:
     """Fills the roles from the newest candidate that is whole; None where there is no candidate. Raises UserError."""
     if not start.candidates:

@@ -1,7 +1,4 @@
-"""One start of the program within a run: the steps that were done before it, those done now, and how it ends.
-
-Refuses to take a step: the trainer does, and says when one is done.
-"""
+"""One start of the program within a run: the steps that were done before it, those done now, and how it ends."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ class Session:
     `done` steps are done. `open_row` has the figures of the last of them while its evaluation is being made.
     """
 
-    def __init__(
-        self,
-        run: OpenRun,
-        roles: Roles,
-    ) -> None:
+    def __init__(self, run: OpenRun, roles: Roles) -> None:
         self.num_steps = run.num_steps
         self._record, self._sampler = record, sampler = run.record, run.prompts.sampler
         config, inputs, start = run.config, run.inputs, run.start

@@ -1,7 +1,7 @@
 """When a run ends before its last step: a signal, or its time is up; agreed by all ranks where a phase begins.
 
 A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
-ends the process at once. Refuses to say what is saved.
+ends the process at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a run is watched while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
 
-What was asked for and is not there is told in a note, and the run goes on. Refuses to change what is computed.
+What was asked for and is not there is told in a note, and the run goes on.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ class Watch:
 
     def __init__(self, config: Config, backend: Backend, record: RunRecord) -> None:
         self._config, self._backend, self._record = config, backend, record
-        self.notes: list[str] = []
         self._profile = Profile(config.profiler_config, backend, record)
-        self.notes += self._profile.notes
+        self.notes = [*self._profile.notes]
         self._monitor = self._make_monitor()
         self._probe = self._make_probe()
         self._log = own_log(os.environ)
-        self._watch_deadlines()
+        settings, health = config.monitor_config, backend.health
+        health.tell_output_directory(record.directory)
+        if settings.phase_deadline_action != "off":
+            watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
+            health.on_beat(watchdog.check)
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
         """On the first rank of each host."""
@@ -58,13 +61,6 @@ class Watch:
         monitor = HostMemoryMonitor(settings, self._record.directory / name, processes, say)
         monitor.start()
         return monitor
-
-    def _watch_deadlines(self) -> None:
-        settings, health = self._config.monitor_config, self._backend.health
-        health.tell_output_directory(self._record.directory)
-        if settings.phase_deadline_action != "off":
-            watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
-            health.on_beat(watchdog.check)
 
     def _make_probe(self) -> Probe | None:
         settings = self._config.msprobe_config
@@ -91,16 +87,13 @@ class Watch:
         self._backend.health.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
-        self._rotate_log()
-        with self._profile.step(step):
-            yield
-
-    def _rotate_log(self) -> None:
         settings = self._config.monitor_config
         if self._log is not None:
             # A log that cannot move (a full disk, somebody's chmod) is no reason to end a run.
             with suppress(OSError):
                 rotate(self._log, int(settings.log_max_megabytes * 1e6), settings.log_backups)
+        with self._profile.step(step):
+            yield
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -116,9 +109,8 @@ class Watch:
         for report in reversed(outcome.reports):
             # What an update saw before it; of several passes the first.
             logps |= report.logps
-        self._probe.step(
-            key_data(outcome.batch, {"total": scores.total, **scores.per_function}, logps)
-        )
+        rewards = {"total": scores.total, **scores.per_function}
+        self._probe.step(key_data(outcome.batch, rewards, logps))
 
     def memory_exceeded(self) -> str | None:
         """Why the run has to end for the host's memory, the same on every rank; None if it has not."""
@@ -149,12 +141,8 @@ class Profile:
             key = "profiler_config.profile_save_path"
             folder = own_folder(settings.profile_save_path, record.label, "*", key)
         self._folder: Path = backend.world.gather_objects(folder)[0]
-        self._trace = PhaseTrace(
-            backend.rank,
-            settings.phases,
-            settings.profile_with_memory,
-            settings.profile_with_cpu,
-        )
+        memory, processor = settings.profile_with_memory, settings.profile_with_cpu
+        self._trace = PhaseTrace(backend.rank, settings.phases, memory, processor)
         self._hear_compiling()
         if settings.profile_with_npu and not backend.has_device_profile:
             self.notes.append(
@@ -230,6 +218,5 @@ class Profile:
         if rank == 0:
             path = self._folder / "trace.json"
             write_trace(path, [event for events in every for event in events])
-            self._record.console.line(
-                f"  trace of the phases: {path} (open it in chrome://tracing)"
-            )
+            say = self._record.console.line
+            say(f"  trace of the phases: {path} (open it in chrome://tracing)")

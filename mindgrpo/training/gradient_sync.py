@@ -37,7 +37,7 @@ class GradientSync:
                 ends = grid.stage_group(rank)
                 shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
         self._square = backend.kernels.square_sum
-        self._counted = list(self._once())
+        self._norm_terms = list(self._once())
         self._shared = [(backend.group(ranks), names) for ranks, names in shared.items()]
         self._data = backend.group(grid.data_group(rank))
         self._replica = backend.group(grid.replica(grid.coordinates(rank).data))
@@ -67,24 +67,21 @@ class GradientSync:
             return [tuple(ranks[first : first + replicas])]
         return []
 
-    def sum(self) -> None:
+    def sum(self) -> float:
+        """Returns the 2-norm of the summed gradients over the model's parameters, each counted once."""
         self._gradients.pool.pull()
-        parts = self._gradients.parts
         for group, names in self._shared:
-            flat = np.concatenate([parts[name].reshape(-1) for name in names])
+            shares = [self._gradients.parts[name] for name in names]
+            flat = np.concatenate([share.reshape(-1) for share in shares])
             group.sum_array(flat)
             start = 0
-            for name in names:
-                part = parts[name]
-                part[...] = flat[start : start + part.size].reshape(part.shape)
-                start += part.size
+            for share in shares:
+                share[...] = flat[start : start + share.size].reshape(share.shape)
+                start += share.size
         if self._data.size > 1:
             for run in self._gradients.runs:
                 self._data.sum_array(run)
         self._gradients.pool.push()
-
-    def global_norm(self) -> float:
-        """The 2-norm over the model's parameters, each counted once."""
-        square = sum(self._square(array) / copies for array, copies in self._counted)
+        square = sum(self._square(array) / copies for array, copies in self._norm_terms)
         total = self._replica.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))

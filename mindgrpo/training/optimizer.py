@@ -88,31 +88,24 @@ class AdamW:
         self._graph: Graph | None = None
         self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         if on_host or (backend.kernels.has_adamw and backend.shares_memory):
-            roles_runs = zip(
-                weights.runs, gradients.runs, self.first.runs, self.second.runs, strict=True
-            )
-            self._runs = list(roles_runs)
+            arrays = (weights.runs, gradients.runs, self.first.runs, self.second.runs)
+            self._runs = list(zip(*arrays, strict=True))
             return
         roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
-        runs = []
-        for name, decays in self._names(weights, backend):
-            tensors = [
-                backend.parameter(self._array(role, name), f"{label}.{name}", False)
-                for label, role in roles.items()
-            ]
-            runs.append((*tensors, decays))
-        self._graph = backend.graph(_AdamWGraph(runs, settings), "optimizer")
-
-    @staticmethod
-    def _names(weights: Weights, backend: Backend) -> list[tuple[str | int, bool]]:
-        """What one operation updates at once: a whole run where memory is shared, else each tensor."""
+        # What one operation updates at once: a whole run where memory is shared, else each tensor.
+        by_role: dict[str, Any] = {label: role.tensors for label, role in roles.items()}
+        names: list[tuple[Any, bool]] = [(entry.key, entry.decay) for entry in weights.stored]
         if backend.shares_memory:
-            return [(i, i == 0) for i, run in enumerate(weights.runs) if run.size]
-        return [(entry.key, entry.decay) for entry in weights.stored]
-
-    @staticmethod
-    def _array(weights: Weights, name: str | int) -> np.ndarray:
-        return weights.runs[name] if isinstance(name, int) else weights.tensors[name]
+            by_role = {label: role.runs for label, role in roles.items()}
+            names = [(i, i == 0) for i, run in enumerate(weights.runs) if run.size]
+        graph_runs = []
+        for name, decays in names:
+            tensors = [
+                backend.parameter(arrays_of_role[name], f"{label}.{name}", False)
+                for label, arrays_of_role in by_role.items()
+            ]
+            graph_runs.append((*tensors, decays))
+        self._graph = backend.graph(_AdamWGraph(graph_runs, settings), "optimizer")
 
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards."""

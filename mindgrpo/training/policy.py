@@ -22,7 +22,7 @@ from mindgrpo.training.gradient_sync import GradientSync
 from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import StepResult, forward_backward
-from mindgrpo.training.stage_graphs import FirstBackward, LossStep, MiddleBackward
+from mindgrpo.training.stage_graphs import LossStep, StageBackward
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -93,8 +93,7 @@ class Policy:
                 loss = PolicyLoss(self.settings.loss_config, has_old)
                 cell = LossStep(net, loss, parameters, accumulators)
             else:
-                kind = FirstBackward if self.pipeline.stage_index == 0 else MiddleBackward
-                cell = kind(self.pipeline.stage, parameters, accumulators)
+                cell = StageBackward(self.pipeline.stage, parameters, accumulators)
             self._backward[has_old] = self.backend.graph(cell, "policy backward")
         return self._backward[has_old]
 
@@ -110,8 +109,7 @@ class Policy:
 
     def gradient_norm(self) -> float:
         """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
-        self._sync.sum()
-        return self._sync.global_norm()
+        return self._sync.sum()
 
     def bad_gradient(self) -> NonFinite | None:
         """Of this rank's gradients."""

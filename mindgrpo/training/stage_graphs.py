@@ -14,41 +14,32 @@ from mindgrpo.models.decoder import LogProbStage, Stage
 from mindgrpo.training.loss_cell import PolicyLoss
 
 
-class MiddleBackward(nn.Cell):
-    """(x, positions, spans, dy) -> dx; adds the stage's gradients to `accumulators`.
+class StageBackward(nn.Cell):
+    """(x, positions, spans, dy) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
 
-    The forward pass is done again inside, so nothing but x is kept between the two.
+    The forward pass is done again inside, so nothing but x is kept between the two. The first stage's x is token ids
+    and has no gradient: what it returns is of no use.
     """
 
     def __init__(self, stage: Stage, parameters: list[Any], accumulators: list[Any]) -> None:
         super().__init__()
         self.stage = stage
+        self.is_first = stage.is_first
         self.parameters_of_stage = ms.ParameterTuple(parameters)
         self.accumulators = ms.ParameterTuple(accumulators)
-        self.gradient = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)
-
-    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
-        inputs, grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
-        for i in range(len(self.accumulators)):
-            ops.assign_add(self.accumulators[i], grads[i])
-        return inputs[0]
-
-
-class FirstBackward(nn.Cell):
-    """As MiddleBackward, but x is token ids and has no gradient; returns nothing of use."""
-
-    def __init__(self, stage: Stage, parameters: list[Any], accumulators: list[Any]) -> None:
-        super().__init__()
-        self.stage = stage
-        self.parameters_of_stage = ms.ParameterTuple(parameters)
-        self.accumulators = ms.ParameterTuple(accumulators)
-        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.gradient = ops.GradOperation(
+            get_all=not stage.is_first, get_by_list=True, sens_param=True
+        )
 
     def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
         grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
+        dx = positions
+        if not self.is_first:
+            inputs, grads = grads
+            dx = inputs[0]
         for i in range(len(self.accumulators)):
             ops.assign_add(self.accumulators[i], grads[i])
-        return positions
+        return dx
 
 
 class LossStep(nn.Cell):
@@ -58,11 +49,7 @@ class LossStep(nn.Cell):
     """
 
     def __init__(
-        self,
-        net: LogProbStage,
-        loss: PolicyLoss,
-        parameters: list[Any],
-        accumulators: list[Any],
+        self, net: LogProbStage, loss: PolicyLoss, parameters: list[Any], accumulators: list[Any]
     ) -> None:
         super().__init__()
         self.net = net

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,19 +56,17 @@ def update(
     weights = _weights(batch, members, settings.loss_config)
     inputs = [_loss_inputs(micro, batch, weights, settings.loss_config) for micro in micro_batches]
     results = policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
-    own = None
+    own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     if results is not None and coordinates.model == 0:
-        logps: PerToken = {}
-        entropy: PerToken = {}
         for micro, result in zip(micro_batches, results, strict=True):
-            logps |= micro.gather(result.logps)
-            entropy |= micro.gather(result.entropy)
-        own = (logps, entropy)
-    gathered = [pair for pair in backend.world.gather_objects(own) if pair is not None]
+            entropy = micro.gather(result.entropy)
+            own |= {i: (logps, entropy[i]) for i, logps in micro.gather(result.logps).items()}
+    by_rank = backend.world.gather_objects(own)
+    merged = {i: pair for samples in by_rank for i, pair in samples.items()}
     norm = policy.gradient_norm()
     num_positions = len(micro_batches) * settings.shape.tokens * grid.data_parallel
     padding = padding_share(packed.rows(settings.shape, members), num_positions)
-    report = _report(settings.loss_config, batch, gathered, weights, norm, padding)
+    report = _report(settings.loss_config, batch, merged, weights, norm, padding)
     _refuse_non_finite(policy, report)
     policy.apply(norm, lr)
     return report
@@ -128,16 +126,13 @@ def _advantages(batch: TrainBatch) -> Arrays | np.ndarray:
 def _report(
     config: LossConfig,
     batch: TrainBatch,
-    gathered: Sequence[tuple[PerToken, PerToken]],
+    merged: Mapping[int, tuple[np.ndarray, np.ndarray]],
     weights: np.ndarray,
     norm: float,
     padding: float,
 ) -> UpdateReport:
-    logps: PerToken = {}
-    entropy: PerToken = {}
-    for some_logps, some_entropy in gathered:
-        logps |= some_logps
-        entropy |= some_entropy
+    logps = {i: pair[0] for i, pair in merged.items()}
+    entropy = {i: pair[1] for i, pair in merged.items()}
     tokens = _tokens(batch, logps, entropy, weights)
     kl = np.zeros(0)
     if batch.reference_logps is not None:

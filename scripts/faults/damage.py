@@ -179,9 +179,9 @@ def prompts(at: int) -> None:
 
 def code(at: int) -> None:
     """Another version of the program."""
-    from mindgrpo.run import same_start
+    from mindgrpo.run import start
 
-    put(same_start, "code_digest", lambda: "0" * 16)
+    put(start, "code_digest", lambda: "0" * 16)
 
 
 IN_STEPS = {

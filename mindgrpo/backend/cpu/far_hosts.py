@@ -121,17 +121,17 @@ class FarHosts:
     @contextmanager
     def waiting(self) -> Iterator[wire.Check]:
         """A check for a wait for another host, which is told as a wait once it takes more than a moment."""
-        told = False
+        is_reported = False
 
         def check() -> None:
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
                 self._health.waits(time.monotonic())
             self.check()
 
         yield wire.paced(check)
-        if told:
+        if is_reported:
             self._health.waits(0.0)
 
     def lost(self, rank: int | None) -> PeerLost:
@@ -197,8 +197,8 @@ class FarHosts:
 
     def _beat(self) -> dict[str, Any]:
         """Where this host's ranks are, by this host's clock."""
-        found = {rank: self._health.heartbeat_of(rank) for rank in self.placement.here}
-        ranks = {str(rank): asdict(state) for rank, state in found.items() if state}
+        states = {rank: self._health.heartbeat_of(rank) for rank in self.placement.here}
+        ranks = {str(rank): asdict(state) for rank, state in states.items() if state}
         return {"now": time.monotonic(), "ranks": ranks}
 
     def _look_here(self) -> None:
@@ -248,8 +248,8 @@ class FarHosts:
         self._mirrors[rank].write(state)
 
     def _place_of(self, rank: int) -> str:
-        found = self._health.heartbeat_of(rank) if rank in self._mirrors else None
-        return f" in {found.position}" if found else ""
+        heartbeat = self._health.heartbeat_of(rank) if rank in self._mirrors else None
+        return f" in {heartbeat.position}" if heartbeat else ""
 
     def _judge(self, host: int, error: OSError | None) -> None:
         if self._closing:

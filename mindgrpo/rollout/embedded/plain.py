@@ -46,10 +46,10 @@ class PlainDecoder:
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        parts = [
+        buffers = [
             backend.parameter(cache.view(i * size, shape), f"cache{i}", False) for i in range(count)
         ]
-        caches = list(zip(parts[::2], parts[1::2], strict=True))
+        caches = list(zip(buffers[::2], buffers[1::2], strict=True))
         self._seen: np.ndarray | None = None
         seen = None
         if sampling.repetition_penalty != 1.0:

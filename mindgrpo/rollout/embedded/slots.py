@@ -223,9 +223,9 @@ class SlotDecoder:
             self._slots.set_prompt_rows(
                 prefix_blocks[rows], seen[rows], starts[max(0, begin - keys) : max(0, end - keys)]
             )
-            given = np.full(size, -1, np.int32)
-            given[: end - begin] = tokens[begin:end]
-            self._prompts(Tensor(given)).asnumpy()
+            padded_tokens = np.full(size, -1, np.int32)
+            padded_tokens[: end - begin] = tokens[begin:end]
+            self._prompts(Tensor(padded_tokens)).asnumpy()
 
 
 def _model_shape(shard: Shard) -> LocalModelShape:
