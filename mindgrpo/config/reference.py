@@ -115,7 +115,7 @@ def _pending(key: str) -> str:
     pending = PENDING[key]
     instead = f"leave it at {_written(pending.inactive)}"
     if pending.goes_on:
-        instead = f"where it is asked for, {pending.goes_on}"
+        instead = f"if it is set, {pending.goes_on}"
     return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
 
 
