@@ -194,7 +194,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = folder / "mine.jinja"
     template.write_text("<|im_start|>user\nWhat is {{ messages[-1].content }}<|im_end|>\nA: ")
     words = ["--rl_config.max_steps", "1", "--rl_config.prompts_per_step", "4"]
-    words += ["--rl_config.chat_template", str(template), "--actor_config.lr_schedule.lr", "1e-3"]
+    words += ["--rl_config.chat_template", str(template), "--actor_config.lr_schedule.lr", "3e-3"]
     words += ["--generate_config.max_prompt_length", "50"]
     for role in ("actor", "generate"):
         for axis in ("data_parallel", "model_parallel", "pipeline_stage"):

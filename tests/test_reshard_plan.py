@@ -29,12 +29,14 @@ from mindgrpo.weight_sync.rounds import Piece, rounds
 
 Weights = dict[str, NDArray[np.float32]]
 
-SIZES = (1, 2, 4, 8)
+# Worlds of 4 have no kind of pair that those of 2 and 8 lack.
+WORLDS = (1, 2, 8)
+DEGREES = (1, 2, 4, 8)
 TRAIN_GRIDS = [
     Grid(size // (mp * pp), mp, pp)
-    for size in SIZES
-    for pp in SIZES
-    for mp in SIZES
+    for size in WORLDS
+    for pp in DEGREES
+    for mp in DEGREES
     if size % (mp * pp) == 0
 ]
 INFER_GRIDS = [grid for grid in TRAIN_GRIDS if grid.pipeline_stage == 1]

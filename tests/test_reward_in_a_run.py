@@ -19,7 +19,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.run.preflight import Inputs, prepare
 

@@ -88,16 +88,16 @@ class AdamW:
         self._graph: Graph | None = None
         self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         if on_host or (backend.kernels.has_adamw and backend.shares_memory):
-            arrays = (weights.runs, gradients.runs, self.first.runs, self.second.runs)
+            arrays = [role.flat_buffers for role in (weights, gradients, self.first, self.second)]
             self._runs = list(zip(*arrays, strict=True))
             return
         roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
         # What one operation updates at once: a whole run where memory is shared, else each tensor.
         by_role: dict[str, Any] = {label: role.tensors for label, role in roles.items()}
-        names: list[tuple[Any, bool]] = [(entry.key, entry.decay) for entry in weights.stored]
+        names: list[tuple[Any, bool]] = [(entry.key, entry.decay) for entry in weights.fused]
         if backend.shares_memory:
-            by_role = {label: role.runs for label, role in roles.items()}
-            names = [(i, i == 0) for i, run in enumerate(weights.runs) if run.size]
+            by_role = {label: role.flat_buffers for label, role in roles.items()}
+            names = [(i, i == 0) for i, run in enumerate(weights.flat_buffers) if run.size]
         graph_runs = []
         for name, decays in names:
             tensors = [
@@ -131,6 +131,6 @@ class AdamW:
             scale,
         )
         self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()
-        for gradients in self._gradients.runs:
+        for gradients in self._gradients.flat_buffers:
             gradients[...] = 0.0
         self._gradients.pool.push()

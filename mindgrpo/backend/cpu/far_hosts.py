@@ -2,7 +2,6 @@
 
 A host is lost when what was sent to it stays unacknowledged for the deadline, whatever its ranks do meanwhile, and
 when its first rank's line closes without a farewell. The verdict stands in memory that this host's ranks share.
-Refuses to end a process, and to call a host lost because its ranks are slow.
 """
 
 from __future__ import annotations

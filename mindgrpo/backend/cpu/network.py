@@ -1,7 +1,7 @@
 """Connections between this rank and ranks of other hosts: how all meet at rank 0, and one line for each purpose.
 
 Every connection begins with a greeting that proves the job's secret; whatever else connects is turned away and holds
-up nobody. Refuses to know what is sent, and to connect ranks that were started differently.
+up nobody.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which ranks share a host, as the launcher tells it; hosts are equal in size and their ranks follow each other.
 
-What is on one machine and not told to be one host is treated as far apart. Refuses to guess: where several hosts are
-told of, everything that they need to meet must be told as well.
+What is on one machine and not told to be one host is treated as far apart.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The generator in plain operations: every slot has a whole cache, and the groups of free slots are refilled in Python.
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
-samples enter together, so that it is computed once. Refuses to be clever.
+samples enter together, so that it is computed once.
 """
 
 from __future__ import annotations

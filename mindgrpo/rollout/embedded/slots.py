@@ -1,7 +1,6 @@
 """Continuous batching over the backend's slots: two graphs, one that fills prompts' prefix blocks and one that decodes.
 
-A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph. Refuses
-to know what a request is and to decide when weights are fresh: engine.py does.
+A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph.
 """
 
 from __future__ import annotations
