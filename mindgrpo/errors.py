@@ -1,4 +1,4 @@
-"""The one exception that is meant for the person at the keyboard. Refuses to carry a traceback, or more than a line."""
+"""The one exception that is meant for the person at the keyboard."""
 
 from __future__ import annotations
 

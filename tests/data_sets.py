@@ -1,4 +1,4 @@
-"""Small data sets and tokenizer directories that the tests of mindgrpo.data share. Refuses to test."""
+"""Small data sets and tokenizer directories that the tests of mindgrpo.data share."""
 
 from __future__ import annotations
 

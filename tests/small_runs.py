@@ -17,7 +17,7 @@ from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"

@@ -21,7 +21,7 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config.environment import wrong_variables
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.yaml_file import read_yaml
-from mindgrpo.data import mindrecord_reader
+from mindgrpo.data import mindrecord
 from mindgrpo.data.examples import single_turn
 from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.sources import FOR_TRAINING, files_of, open_examples
@@ -35,7 +35,7 @@ from mindgrpo.strict_files import (
     parse_json,
     read_text,
 )
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {
@@ -212,7 +212,7 @@ def test_rows_of_a_mindrecord_come_back_as_they_were_written(tmp_path: Path) -> 
     writer.write_raw_data(rows)
     writer.commit()
     plain = [{**row, "ids": row["ids"].tolist(), "long": row["long"].tolist()} for row in rows]
-    assert mindrecord_reader.read_rows(path) == plain
+    assert mindrecord.read_rows(path) == plain
 
 
 @pytest.mark.parametrize("start", [0, 3, 20, 400, (48 << 20) + 9, (48 << 20) + 12, -30])
@@ -241,11 +241,11 @@ def test_a_mindrecord_needs_its_index_and_its_name(record: Path, tmp_path: Path)
 def test_what_ends_mindspores_reader_ends_no_run(
     record: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: os.abort())
+    monkeypatch.setattr(mindrecord, "_send_rows", lambda *_: os.abort())
     with pytest.raises(UserError, match="MindSpore's reader ended with status -6"):
         open_examples(record)
-    monkeypatch.setattr(mindrecord_reader, "_send_rows", lambda *_: time.sleep(60))
-    monkeypatch.setattr(mindrecord_reader, "SECONDS_PER_MESSAGE", 0.2)
+    monkeypatch.setattr(mindrecord, "_send_rows", lambda *_: time.sleep(60))
+    monkeypatch.setattr(mindrecord, "SECONDS_PER_MESSAGE", 0.2)
     with pytest.raises(UserError, match="no row came for 0.2 s"):
         open_examples(record)
 

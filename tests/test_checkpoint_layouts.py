@@ -20,8 +20,7 @@ from safetensors import safe_open
 
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.plan import Chunk, cut, plan_chunks
-from mindgrpo.checkpoint.shards import by_rows, copy, values_digest
+from mindgrpo.checkpoint.shards import Chunk, by_rows, copy, cut, plan_chunks, values_digest
 from mindgrpo.parallel.sharding import Box
 
 GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
@@ -38,10 +37,10 @@ def load_and_compare(backend: Any, folder: Path, grid: tuple[int, int, int]) -> 
     for role, weights in roles.items():
         load_role(folder, manifest, role, weights)
         for spec in weights.specs():
-            if spec.name in weights.parts:
+            if spec.name in weights.hf_views:
                 whole = value(role, spec.name, spec.shape)
                 expected = whole[weights.boxes[spec.name].slices]
-                assert bits(weights.parts[spec.name]) == bits(expected), (role, spec.name)
+                assert bits(weights.hf_views[spec.name]) == bits(expected), (role, spec.name)
     return {role: values_digest(weights, backend) for role, weights in roles.items()}
 
 

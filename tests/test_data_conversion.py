@@ -31,8 +31,7 @@ from data_sets import (
 )
 
 from mindgrpo.data import mindrecord
-from mindgrpo.data.convert import ConversionReport, convert
-from mindgrpo.data.progress import progress_bar
+from mindgrpo.data.convert import ConversionReport, convert, progress_bar
 from mindgrpo.data.prompts import PromptForm
 from mindgrpo.data.sources import open_examples
 from mindgrpo.data.tokenizer import load_tokenizer

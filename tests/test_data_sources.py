@@ -26,7 +26,7 @@ from data_sets import (
 
 from mindgrpo.data import row_files
 from mindgrpo.data.examples import RowForm
-from mindgrpo.data.row_files import RowGroup, TableCache, open_table
+from mindgrpo.data.row_files import TableCache, TableFile
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, Examples, open_examples
 from mindgrpo.errors import UserError
 
@@ -193,7 +193,7 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no list of rows"):
         read_rows(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('[{"question": "q", "answer": "a"}, 3]')
-    with pytest.raises(UserError, match="row 2 is a int; each row must be an object"):
+    with pytest.raises(UserError, match="row 2 holds a int; each row must be an object"):
         read_rows(tmp_path / "x.json")
     with pytest.raises(UserError, match="does not exist; set rl_config.dataset_file"):
         open_examples(tmp_path / "none.jsonl")
@@ -203,14 +203,14 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     """Row groups in the order in which they are decoded, with the columns of each."""
     groups = []
-    load = RowGroup.load
+    load = TableFile.load
 
-    def watched(group: RowGroup) -> Any:
-        table = load(group)
-        groups.append((group.index, table.column_names))
+    def watched(file: TableFile, group: int) -> Any:
+        table = load(file, group)
+        groups.append((group, table.column_names))
         return table
 
-    monkeypatch.setattr(RowGroup, "load", watched)
+    monkeypatch.setattr(TableFile, "load", watched)
     return groups
 
 
@@ -219,7 +219,7 @@ def test_only_the_wanted_columns_and_row_groups_of_a_table_are_read(
 ) -> None:
     path = write_parquet(tmp_path / "rows.parquet", ROWS, group=2)
     form = RowForm(None, {"answer": "deep.x"}, ["level", "missing"])
-    rows = open_table(path, form.keys_read(), TableCache())
+    rows = TableFile(path, form.keys_read(), TableCache())
     read = [form.example(row, where) for where, row in rows.read(2, 5)]
     assert [flat(example) for example in read] == [
         {"question": f"Q{n}?", "answer": str(n), "level": n} for n in (2, 3, 4)
@@ -229,7 +229,7 @@ def test_only_the_wanted_columns_and_row_groups_of_a_table_are_read(
     assert decoded == [(1, names), (2, names)]
     decoded.clear()
     monkeypatch.setattr(row_files, "CACHE_BYTES", 1)
-    rows = open_table(path, None, TableCache())
+    rows = TableFile(path, None, TableCache())
     levels = [row["level"] for n in (3, 2, 5, 3) for _, row in rows.read(n, n + 1)]
     assert levels == [3, 2, 5, 3] and [index for index, _ in decoded] == [1, 2, 1]
     lines = write_lines(tmp_path / "rows.jsonl", ROWS[0])

@@ -113,7 +113,7 @@ class Model:
     def _fill(self) -> None:
         weights = self.generator.weights
         fill_random(weights, seed=1, scale=0.25)
-        for name, part in weights.parts.items():
+        for name, part in weights.hf_views.items():
             if part.ndim == 1:
                 part += 0.3 * np.random.default_rng(len(name)).normal(size=part.shape)
         weights.pool.push()

@@ -16,7 +16,7 @@ from test_memory_account import plan_of
 from mindgrpo.cli.verbs import main
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"

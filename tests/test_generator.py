@@ -292,10 +292,10 @@ def test_other_weights_in_the_same_memory_are_used_at_once(
 ) -> None:
     generator, requests = generator_of(), requests_of()
     before = run(generator, requests)
-    for target in generator.weights.runs:
+    for target in generator.weights.flat_buffers:
         target *= 1.5
     changed = run(generator, requests)
-    for target, source in zip(generator.weights.runs, weights.runs, strict=True):
+    for target, source in zip(generator.weights.flat_buffers, weights.flat_buffers, strict=True):
         target[...] = source
     assert [c.tokens.tobytes() for c in changed] != [c.tokens.tobytes() for c in before]
     assert_same(run(generator, requests), before)

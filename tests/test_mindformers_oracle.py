@@ -15,7 +15,7 @@ from golden_models import Golden, each_in_its_row, logits_of, read_golden, train
 from mindspore import Tensor
 
 from mindgrpo.backend.connect import connect
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 LOGITS, LOGPS = 1e-4, 1e-5
 # Of a tensor's largest gradient.
@@ -107,6 +107,6 @@ def test_mindformers_computes_the_same_logits_loss_and_gradients() -> None:
     policy, logps = train(golden, backend, each_in_its_row(golden.rollout))
     count = sum(len(part) for part in logps)
     assert abs(float(mean_loss) + np.concatenate(logps).mean()) < LOGPS
-    for name, ours in policy.gradients.parts.items():
+    for name, ours in policy.gradients.hf_views.items():
         theirs = -count * by_name[mindformers_name(name)]
         assert np.abs(ours - theirs).max() < GRADIENTS * np.abs(theirs).max(), name

@@ -235,7 +235,7 @@ def test_a_rank_that_comes_late_is_awaited_and_named(monkeypatch: pytest.MonkeyP
     outcomes = meeting.join() | late.join()
     assert all(isinstance(outcomes[rank], Network) for rank in range(4)), outcomes
     assert said == [f"waiting for rank 3 at 127.0.0.1 port {port}"]
-    assert outcomes[1].place_of(2).address == HERE
+    assert outcomes[1].address_of(2).address == HERE
     assert outcomes[3].name_of(0).startswith("host ") and "ranks 0 to 1" in outcomes[3].name_of(0)
 
 

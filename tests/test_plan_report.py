@@ -30,7 +30,7 @@ def small_plan() -> Plan:
     640 - 160 = 480. With ranks 0 and 1 on one host: between hosts each half goes to 2 ranks, so a host sends
     2 halves x 2 x 160 = 640 and receives the same; inside a host each rank sends its half once, 160.
     """
-    specs = tuple(ParameterSpec(f"layer{i}", (8, 10), 0, place=i, decay=True) for i in range(2))
+    specs = tuple(ParameterSpec(f"layer{i}", (8, 10), 0, position=i, decay=True) for i in range(2))
     source = Layout(Grid(1, 2, 2), specs, (range(1), range(1, 2)))
     return plan_reshard(source, Layout(Grid(4, 1), specs, (range(2),)), itemsize=4)
 
@@ -58,7 +58,7 @@ def test_a_slow_way_inside_a_host_can_be_what_all_wait_for() -> None:
 
 def test_both_directions_count() -> None:
     """One rank that holds all gives to three: it sends 3 x 320, and nobody receives more than 320."""
-    specs = (ParameterSpec("layer0", (8, 10), 0, place=0, decay=True),)
+    specs = (ParameterSpec("layer0", (8, 10), 0, position=0, decay=True),)
     source = Layout(Grid(1, 1), specs, (range(1),))
     gives = plan_reshard(source, Layout(Grid(4, 1), specs, (range(1),)), itemsize=4)
     busiest = busiest_link(gives, Links(bytes_per_s=1.0))

@@ -17,7 +17,7 @@ import small_runs
 from small_runs import make_inputs, model_bits, rows
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "main.py"

@@ -21,7 +21,7 @@ from mindgrpo.rewards.builtin.formats import (
     tag_count_reward,
     think_format_reward,
 )
-from mindgrpo.rewards.builtin.knights import kk_reward
+from mindgrpo.rewards.builtin.kk import kk_reward
 from mindgrpo.rewards.builtin.lengths import (
     cosine_reward,
     repetition_penalty_reward,

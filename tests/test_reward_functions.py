@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 
 GOOD = "<think>12+30=42</think><answer>42</answer>"

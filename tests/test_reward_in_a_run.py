@@ -17,7 +17,7 @@ from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed, check_rewards
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.run.preflight import Inputs, prepare
 

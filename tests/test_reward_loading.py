@@ -12,8 +12,7 @@ import pytest
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin.accuracy import accuracy_reward
-from mindgrpo.rewards.load import resolve
-from mindgrpo.rewards.spec import parse, reference_to
+from mindgrpo.rewards.load import parse, reference_to, resolve
 
 
 def local() -> Callable[[list[str]], float]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
 
@@ -158,7 +158,7 @@ def test_a_function_that_writes_to_the_rank_costs_its_step_only(
     scorer: Callable[..., Scorer],
 ) -> None:
     given = scorer(f"{ODD}:writes_half_a_message", f"{HOSTILE}:good", deadline=1.0)
-    scores = score(given, ["3", "a"])
+    scores = score(given, ["3", "3"])
     assert scores.errors == {"writes_half_a_message": 2, "good": 0}
     scores = score(given, ["a", "b"])
     assert scores.total.tolist() == [2.0, 2.0]
@@ -172,11 +172,12 @@ def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> 
 def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[..., Scorer]) -> None:
     given = scorer(f"{HOSTILE}:good", f"{ODD}:Counter")
     assert score(given, ["a"]).total.item() == 2.0
-    (supervisor,) = children_of(os.getpid())
-    end(children_of(supervisor), signal.SIGKILL)
+    end(workers_of(children_of(os.getpid())), signal.SIGKILL)
     assert score(given, ["a"]).total.item() == 2.0
-    workers = children_of(supervisor)
-    end([supervisor], signal.SIGKILL)
+    supervisors = children_of(os.getpid())
+    workers = workers_of(supervisors)
+    assert len(supervisors) == len(workers) == 2
+    end(supervisors, signal.SIGKILL)
     end(workers)  # each is told by the kernel
     assert score(given, ["a"]).total.item() == 2.0
 
@@ -229,6 +230,10 @@ def children_of(parent: int) -> list[int]:
     ]
 
 
+def workers_of(supervisors: list[int]) -> list[int]:
+    return [worker for supervisor in supervisors for worker in children_of(supervisor)]
+
+
 def end(pids: list[int], number: int = 0) -> None:
     """Waits until they have ended, after sending them a signal unless it is 0."""
     for pid in pids:
@@ -262,7 +267,7 @@ def marked(mark: str) -> list[int]:
 
 RANK = """
 import sys
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 scorer = Scorer(sys.argv[1:], None, Limits(deadline=60.0))
 scorer.dry_run(["aa", "bb"], ["", ""], {})
@@ -292,8 +297,8 @@ def test_nothing_is_left_behind_when_the_rank_is_killed(
     assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
     time.sleep(0.5)
     assert (
-        len(marked(mark)) >= 4
-    )  # the rank, the supervisor, two workers, and what one of them has started
+        len(marked(mark)) >= 6
+    )  # the rank, two workers and their supervisors, and what one of them has started
     rank.send_signal(number)
     rank.wait()
     rank.stdout.close()

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from mindgrpo.parallel.sharding import (
     Box,
     Layout,
     ParameterSpec,
-    Place,
+    Position,
     box_of,
     layers_of_stage,
     local_shape,
@@ -27,10 +27,10 @@ def spec_of(
     dim: int | None,
     unit: int = 1,
     replicate: bool = False,
-    place: Place = "first",
+    position: Position = "first",
     name: str = "w",
 ) -> ParameterSpec:
-    return ParameterSpec(name, shape, dim, unit, replicate, place=place, decay=True)
+    return ParameterSpec(name, shape, dim, unit, replicate, position=position, decay=True)
 
 
 SPLITS = [
@@ -178,7 +178,7 @@ def test_a_number_as_offset_is_refused_unless_it_is_0() -> None:
 
 def test_places_become_stages() -> None:
     stage_layers = layers_of_stage(5, 3)
-    for place, stages in {
+    for position, stages in {
         "first": (0,),
         "last": (2,),
         "first_and_last": (0, 2),
@@ -186,17 +186,17 @@ def test_places_become_stages() -> None:
         2: (1,),
         4: (2,),
     }.items():
-        assert stages_of(spec_of((2,), None, place=place), stage_layers) == stages  # type: ignore[arg-type]
-    assert stages_of(spec_of((2,), None, place="first_and_last"), [range(5)]) == (0,)
+        assert stages_of(spec_of((2,), None, position=position), stage_layers) == stages  # type: ignore[arg-type]
+    assert stages_of(spec_of((2,), None, position="first_and_last"), [range(5)]) == (0,)
     with pytest.raises(ValueError, match="layer 5"):
-        stages_of(spec_of((2,), None, place=5), stage_layers)
+        stages_of(spec_of((2,), None, position=5), stage_layers)
 
 
 def small_layout(grid: Grid) -> Layout:
     specs = (
-        spec_of((13, 6), 0, place="first_and_last", name="embedding"),
-        *(spec_of((4, 6), 0, 2, True, place=i, name=f"key.{i}") for i in range(5)),
-        spec_of((6,), None, place="last", name="norm"),
+        spec_of((13, 6), 0, position="first_and_last", name="embedding"),
+        *(spec_of((4, 6), 0, 2, True, position=i, name=f"key.{i}") for i in range(5)),
+        spec_of((6,), None, position="last", name="norm"),
     )
     return Layout(grid, specs, tuple(layers_of_stage(5, grid.pipeline_stage)))
 

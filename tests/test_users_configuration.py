@@ -23,7 +23,7 @@ import yaml
 from mindgrpo.cli.verbs import main
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -23,8 +23,8 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import FAMILIES, to_huggingface, to_mindformers
+from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.pretrained import check_tensors, open_weights
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 
 
 def assert_same_model(directory: Path, family: str) -> None:

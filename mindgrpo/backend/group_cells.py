@@ -1,6 +1,6 @@
 """What groups offer inside graphs: the sum over the members and the gathering of what each has, as cells.
 
-A cell for each transport; the same contract for all. Refuses to choose between them: the device's module does.
+A cell for each transport; the same contract for all.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Offloading and loading move pages from one address to another, and nothing is copied: device and host are one memory
 here. Released pages go back to the system at once, so memory that the ledger counts as given up is given up in the
-process too. Refuses to remember who owns the pool or whether its bytes are valid: residency.py does.
+process too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a device's own profile is asked for. Refuses to know which phases of a run are worth one."""
+"""What a device's own profile is asked for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How the framework compiles and runs graphs on a device, as the user asked for it.
 
 Set once, before anything is placed on the device. What a device does not have is told in a sentence, and the run
-goes on without. Refuses to set what nobody asked for: None, False and 0 leave the framework's own choice.
+goes on without.
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def set_aside(run: Path, step: int) -> Path:
 
 def move_aside(path: Path, word: str) -> Path:
     """Renames `path` to its name with `word`, and a number where that is taken. Raises OSError."""
-    target = path.with_name(f"{path.name}.{word}")
-    number = 1
+    target, number = path.with_name(f"{path.name}.{word}"), 1
     while target.exists():
         number += 1
         target = path.with_name(f"{path.name}.{word}_{number}")
@@ -109,7 +108,7 @@ class Start:
         """Folders outside of the run's own that it wrote to and goes on in."""
         same_run = self.output is not None and self.output == self.source
         return (
-            self.candidates[0].manifest.state.output_paths if self.candidates and same_run else {}
+            self.candidates[0].manifest.state.output_paths if same_run and self.candidates else {}
         )
 
 

@@ -17,13 +17,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mindgrpo.checkpoint.plan import FLOAT_BYTES
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import read_object
+from mindgrpo.weights.local_weights import FLOAT_BYTES
 
 MANIFEST = "manifest.json"
-FORMAT, VERSION = "mindgrpo checkpoint", 1
+FORMAT = "mindgrpo checkpoint"
+VERSION = 1
 MAX_BYTES = 1 << 30
 
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.checkpoint.format import MANIFEST, DamagedCheckpoint, Manifest, StoredTensor
-from mindgrpo.checkpoint.shards import ShardReader, copy
+from mindgrpo.checkpoint.format import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Manifest,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+)
+from mindgrpo.checkpoint.shards import copy
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.local_weights import Weights
@@ -42,10 +50,42 @@ def _listed(roles: Mapping[str, object]) -> str:
     return ", ".join(sorted(roles)) or "nothing"
 
 
+class ShardReader:
+    """The files of one checkpoint; the header of each is verified when it is first read from."""
+
+    def __init__(self, folder: Path, files: dict[str, StoredFile]) -> None:
+        self._folder, self._files = folder, files
+        self._verified: set[str] = set()
+
+    def read(self, chunk: StoredChunk) -> np.ndarray:
+        """Returns a fresh float32 array of the chunk's shape. Raises DamagedCheckpoint."""
+        path, file = self._folder / chunk.file, self._files[chunk.file]
+        try:
+            with path.open("rb") as stream:
+                if chunk.file not in self._verified:
+                    if hashlib.sha256(stream.read(file.header_bytes)).hexdigest() != file.header:
+                        raise _changed(path, "its header is not the one that was")
+                    self._verified.add(chunk.file)
+                stream.seek(file.header_bytes + chunk.offset)
+                values = np.empty(chunk.box.shape, "<f4")
+                num_read = stream.readinto(values.reshape(-1).view(np.uint8).data)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
+        if num_read != values.nbytes or hashlib.sha256(values.data).hexdigest() != chunk.digest:
+            raise _changed(
+                path, f"bytes {chunk.offset} to {chunk.end} of its data are not those that were"
+            )
+        return values
+
+
+def _changed(path: Path, what: str) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path} is damaged: {what} written; use an earlier checkpoint.")
+
+
 def load_role(folder: Path, manifest: Manifest, role: str, weights: Weights) -> None:
     """Fills `weights`, which must be in memory. Raises DamagedCheckpoint."""
     reader = ShardReader(folder, manifest.files)
-    for name, view in weights.parts.items():
+    for name, view in weights.hf_views.items():
         read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
     weights.pool.push()
 

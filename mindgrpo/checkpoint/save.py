@@ -17,20 +17,14 @@ import numpy as np
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import folder_of, partial_of
-from mindgrpo.checkpoint.format import (
-    MANIFEST,
-    Manifest,
-    StoredTensor,
-    write_manifest,
-)
-from mindgrpo.checkpoint.plan import Chunk, plan_chunks
+from mindgrpo.checkpoint.format import MANIFEST, Manifest, StoredTensor, write_manifest
 from mindgrpo.checkpoint.shards import (
-    SUM_MODULUS,
+    Chunk,
     Shard,
     by_rows,
     joined,
+    plan_chunks,
     shard_bytes,
-    values_of,
     write_shard,
 )
 from mindgrpo.parallel.sharding import Layout
@@ -100,8 +94,7 @@ class Saver:
 
         `bring` brings a role into memory; one is read at a time.
         """
-        if self._work is not None:
-            raise RuntimeError(f"the checkpoint of step {self._work.step} was not committed")
+        assert self._work is None, "the checkpoint before was not committed"
         layouts = {role: weights.layout for role, weights in roles.items()}
         if self._planned != layouts:
             self._plan = plan_chunks(layouts, self._backend.world_size)
@@ -118,7 +111,8 @@ class Saver:
             if chunk.role != in_memory:
                 bring(chunk.role)
                 in_memory = chunk.role
-            return values_of(chunk, roles[chunk.role])
+            weights = roles[chunk.role]
+            return weights.hf_views[chunk.name][chunk.box.within(weights.boxes[chunk.name]).slices]
 
         if chunks and not background:
             work.write(path, chunks, live)
@@ -129,8 +123,7 @@ class Saver:
                 work.error = f"{path.name}: the host has no memory for a copy"
                 return total
             # popped, so that memory goes back as the disk takes it
-            arguments = (path, chunks, copies.pop)
-            work.thread = threading.Thread(target=work.write, args=arguments, name="checkpoint")
+            work.thread = threading.Thread(target=work.write, args=(path, chunks, copies.pop))
             work.thread.start()
         return total
 
@@ -154,12 +147,10 @@ class Saver:
 
     def commit(self) -> Path:
         """Waits for every rank's file and gives the checkpoint its name; returns its folder."""
-        work = self._work
-        if work is None:
-            raise RuntimeError("there is no checkpoint to commit")
+        work, self._work = self._work, None
+        assert work is not None, "there is no checkpoint to commit"
         if work.thread is not None:
             work.thread.join()
-        self._work = None
         results = self._backend.world.gather_objects((work.shard, work.error))
         error = next((f"rank {rank}: {e}" for rank, (_, e) in enumerate(results) if e), None)
         if self._backend.rank == 0:
@@ -203,8 +194,7 @@ class Saver:
                 continue
             for chunk, stored, words in zip(chunks, shard.stored, shard.sums, strict=True):
                 tensors[chunk.role][chunk.name].chunks.append(stored)
-                total = sums[chunk.role][chunk.name] + words
-                sums[chunk.role][chunk.name] = total % SUM_MODULUS
+                sums[chunk.role][chunk.name] = (sums[chunk.role][chunk.name] + words) % (1 << 64)
         return {
             "files": {shard.name: shard.file for shard in shards if shard is not None},
             "tensors": tensors,

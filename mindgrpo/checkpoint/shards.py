@@ -1,27 +1,89 @@
-"""Writes one rank's chunks as a safetensors file, with digests, and reads chunks back from such files.
+"""Plans which rank writes which chunk of each tensor, and writes one rank's chunks as a safetensors file with digests.
 
-Weights are kept [in, out] and files hold [out, in]: the copies between them go tile by tile, four times as fast as
-row by row. Sums of words show that two layouts hold the same values, however these were cut.
+The layout that saves leaves no trace in the checkpoint. Weights are kept [in, out] and files hold [out, in]: the
+copies between them go tile by tile, four times as fast as row by row. Sums of words show that two layouts hold the
+same values, however these were cut.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.format import DamagedCheckpoint, StoredChunk, StoredFile
-from mindgrpo.checkpoint.plan import Chunk, plan_chunks
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.checkpoint.format import StoredChunk, StoredFile
+from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.checksum import total_sums
+from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights
 from mindgrpo.weights.safetensors_writer import header_of
 
-SUM_MODULUS = 1 << 64
 TILE_ROWS, TILE_COLUMNS = 64, 256
+# A reader verifies a whole chunk to take a part of it, and holds one at a time.
+CHUNK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The slice `box` of the tensor `name` among those of `role`."""
+
+    role: str
+    name: str
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.size * FLOAT_BYTES
+
+    @property
+    def key(self) -> str:
+        """Its name in its file."""
+        edges = zip(self.box.start, self.box.stop, strict=True)
+        return f"{self.role}/{self.name}[{','.join(f'{a}:{b}' for a, b in edges)}]"
+
+
+def plan_chunks(
+    layouts: Mapping[str, Layout], num_ranks: int, chunk_bytes: int = CHUNK_BYTES
+) -> list[list[Chunk]]:
+    """Plans which rank writes which chunk of each tensor: every element once, replicas shared out evenly.
+
+    Returns each rank's chunks, in the order of roles and tensors. `layouts` by role, all within `num_ranks`.
+
+    Chunks that one rank alone holds are dealt first, then the largest: those with a choice even the loads out.
+    """
+    chunks: list[tuple[Chunk, list[int]]] = []
+    for role, layout in layouts.items():
+        for spec in layout.specs:
+            ranks_of: dict[Box, list[int]] = {}
+            for rank, box in layout.holders(spec.name):
+                ranks_of.setdefault(box, []).append(rank)
+            for box, ranks in ranks_of.items():
+                chunks += [(Chunk(role, spec.name, part), ranks) for part in cut(box, chunk_bytes)]
+    loads = [0] * num_ranks
+    by_rank: list[list[tuple[int, Chunk]]] = [[] for _ in range(num_ranks)]
+    order = sorted(enumerate(chunks), key=lambda one: (len(one[1][1]), -one[1][0].num_bytes))
+    for index, (chunk, ranks) in order:
+        owner = min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[owner] += chunk.num_bytes
+        by_rank[owner].append((index, chunk))
+    return [[chunk for _, chunk in sorted(own, key=lambda one: one[0])] for own in by_rank]
+
+
+def cut(box: Box, chunk_bytes: int) -> Iterator[Box]:
+    """Cuts `box` along its first dim into boxes of at most `chunk_bytes`, or of one row where that is more."""
+    rows = box.shape[0] if box.shape else 1
+    row_bytes = box.size // max(rows, 1) * FLOAT_BYTES
+    step = max(1, chunk_bytes // max(row_bytes, 1))
+    if rows <= step:
+        yield box
+        return
+    for start in range(box.start[0], box.stop[0], step):
+        stop = min(start + step, box.stop[0])
+        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
 
 @dataclass(frozen=True)
@@ -49,10 +111,8 @@ def write_shard(
                 array = by_rows(array)
             digest = hashlib.sha256(array.data).hexdigest()
             stream.write(array.data)
-            start, stop = chunk.box.start, chunk.box.stop
-            stored.append(
-                StoredChunk(start=start, stop=stop, file=path.name, offset=offset, digest=digest)
-            )
+            edges = {"start": chunk.box.start, "stop": chunk.box.stop}
+            stored.append(StoredChunk(**edges, file=path.name, offset=offset, digest=digest))
             sums.append(word_sum(array))
         stream.flush()
         os.fsync(stream.fileno())
@@ -65,38 +125,6 @@ def write_shard(
 def shard_bytes(chunks: Iterable[Chunk]) -> int:
     """Estimates the size of a file: its header is a few hundred bytes a chunk."""
     return sum(chunk.num_bytes + 300 for chunk in chunks)
-
-
-class ShardReader:
-    """The files of one checkpoint; the header of each is verified when it is first read from."""
-
-    def __init__(self, folder: Path, files: dict[str, StoredFile]) -> None:
-        self._folder, self._files = folder, files
-        self._verified: set[str] = set()
-
-    def read(self, chunk: StoredChunk) -> np.ndarray:
-        """Returns a fresh float32 array of the chunk's shape. Raises DamagedCheckpoint."""
-        path, file = self._folder / chunk.file, self._files[chunk.file]
-        try:
-            with path.open("rb") as stream:
-                if chunk.file not in self._verified:
-                    if hashlib.sha256(stream.read(file.header_bytes)).hexdigest() != file.header:
-                        raise _changed(path, "its header is not the one that was")
-                    self._verified.add(chunk.file)
-                stream.seek(file.header_bytes + chunk.offset)
-                values = np.empty(chunk.box.shape, "<f4")
-                num_read = stream.readinto(values.reshape(-1).view(np.uint8).data)
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
-        if num_read != values.nbytes or hashlib.sha256(values.data).hexdigest() != chunk.digest:
-            raise _changed(
-                path, f"bytes {chunk.offset} to {chunk.end} of its data are not those that were"
-            )
-        return values
-
-
-def _changed(path: Path, what: str) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path} is damaged: {what} written; use an earlier checkpoint.")
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -135,19 +163,7 @@ def joined(sums: Mapping[str, int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def values_of(chunk: Chunk, weights: Weights) -> np.ndarray:
-    """Views a chunk's values in the weights of the rank that writes it."""
-    return weights.parts[chunk.name][chunk.box.within(weights.boxes[chunk.name]).slices]
-
-
 def values_digest(weights: Weights, backend: Backend) -> str:
     """Digests a role's values, the same under every layout; all ranks together. `weights` must be in memory."""
-    own: dict[str, int] = {}
-    for chunk in plan_chunks({"values": weights.layout}, backend.world_size)[backend.rank]:
-        words = word_sum(values_of(chunk, weights))
-        own[chunk.name] = (own.get(chunk.name, 0) + words) % SUM_MODULUS
-    total: dict[str, int] = {}
-    for sums in backend.world.gather_objects(own):
-        for name, words in sums.items():
-            total[name] = (total.get(name, 0) + words) % SUM_MODULUS
-    return joined(total)
+    own = {name: word_sum(view) for name, view in weights.hf_views.items()}
+    return joined(total_sums(weights.layout, backend.world.gather_objects(own))[0])

@@ -15,8 +15,7 @@ import numpy as np
 
 from mindgrpo.checkpoint.folders import find, steps_in
 from mindgrpo.checkpoint.format import MANIFEST, Manifest
-from mindgrpo.checkpoint.load import read_box
-from mindgrpo.checkpoint.shards import ShardReader
+from mindgrpo.checkpoint.load import ShardReader, read_box
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
@@ -26,9 +25,8 @@ from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
-from mindgrpo.weights.model_files import ModelFiles, ModelTensor
+from mindgrpo.weights.model_files import ModelFiles, ModelTensor, SafetensorsDirectory
 from mindgrpo.weights.pretrained import check_tensors, open_weights
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
 
 FORMATS = ("huggingface", "mindformers")

@@ -17,7 +17,7 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import Columns
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.strict_files import NotJson, parse_json

@@ -1,46 +1,36 @@
 """Reads a tokenizer directory's files as a codec between text and ids, and the special tokens that they name.
 
-`tokenizer.json`, and the `vocab.json` + `merges.txt` of GPT-2's and Qwen's families, are read with the light
-`tokenizers` library (transformers' AutoTokenizer adds 1.3 s to a start); other older files through transformers, from
-local files and without running the model's code. Added tokens must get the ids that they are listed with.
+`tokenizer.json` is read with the light `tokenizers` library. Older files, such as the `vocab.json` + `merges.txt` of
+GPT-2's and Qwen's families, go through transformers' AutoTokenizer, which adds 1.3 s to a start: from local files, and
+without running the model's code. Added tokens must get the ids that they are listed with.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Codec
 
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_json, read_object
 
-TOKEN_KEYS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FURTHER_KEY = "additional_special_tokens"
 PAIR = ("vocab.json", "merges.txt")
-FAMILIES = {"qwen2": "qwen", "qwen3": "qwen", "qwen": "qwen", "gpt2": "gpt2"}
-# How Qwen cuts text before it merges bytes: digits stand alone.
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Qwen's vocabulary is often handed on as the two bare files; its special tokens follow it.
 QWEN_VOCABULARY = 151643
-QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-QWEN_TOKENS = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+QWEN_SETTINGS = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|endoftext|>",
+    FURTHER_KEY: ["<|im_start|>", "<|im_end|>"],
+}
 
 SpecialTokens = dict[str, str]
 
@@ -62,10 +52,23 @@ def read_codec(
             f"{folder} holds no tokenizer; it must contain tokenizer.json, or vocab.json and merges.txt; copy "
             "them from the model's Hugging Face repository"
         )
-    family = family_of(folder, settings)
-    if has_pair and (family is not None or not named_class(folder, settings)):
-        return byte_level_codec(folder, settings, pair, family)
-    return codec_of_transformers(folder)
+    model_type = settings_in(folder / "config.json").get("model_type")
+    kind = str(settings.get("tokenizer_class") or model_type or "").lower()
+    if has_pair and not kind and len(settings_in(pair[0])) != QWEN_VOCABULARY:
+        raise UserError(
+            f"no file in {folder} tells what kind of tokenizer {pair[0].name} is of; add the model's "
+            "tokenizer_config.json, which names its tokenizer_class"
+        )
+    if has_pair and (not kind or kind.startswith("qwen")) and not named_tokens(folder, settings):
+        settings = {**QWEN_SETTINGS, **settings}
+    loaded = load_with_transformers(folder, settings, pair if has_pair else ())
+    codec = loaded.backend_tokenizer
+    check_ids(codec, settings, folder)
+    if has_pair:
+        return codec, named_tokens(folder, settings)
+    return codec, {
+        name: str(text) for name, text in loaded.special_tokens_map.items() if name in TOKEN_KEYS
+    }
 
 
 def load_json(path: Path) -> Codec:
@@ -76,155 +79,48 @@ def load_json(path: Path) -> Codec:
 
 
 @contextmanager
-def reading(what: str, form: str = "") -> Iterator[None]:
-    """Makes a UserError of the library's errors: it raises bare Exception, and its panics are not even that."""
+def reading(what: str) -> Iterator[None]:
+    """Makes a UserError of the libraries' errors: some raise bare Exception, and panics are not even that."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{what} cannot be read{form and ' '}{form}: {first_line(error)}; copy the tokenizer's files from the "
-            "model's Hugging Face repository"
+            f"{what} cannot be read: {reason}; copy the tokenizer's files from the model's Hugging Face repository"
         ) from error
 
 
-def named_class(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Returns the tokenizer's class, else the model's kind; empty where no file says."""
-    return str(
-        settings.get("tokenizer_class")
-        or settings_in(folder / "config.json").get("model_type")
-        or ""
-    )
-
-
-def family_of(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    name = named_class(folder, settings).lower().removesuffix("fast").removesuffix("tokenizer")
-    return FAMILIES.get(name)
-
-
-@dataclass(frozen=True)
-class Added:
-    token: AddedToken
-    number: int | None
-
-
-def byte_level_codec(
-    folder: Path, settings: Mapping[str, Any], pair: tuple[Path, Path], family: str | None
-) -> tuple[Codec, SpecialTokens]:
-    settings_in(pair[0])
-    with reading(f"{pair[0]} and {pair[1]}", "as a vocabulary"):
-        codec = Codec(models.BPE.from_file(str(pair[0]), str(pair[1])))
-    tokens = named_tokens(folder, settings)
-    added = added_tokens(folder, settings, tokens)
-    if family is None and codec.get_vocab_size() == QWEN_VOCABULARY:
-        family = "qwen"
-    if family is None:
-        raise UserError(
-            f"no file in {folder} tells what kind of tokenizer {pair[0].name} is of; add the model's "
-            "tokenizer_config.json, which names its tokenizer_class"
-        )
-    if family == "qwen" and not added and not tokens:
-        added = [
-            Added(AddedToken(text, special=True, normalized=False), None) for text in QWEN_SPECIAL
-        ]
-        tokens = dict(QWEN_TOKENS)
-    prefixed = bool(settings.get("add_prefix_space", False))
-    if family == "qwen":
-        codec.normalizer = normalizers.NFC()
-        words = pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated", invert=False)
-        level = pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False)
-        codec.pre_tokenizer = pre_tokenizers.Sequence([words, level])
-    else:
-        codec.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefixed)
-    codec.decoder = decoders.ByteLevel()
-    for entry in added:
-        add(codec, entry, folder)
-    return codec, tokens
-
-
-def added_tokens(
-    folder: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]
-) -> list[Added]:
-    """Returns them in the order of their ids: tokenizer_config.json lists them, or the older added_tokens.json."""
-    listed = settings.get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        return [
-            added_of(number, listed[number], folder) for number in sorted(listed, key=number_of)
-        ]
-    older = settings_in(folder / "added_tokens.json")
-    mapped = settings_in(folder / "special_tokens_map.json")
-    extra = [entry for held in (settings, mapped) for entry in listed_in(held, FURTHER_KEY, folder)]
-    special = {*tokens.values(), *(content_of(entry) for entry in extra)} - {""}
-    if not all(type(number) is int for number in older.values()):
-        raise UserError(
-            f"{folder / 'added_tokens.json'} must map tokens to their ids; correct or remove it"
-        )
-    ordered = sorted(older.items(), key=lambda item: item[1])
-    return [
-        Added(AddedToken(text, special=text in special, normalized=False), number)
-        for text, number in ordered
-    ] + [
-        Added(AddedToken(text, special=True, normalized=False), None)
-        for text in sorted(special - older.keys())
-    ]
-
-
-def number_of(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 10 else -1
-
-
-def added_of(number: str, entry: object, folder: Path) -> Added:
-    switches = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    held = entry if isinstance(entry, dict) else {}
-    content, set_switches = held.get("content"), {k: held[k] for k in switches if k in held}
-    if (
-        number_of(number) >= 0
-        and isinstance(content, str)
-        and all(isinstance(value, bool) for value in set_switches.values())
-    ):
-        return Added(AddedToken(content, **set_switches), int(number))
-    raise UserError(
-        f"added_tokens_decoder in {folder / 'tokenizer_config.json'} holds {number!r}: {entry!r}, which is no id "
-        "with a token's content and switches; correct it"
-    )
-
-
-def listed_in(settings: Mapping[str, Any], key: str, folder: Path) -> list[Any]:
-    value = settings.get(key)
-    if not isinstance(value, list | None):
-        raise UserError(f"{key} of the tokenizer in {folder} is {value!r}; it must be a list")
-    return value or []
-
-
-def add(codec: Codec, entry: Added, folder: Path) -> None:
-    kind = codec.add_special_tokens if entry.token.special else codec.add_tokens
-    kind([entry.token])
-    number = codec.token_to_id(entry.token.content)
-    if entry.number is not None and number != entry.number:
-        raise UserError(
-            f"{entry.token.content} in {folder} has the id {entry.number}, but after vocab.json comes {number}; "
-            "copy vocab.json, merges.txt and tokenizer_config.json of one model, or its tokenizer.json"
-        )
-
-
-def codec_of_transformers(folder: Path) -> tuple[Codec, SpecialTokens]:
+def load_with_transformers(
+    folder: Path, settings: Mapping[str, Any], pair: tuple[Path, ...]
+) -> Any:
     # Importing it without torch prints advice that has nothing to do with tokenizers.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False, use_fast=True
+    files = {path.name: path.resolve() for path in folder.iterdir()}
+    files |= {name: path.resolve() for name, path in zip(PAIR, pair, strict=False)}
+    with TemporaryDirectory() as named, reading(f"the tokenizer in {folder}"):
+        for name in files.keys() - {"tokenizer.json", "tokenizer_config.json"}:
+            Path(named, name).symlink_to(files[name])
+        Path(named, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return AutoTokenizer.from_pretrained(
+            named, local_files_only=True, trust_remote_code=False, use_fast=True
         )
-        codec: Codec = loaded.backend_tokenizer
-    except Exception as error:  # whatever the model's tokenizer class raises
-        raise UserError(
-            f"transformers cannot read the tokenizer in {folder}: {first_line(error)}; "
-            "save tokenizer.json there, or add tokenizer_config.json with its tokenizer_class"
-        ) from error
-    held = loaded.special_tokens_map
-    return codec, {key: str(held[key]) for key in TOKEN_KEYS if key in held}
+
+
+def check_ids(codec: Codec, settings: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError where an added token has another id than the one that it is listed with."""
+    listed = settings.get("added_tokens_decoder") or {}
+    wanted = {content_of(entry): number for number, entry in listed.items()}
+    wanted |= settings_in(folder / "added_tokens.json")
+    for text, number in wanted.items():
+        if str(codec.token_to_id(text)) != str(number):
+            raise UserError(
+                f"{text} in {folder} has the id {number}, but after vocab.json comes {codec.token_to_id(text)}; "
+                "copy vocab.json, merges.txt and tokenizer_config.json of one model, or its tokenizer.json"
+            )
 
 
 def named_tokens(folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
@@ -234,8 +130,12 @@ def named_tokens(folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
 
 def further_tokens(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Returns the contents of `additional_special_tokens`, which chat templates may ask for. Raises UserError."""
-    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
-    return [content_of(entry) for entry in listed_in(listed, FURTHER_KEY, folder)]
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}.get(FURTHER_KEY)
+    if not isinstance(listed, list | None):
+        raise UserError(
+            f"{FURTHER_KEY} of the tokenizer in {folder} is {listed!r}; it must be a list"
+        )
+    return [content_of(entry) for entry in listed or []]
 
 
 def content_of(entry: object) -> str:
@@ -248,7 +148,3 @@ def settings_in(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     return read_object(path, "the tokenizer's", "correct or remove it")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

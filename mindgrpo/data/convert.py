@@ -6,8 +6,9 @@ end well leaves no file behind.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,6 +58,21 @@ def convert(
     with progress(len(examples)) as advance:
         write_mindrecord(written, fitting(examples, form, report, advance), source)
     return report
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Advance]:
+    """Shows a bar where standard error is a terminal; yields a function that gets how many more rows are done."""
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("rows", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("rows", total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def fitting(

@@ -109,8 +109,12 @@ class RowForm:
         ]
         return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
 
-    def example(self, row: Row, where: str) -> Example:
+    def example(self, row: Any, where: str) -> Example:
         """Makes an example of a row that stands at `where`. Raises UserError."""
+        if not isinstance(row, dict):
+            raise UserError(
+                f'{where} holds a {type(row).__name__}; each row must be an object with "question" and "answer"'
+            )
         row = self._renamed(row, where)
         question_key = self._question_key(row, where)
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')

@@ -78,11 +78,8 @@ class PromptForm:
         if len(text) > max(ENCODED_LETTERS, LETTERS_PER_TOKEN * self.max_prompt_length):
             return f"{len(text)} letters"
         ids = tuple(self.tokenizer.encode(text))
-        return (
-            f"{len(ids)} tokens"
-            if len(ids) > self.max_prompt_length
-            else Fitted(example, text, ids)
-        )
+        is_long = len(ids) > self.max_prompt_length
+        return f"{len(ids)} tokens" if is_long else Fitted(example, text, ids)
 
     def fit(self, example: Example) -> Fitted | None:
         """Returns None where the prompt is dropped; raises UserError where a long one is an error."""
@@ -180,7 +177,6 @@ class Share:
     indices: np.ndarray
     cut_indices: list[int]
     column_names: list[str]
-    num_dropped: int
     error: str | None
 
 
@@ -206,7 +202,6 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
         indices=np.array(indices, np.int32),
         cut_indices=cut_indices,
         column_names=list(names),
-        num_dropped=stop - start - len(indices),
         error=error,
     )
 
@@ -225,7 +220,6 @@ class PromptSet(Sequence[Prompt]):
         for share in shares:
             if share.error is not None:
                 raise UserError(share.error)
-        self.num_dropped = sum(share.num_dropped for share in shares)
         self.cut_indices = frozenset(index for share in shares for index in share.cut_indices)
         self.column_names = list(
             dict.fromkeys(name for share in shares for name in share.column_names)
@@ -233,6 +227,7 @@ class PromptSet(Sequence[Prompt]):
         self._ids = np.concatenate([share.ids for share in shares])
         self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
         self._indices = np.concatenate([share.indices for share in shares])
+        self.num_dropped = len(examples) - len(self)
         if not len(self):
             raise UserError(
                 f"no prompt is left of {len(examples)} rows ({self.num_dropped} were longer than "

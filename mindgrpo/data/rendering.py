@@ -28,7 +28,6 @@ Spans = list[tuple[int, int]]
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    *,
     with_spans: bool = False,
     **variables: Any,
 ) -> tuple[str, Spans]:
@@ -44,7 +43,7 @@ def render_chat(
                 [[dict(message) for message in messages]],
                 chat_template=template,
                 return_assistant_tokens_mask=with_spans,
-                **variables,
+                **{"tools": None, "documents": None, **variables},
             )
     except OutOfTime as error:
         raise TemplateError(

@@ -10,15 +10,13 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
-from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json, read_json
@@ -32,21 +30,19 @@ ROWS_AT_ONCE = 256
 PLAIN = (str, int, float, bool, type(None))
 
 
-class Block(ABC):
-    """Rows that are read together: a file, or a row group of one. They count from 0 within it."""
+class Rows(Protocol):
+    """Rows that count from 0."""
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
-    @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[Located]:
         """Rows from `start` up to `stop`. Raises UserError for one that cannot be read."""
 
 
-class Blocks(Block):
-    """Several as one, in their order."""
+class Blocks:
+    """Rows of several files as one, in their order."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[Rows]) -> None:
         self._blocks = blocks
         self._starts = [0, *accumulate(map(len, blocks))]
 
@@ -61,7 +57,7 @@ class Blocks(Block):
             start = end
 
 
-class ListedRows(Block):
+class ListedRows:
     """Rows in memory, all of one file."""
 
     def __init__(self, rows: Sequence[Any], path: Path | str) -> None:
@@ -75,7 +71,7 @@ class ListedRows(Block):
             yield f"{self._path} row {number}", row
 
 
-class JsonLines(Block):
+class JsonLines:
     """One object a line. Blank lines hold no row and are passed over."""
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +94,12 @@ class JsonLines(Block):
             for row in range(start, stop):
                 lines.seek(self._offsets[row])
                 where = f"{self._path}:{self._numbers[row]}"
-                yield where, parse_line(lines.readline(), where)
+                try:
+                    parsed = parse_json(lines.readline())
+                except NotJson as error:
+                    sentence = f"{where} is not a line of JSON: {error}; correct the line"
+                    raise UserError(sentence) from error
+                yield where, parsed
 
 
 def opened(path: Path) -> BinaryIO:
@@ -130,33 +131,20 @@ def check_unchanged(path: Path, state: tuple[int, int] | None) -> None:
         )
 
 
-def parse_line(line: bytes, where: str) -> Row:
-    try:
-        row = parse_json(line)
-    except NotJson as error:
-        raise UserError(f"{where} is not a line of JSON: {error}; correct the line") from error
-    if not isinstance(row, dict):
-        raise UserError(
-            f'{where} holds a {type(row).__name__}; each line must be an object with "question" and "answer"'
-        )
-    return row
-
-
-def open_json(path: Path) -> Block:
+def open_json(path: Path) -> Rows:
     """Files named .json hold one document or, written by many programs, one object a line."""
     with opened(path) as lines:
         filled = (line for line in lines if line.strip())
         first, second = next(filled, b""), next(filled, None)
     try:
         head = parse_json(first)
+        is_document = second is None and (isinstance(head, list) or bool(tables_in(head)))
     except NotJson:
-        return ListedRows(read_document(path), path)
-    if second is None and (isinstance(head, list) or tables_in(head)):
-        return ListedRows(read_document(path), path)
-    return JsonLines(path)
+        is_document = True
+    return ListedRows(read_document(path), path) if is_document else JsonLines(path)
 
 
-def read_document(path: Path) -> list[Row]:
+def read_document(path: Path) -> list[Any]:
     """A list of objects, or an object in which one value is such a list, as in {"data": [...]}. Raises UserError."""
     content = read_json(path, "the data file", "correct the file", MAX_DOCUMENT_BYTES)
     tables = tables_in(content)
@@ -166,12 +154,6 @@ def read_document(path: Path) -> list[Row]:
             f"{path} holds no list of rows; it must be [{{...}}, ...], an object with one such list, or one "
             "object a line"
         )
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{path} row {number} is a {type(row).__name__}; each row must be an object with "
-                '"question" and "answer"'
-            )
     return rows
 
 
@@ -187,71 +169,62 @@ class TableCache:
     """Decoded row groups, up to CACHE_BYTES; the one that was used longest ago goes first."""
 
     def __init__(self) -> None:
-        self._tables: dict[RowGroup, Any] = {}
+        self._tables: dict[tuple[TableFile, int], Any] = {}
 
-    def table_of(self, group: RowGroup) -> Any:
-        table = self._tables.pop(group, None)
+    def table_of(self, file: TableFile, group: int) -> Any:
+        table = self._tables.pop((file, group), None)
         if table is None:
-            table = group.load()
-            sizes = {kept: decoded.nbytes for kept, decoded in self._tables.items()}
+            table = file.load(group)
+            sizes = {key: kept.nbytes for key, kept in self._tables.items()}
             while sizes and table.nbytes + sum(sizes.values()) > CACHE_BYTES:
                 oldest = next(iter(sizes))
                 del sizes[oldest], self._tables[oldest]
-        self._tables[group] = table
+        self._tables[file, group] = table
         return table
 
 
-@dataclass(frozen=True)
-class RowGroup(Block):
-    """A row group of a Parquet file, or a whole Arrow file. `columns` None means all; ones that are not there go."""
+class TableFile:
+    """A Parquet file, which is decoded by row groups, or an Arrow file, which counts as one group.
 
-    path: Path
-    index: int
-    num_rows: int
-    first_row: int
-    columns: tuple[str, ...] | None
-    state: tuple[int, int] | None
-    cache: TableCache = field(compare=False)
+    `columns` None means all; ones that are not there are left out. Raises UserError.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] | None, cache: TableCache) -> None:
+        self._path, self._columns, self._cache = path, columns, cache
+        self._state = state_of(path)
+        with table_file(path) as file:
+            if path.suffix == ".arrow":
+                sizes = [file.num_rows]
+            else:
+                groups = map(file.metadata.row_group, range(file.num_row_groups))
+                sizes = [group.num_rows for group in groups]
+        self._starts = [0, *accumulate(sizes)]
 
     def __len__(self) -> int:
-        return self.num_rows
+        return self._starts[-1]
 
     def read(self, start: int, stop: int) -> Iterator[Located]:
-        check_unchanged(self.path, self.state)
-        for first in range(start, stop, ROWS_AT_ONCE):
-            table = self.cache.table_of(self).slice(first, min(ROWS_AT_ONCE, stop - first))
-            for number, row in enumerate(table.to_pylist(), self.first_row + first + 1):
-                where = f"{self.path} row {number}"
+        check_unchanged(self._path, self._state)
+        while start < stop:
+            group = bisect_right(self._starts, start) - 1
+            end = min(stop, self._starts[group + 1], start + ROWS_AT_ONCE)
+            table = self._cache.table_of(self, group)
+            rows = table.slice(start - self._starts[group], end - start).to_pylist()
+            for number, row in enumerate(rows, start + 1):
+                where = f"{self._path} row {number}"
                 yield where, plain_row(row, where)
+            start = end
 
-    def load(self) -> Any:
+    def load(self, group: int) -> Any:
         """Decodes on the thread that asks: every rank has its share of the cores. Raises UserError."""
-        with table_file(self.path) as file:
-            if self.path.suffix == ".arrow":
-                return file if self.columns is None else file.select(self._present(file.schema))
-            names = None if self.columns is None else self._present(file.schema_arrow)
-            return file.read_row_group(self.index, columns=names, use_threads=False)
-
-    def _present(self, schema: Any) -> list[str]:
-        return [name for name in schema.names if name in (self.columns or ())]
-
-
-def open_table(path: Path, columns: Sequence[str] | None, cache: TableCache) -> Block:
-    """A Parquet or Arrow file. Raises UserError."""
-    with table_file(path) as file:
-        if path.suffix == ".arrow":
-            sizes = [file.num_rows]
-        else:
-            groups = map(file.metadata.row_group, range(file.num_row_groups))
-            sizes = [group.num_rows for group in groups]
-    wanted, state = None if columns is None else tuple(columns), state_of(path)
-    firsts = [0, *accumulate(sizes)]
-    return Blocks(
-        [
-            RowGroup(path, index, size, firsts[index], wanted, state, cache)
-            for index, size in enumerate(sizes)
-        ]
-    )
+        with table_file(self._path) as file:
+            is_arrow, names = self._path.suffix == ".arrow", None
+            if self._columns is not None:
+                schema = file.schema if is_arrow else file.schema_arrow
+                names = [name for name in schema.names if name in self._columns]
+            if is_arrow:
+                return file if names is None else file.select(names)
+            return file.read_row_group(group, columns=names, use_threads=False)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from typing import Any
 from mindgrpo.data.examples import Example, RowForm
 from mindgrpo.data.mindrecord import Decode, read_mindrecord
 from mindgrpo.data.row_files import (
-    Block,
     Blocks,
     JsonLines,
     ListedRows,
+    Rows,
     TableCache,
+    TableFile,
     open_json,
-    open_table,
 )
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import is_inside, read_object
@@ -34,17 +34,13 @@ SPLIT_WORDS = ("train", "validation", "valid", "val", "test", "dev", "eval")
 OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 
 
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
 @dataclass(frozen=True)
 class Ranks:
     """Those that prepare the same data at once. `gather` gives every rank everyone's value, in order of rank."""
 
     rank: int = 0
     size: int = 1
-    gather: Callable[[Any], list[Any]] = _alone
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def slice_of(self, length: int) -> tuple[int, int]:
         """Where this rank's share of `length` rows starts and stops."""
@@ -52,13 +48,13 @@ class Ranks:
 
     def by_one(self, work: Callable[[], Any]) -> Any:
         """What `work` gives on rank 0, on every rank; its UserError, too."""
-        outcome: Any = None
+        result, sentence = None, None
         if self.rank == 0:
             try:
-                outcome = (work(), None)
+                result = work()
             except UserError as error:
-                outcome = (None, str(error))
-        result, sentence = self.gather(outcome)[0]
+                sentence = str(error)
+        result, sentence = self.gather((result, sentence))[0]
         if sentence is not None:
             raise UserError(sentence)
         return result
@@ -97,7 +93,7 @@ FOR_EVALUATION = SplitChoice(preferred=("validation", "test"), key="rl_config.ev
 class Examples:
     """Examples by index, made of rows when they are asked for; without a `form` the rows are examples already."""
 
-    def __init__(self, rows: Block, form: RowForm | None = None) -> None:
+    def __init__(self, rows: Rows, form: RowForm | None = None) -> None:
         self._rows, self._form = rows, form
 
     def __len__(self) -> int:
@@ -146,7 +142,7 @@ def open_examples(
         return Examples(ListedRows(examples, source))
     if suffix in (".parquet", ".arrow"):
         cache = TableCache()
-        return Examples(Blocks([open_table(file, form.keys_read(), cache) for file in files]), form)
+        return Examples(Blocks([TableFile(file, form.keys_read(), cache) for file in files]), form)
     if suffix == ".json":
         return Examples(ranks.by_one(lambda: open_json(source)), form)
     if suffix == ".jsonl":
@@ -195,13 +191,10 @@ def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:
     if choice.name is not None and state.get("_split") not in (None, choice.name):
         choice.choose([str(state["_split"])], directory)
     listed = state.get("_data_files")
-    names = [
-        entry.get("filename") if isinstance(entry, dict) else None
-        for entry in (listed if isinstance(listed, list) else [])
-    ]
-    _check_names(
-        names, directory / "state.json", "data files that are no names of files in its folder"
-    )
+    entries = listed if isinstance(listed, list) else []
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    what = "data files that are no names of files in its folder"
+    _check_names(names, directory / "state.json", what)
     files = [directory / str(name) for name in names]
     missing = [path.name for path in files if not path.is_file()]
     if missing or not files:

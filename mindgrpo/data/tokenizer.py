@@ -46,6 +46,12 @@ class Tokenizer:
         """Returns one more than the largest id, so it also bounds vocabularies with holes."""
         return max(self.codec.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def turn_end(self) -> int | None:
+        """The id of the token that ends a turn of the template; None where it is not known."""
+        stop = self.template.stop if self.template else None
+        return None if stop is None else self.codec.token_to_id(stop)
+
     def encode(self, text: str) -> list[int]:
         with self._encoding():
             return list(self.codec.encode(text, add_special_tokens=False).ids)
@@ -58,27 +64,24 @@ class Tokenizer:
         return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError."""
-        return self._rendered(messages, add_generation_prompt, tools, documents)[0]
+        """Returns the text that `apply_chat_template` of transformers gives, byte for byte. Raises UserError.
+
+        `variables` are its `tools` and `documents`.
+        """
+        variables["add_generation_prompt"] = add_generation_prompt
+        return self._rendered(messages, variables, with_spans=False)[0]
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = False,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        self, messages: Sequence[Message], **variables: Any
     ) -> tuple[list[int], list[int]]:
         """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
 
         The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)`. Raises UserError.
         """
-        text, spans = self._rendered(messages, add_generation_prompt, tools, documents, True)
+        variables = {"add_generation_prompt": False} | variables
+        text, spans = self._rendered(messages, variables, with_spans=True)
         with self._encoding():
             encoding = self.codec.encode(text, add_special_tokens=False)
         mask = [0] * len(encoding.ids)
@@ -91,27 +94,21 @@ class Tokenizer:
         return list(encoding.ids), mask
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
-        with_spans: bool = False,
+        self, messages: Sequence[Message], variables: Mapping[str, Any], with_spans: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         # Imports transformers, which commands that render nothing need not wait for.
         from mindgrpo.data.rendering import render_chat
 
-        template = self._template()
-        try:
-            return render_chat(
-                template.text,
-                messages,
-                with_spans=with_spans,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                documents=documents,
-                **self.special_tokens,
+        template = self.template
+        if template is None:
+            raise UserError(
+                f"the tokenizer in {self.directory} has no chat template and prompts are rendered with one; set "
+                f'"chat_template" in {self.directory / "tokenizer_config.json"}, or set {SETTING} to one of '
+                f"{', '.join([*self.named_templates, *shipped_names()])} or to a jinja file"
             )
+        try:
+            tokens = self.special_tokens
+            return render_chat(template.text, messages, with_spans, **tokens, **variables)
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
@@ -121,15 +118,6 @@ class Tokenizer:
             raise UserError(
                 f"{template.origin} cannot render {roles}: {error}; correct it or set another {SETTING}"
             ) from error
-
-    def _template(self) -> ChatTemplate:
-        if self.template is None:
-            raise UserError(
-                f"the tokenizer in {self.directory} has no chat template and prompts are rendered with one; set "
-                f'"chat_template" in {self.directory / "tokenizer_config.json"}, or set {SETTING} to one of '
-                f"{', '.join([*self.named_templates, *shipped_names()])} or to a jinja file"
-            )
-        return self.template
 
     def with_template(self, value: str | None) -> Tokenizer:
         """Returns one that renders with the template that `value` names, and stops where it ends a turn."""
@@ -142,9 +130,9 @@ class Tokenizer:
                 f"{template.origin} writes {', '.join(unknown)}, no token of the tokenizer in {self.directory}; "
                 f"set {SETTING} to a template for this model, such as base_r1, which writes plain text"
             )
-        stop = None if template.stop is None else self.codec.token_to_id(template.stop)
-        stops = self.stop_ids if stop is None else tuple(dict.fromkeys([*self.stop_ids, stop]))
-        return replace(self, template=template, stop_ids=stops)
+        chosen = replace(self, template=template)
+        ends = [] if chosen.turn_end is None else [chosen.turn_end]
+        return replace(chosen, stop_ids=tuple(dict.fromkeys([*self.stop_ids, *ends])))
 
 
 def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None = None) -> Tokenizer:
@@ -165,26 +153,25 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
     further = further_tokens(folder, settings)
     template, named = read_templates(folder, settings)
     generation = settings_in(folder / "generation_config.json")
-    eos = token_id(codec, tokens, "eos_token", folder)
-    generation_eos = id_list(generation, "eos_token_id", folder)
-    stop_ids = tuple(dict.fromkeys([*generation_eos, *([] if eos is None else [eos])]))
+    eos, pad, bos = (
+        ids_of(codec, tokens, f"{name}_token", folder) for name in ("eos", "pad", "bos")
+    )
+    stop_ids = tuple(dict.fromkeys([*id_list(generation, "eos_token_id", folder), *eos]))
     if not stop_ids:
         raise UserError(
             f"no token ends a sample: neither tokenizer_config.json (eos_token) nor "
             f"generation_config.json (eos_token_id) in {folder} names one; set eos_token there"
         )
-    eos = stop_ids[0] if eos is None else eos
-    pad = token_id(codec, tokens, "pad_token", folder)
-    pads = [*([] if pad is None else [pad]), *id_list(generation, "pad_token_id", folder), eos]
+    eos_id = [*eos, *stop_ids][0]
     return Tokenizer(
         directory=folder,
         codec=codec,
         special_tokens=tokens | ({FURTHER_KEY: further} if further else {}),
         template=template,
         named_templates=named,
-        eos_id=eos,
-        pad_id=pads[0],
-        bos_id=token_id(codec, tokens, "bos_token", folder),
+        eos_id=eos_id,
+        pad_id=[*pad, *id_list(generation, "pad_token_id", folder), eos_id][0],
+        bos_id=bos[0] if bos else None,
         stop_ids=stop_ids,
     )
 
@@ -226,16 +213,15 @@ def is_named(entry: object) -> bool:
     return isinstance(held.get("name"), str) and isinstance(held.get("template"), str)
 
 
-def token_id(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> int | None:
-    if key not in tokens:
-        return None
-    number = codec.token_to_id(tokens[key])
-    if number is None:
+def ids_of(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> list[int]:
+    """Returns the id of the token that `key` names; none where there is no such key. Raises UserError."""
+    ids = [codec.token_to_id(tokens[key])] if key in tokens else []
+    if None in ids:
         raise UserError(
             f"{key} {tokens[key]!r} is not in the vocabulary of the tokenizer in {folder}; "
             f"correct {key} in tokenizer_config.json"
         )
-    return int(number)
+    return ids
 
 
 def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:

@@ -11,15 +11,8 @@ from mindgrpo.data.codec import settings_in
 from mindgrpo.data.tokenizer import Tokenizer, id_list
 
 FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
 FURTHER_TEMPLATES = "additional_chat_templates"
 
@@ -59,16 +52,11 @@ def write_template(tokenizer: Tokenizer, text: str, target: Path) -> None:
 
 
 def end_turns(tokenizer: Tokenizer, target: Path) -> None:
-    template = tokenizer.template
-    stop = None
-    if template is not None and template.stop is not None:
-        stop = tokenizer.codec.token_to_id(template.stop)
-    if stop is None:
-        return
     path = target / "generation_config.json"
     generation = settings_in(path)
     ends = id_list(generation, "eos_token_id", target) or [tokenizer.eos_id]
-    if stop in ends:
+    stop = tokenizer.turn_end
+    if stop is None or stop in ends:
         return
     if not path.is_file():
         # Libraries take these from here alone, once the file exists.

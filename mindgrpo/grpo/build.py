@@ -130,7 +130,7 @@ def _fill(weights: Weights, config: Config, directory: str, random_weights: bool
         fill_random(weights, config.rl_config.seed)
         return
     load_weights(weights, directory)
-    bad = in_arrays(weights.parts.items())
+    bad = in_arrays(weights.hf_views.items())
     if bad is not None:
         raise UserError(
             f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "

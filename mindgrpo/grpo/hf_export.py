@@ -93,7 +93,7 @@ def export_policy(
         if backend.rank == 0:
             with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
                 for spec in full.layout.specs:
-                    writer.add(spec.name, full.parts[spec.name])
+                    writer.add(spec.name, full.hf_views[spec.name])
             write_companions(Path(source), target, "float32")
     backend.world.barrier()
 
@@ -114,7 +114,7 @@ def export_adapters(
 def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
     target.mkdir(parents=True)
     tensors = {
-        f"base_model.model.{spec.name}": np.ascontiguousarray(full.parts[spec.name])
+        f"base_model.model.{spec.name}": np.ascontiguousarray(full.hf_views[spec.name])
         for spec in full.layout.specs
     }
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -132,7 +132,7 @@ class Roles:
         self._to_reference.run()
         if self._reference_copy is not None and self._mixup is not None:
             old, new = self.reference.weights, self._reference_copy
-            for run, fresh in zip(old.runs, new.runs, strict=True):
+            for run, fresh in zip(old.flat_buffers, new.flat_buffers, strict=True):
                 run *= 1.0 - self._mixup
                 run += self._mixup * fresh
             old.pool.push()

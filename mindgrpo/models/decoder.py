@@ -14,7 +14,6 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.mlp import GatedMlp
 from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
@@ -22,20 +21,20 @@ from mindgrpo.models.shard import Shard
 
 @dataclass(frozen=True)
 class Recompute:
-    """`parts` ("attention", "mlp") of each `every`-th layer are computed again in the backward pass, not kept."""
+    """`modules` ("attention", "mlp") of each `every`-th layer are computed again in the backward pass, not kept."""
 
-    parts: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
     every: int = 1
 
     def apply(self, layer: Any, index: int) -> None:
         """`index` counts layers from 0 over the whole model."""
         if index % self.every:
             return
-        if self.parts == {"attention", "mlp"}:
+        if self.modules == {"attention", "mlp"}:
             layer.recompute()
             return
-        for part in sorted(self.parts):
-            getattr(layer, part).recompute()
+        for module in sorted(self.modules):
+            getattr(layer, module).recompute()
 
 
 KEEP_ALL = Recompute()
@@ -99,6 +98,21 @@ class AddNorm(nn.Cell):
         return self.norm(x, added, self.weight)
 
 
+class GatedMlp(nn.Cell):
+    """down(activation(gate(x)) * up(x)), the inner dim split over the group (arXiv:2002.05202)."""
+
+    def __init__(self, shard: Shard, prefix: str) -> None:
+        super().__init__()
+        self.copy = CopyTo(shard.group)
+        self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
+        self.glu = shard.kernels.glu(shard.config.activation)
+        self.down = shard.linear(prefix + "mlp.down_proj.weight")
+        self.reduce = ReduceFrom(shard.group)
+
+    def construct(self, x: Any) -> Any:
+        return self.reduce(self.down(self.glu(self.gate_up(self.copy(x)))))
+
+
 class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, *context) -> the same pair: each sum is made where its norm needs it.
 
@@ -157,13 +171,9 @@ class Stage(nn.Cell):
         self.rotary_of = rotary.of_layer
         self.rope_and_masks = nn.CellList([kernels.rope_and_mask(t) for t in rotary.tables])
         attends = [kernels.attention(heads, rotary.tables[i]) for i in rotary.of_layer]
-        self.layers = nn.CellList(
-            [
-                Layer(shard, index, attend)
-                for index, attend in zip(shard.layers, attends, strict=True)
-            ]
-        )
-        for index, layer in zip(shard.layers, self.layers, strict=True):
+        layers = [Layer(shard, *entry) for entry in zip(shard.layers, attends, strict=True)]
+        self.layers = nn.CellList(layers)
+        for index, layer in zip(shard.layers, layers, strict=True):
             recompute.apply(layer, index)
 
     def construct(self, x: Any, positions: Any, spans: Any) -> Any:

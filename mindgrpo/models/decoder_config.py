@@ -21,12 +21,8 @@ from mindgrpo.strict_files import read_object
 MAX_CONFIG_BYTES = 1 << 20
 # Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
 MAX_SIZE, MAX_LAYERS = 1 << 24, 4096
-ROPE_FACTORS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+LLAMA3_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
+ROPE_FACTORS = (*LLAMA3_FACTORS, "original_max_position_embeddings")
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -79,11 +75,11 @@ def read_config(directory: str | Path) -> DecoderConfig:
     return decoder_config(raw, str(path))
 
 
-def decoder_config(given: Mapping[str, Any], where: str) -> DecoderConfig:
-    """`given` (the fields of config.json) as a DecoderConfig; `where` is named in errors."""
-    family = _family(given, where)
+def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
+    """The `fields` of config.json as a DecoderConfig; `where` is named in errors."""
+    family = _family(fields, where)
     # A null is as good as a key that is left out.
-    raw = {**family.defaults, **{key: value for key, value in given.items() if value is not None}}
+    raw = {**family.defaults, **{key: value for key, value in fields.items() if value is not None}}
     for key, reason in NOT_COMPUTED.items():
         if raw.get(key):
             raise UserError(f"{where}: {key} is {raw[key]!r}, but {reason}.")
@@ -111,7 +107,7 @@ def decoder_config(given: Mapping[str, Any], where: str) -> DecoderConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=(
-            _positive(raw, positions, where, 1 << 40) if positions in {**given, **raw} else 32768
+            _positive(raw, positions, where, 1 << 40) if positions in {**fields, **raw} else 32768
         ),
         tie_word_embeddings=_switch(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
@@ -121,7 +117,7 @@ def decoder_config(given: Mapping[str, Any], where: str) -> DecoderConfig:
         local_layers=local,
         local_rope_theta=local_theta,
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
-        raw=dict(given),
+        raw=dict(fields),
     )
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and the entropy, over a vocabulary split across ranks.
 
 One collective a call, forward; none backward. Rows go through the head in chunks, whose logits are made again for
-the backward, so that no [rows, vocabulary] tensor is larger than a set size. Refuses to sample.
+the backward, so that no [rows, vocabulary] tensor is larger than a set size.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Low-rank adapters at work: first values, graph code, and their sum with the base's weights.
 
-Which there are and how they are cut is in lora_plan.py. Refuses to train or to write them.
+Which there are and how they are cut is in lora_specs.py.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,20 +13,18 @@ from mindspore import nn, ops
 
 from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
 from mindgrpo.weights.local_weights import FUSED, Weights
+from mindgrpo.weights.pretrained import generator_of
 
 
 def fill_adapters(adapters: Weights, seed: int) -> None:
     """A uniform in +-1 / sqrt(in), B zero: the model is the base at first, under every layout the same."""
     for spec in adapters.specs():
-        part = adapters.parts.get(spec.name)
+        part = adapters.hf_views.get(spec.name)
         if part is None:
             continue
         part[...] = 0.0
         if f".{A}." in spec.name:
-            key = np.uint64((seed << 32) | zlib.crc32(spec.name.encode()))
-            values = np.random.Generator(np.random.Philox(key=key)).random(
-                spec.shape, dtype=np.float32
-            )
+            values = generator_of(spec.name, seed).random(spec.shape, dtype=np.float32)
             bound = np.float32(spec.shape[1] ** -0.5)
             part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
     adapters.pool.push()
@@ -35,19 +32,19 @@ def fill_adapters(adapters: Weights, seed: int) -> None:
 
 def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
     """Adds scale * B A to each adapted part of `weights`; both of one layout, on one rank."""
-    for name, part in weights.parts.items():
+    for name, part in weights.hf_views.items():
         a_name, b_name = adapter_names(name)
-        if b_name in adapters.parts:
-            low_rank = adapters.parts[b_name] @ adapters.parts[a_name]
+        if b_name in adapters.hf_views:
+            low_rank = adapters.hf_views[b_name] @ adapters.hf_views[a_name]
             part += np.float32(settings.scale) * low_rank
     weights.pool.push()
 
 
 class LowRankLinear(nn.Cell):
-    """x [N, in] -> base(x) + scale * (x A) B, part by part where the base's matrix is several side by side.
+    """x [N, in] -> base(x) + scale * (x A) B, each by itself where the base's matrix is several side by side.
 
-    `widths` are the parts' shares of the outputs and `adapted` says which have adapters; a [in, parts * rank],
-    b [rank, their widths].
+    `widths` are the matrices' shares of the outputs and `adapted` says which of them have adapters;
+    a [in, adapted matrices * rank], b [rank, their widths].
     """
 
     def __init__(
@@ -68,26 +65,26 @@ class LowRankLinear(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         low = self.matmul(x, self.a) * self.scale
-        pieces = []
+        columns = []
         number, column = 0, 0
         for i in range(len(self.widths)):
             width = self.widths[i]
             if self.adapted[i]:
                 own = low[:, number * self.rank : (number + 1) * self.rank]
-                pieces.append(self.matmul(own, self.b[:, column : column + width]))
+                columns.append(self.matmul(own, self.b[:, column : column + width]))
                 number += 1
                 column += width
             else:
-                pieces.append(ops.zeros((x.shape[0], width), x.dtype))
-        added = pieces[0]
-        if len(pieces) > 1:
-            added = ops.concat(pieces, 1)
+                columns.append(ops.zeros((x.shape[0], width), x.dtype))
+        added = columns[0]
+        if len(columns) > 1:
+            added = ops.concat(columns, 1)
         return self.base(x) + added
 
 
-def fused_parts(key: str) -> tuple[str, ...]:
-    """The keys of the matrices that lie side by side in stored tensor `key`; itself where it is alone."""
-    for fused, parts in FUSED:
+def unfused_keys(key: str) -> tuple[str, ...]:
+    """The keys of the matrices that lie side by side in fused parameter `key`; itself where it is alone."""
+    for fused, modules in FUSED:
         if f".{fused}." in key:
-            return tuple(key.replace(fused, part) for part in parts)
+            return tuple(key.replace(fused, module) for module in modules)
     return (key,)

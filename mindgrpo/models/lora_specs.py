@@ -1,7 +1,7 @@
 """Which low-rank adapters (LoRA, arXiv:2106.09685) a model gets, and how they are cut over ranks. Pure.
 
 W' = W + alpha / rank * B A, with A [rank, in] and B [out, rank]. A is cut where W's inputs are, B where its outputs
-are; the other is whole on every rank of a model group. Refuses embeddings, heads, norms and biases.
+are; the other is whole on every rank of a model group.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ def adapter_specs(
     base: Sequence[ParameterSpec], settings: LoraSettings
 ) -> tuple[ParameterSpec, ...]:
     """A and B of every base matrix that is a target. Raises UserError for a target that the model has not."""
-    found: list[ParameterSpec] = []
+    specs: list[ParameterSpec] = []
     seen = set()
     for spec in base:
-        parts = spec.name.split(".")
-        if parts[-1] != "weight" or parts[-2] not in settings.targets:
-            continue
-        seen.add(parts[-2])
-        found += _pair(spec, settings.rank)
+        module, kind = spec.name.split(".")[-2:]
+        if kind == "weight" and module in settings.targets:
+            seen.add(module)
+            specs += _pair(spec, settings.rank)
     missing = [target for target in settings.targets if target not in seen]
     if missing:
         raise UserError(
             f"actor_config.lora.target_modules names '{missing[0]}', but must name some of {', '.join(TARGETS)}; "
             "correct it or leave it out for all of them."
         )
-    return tuple(found)
+    return tuple(specs)
 
 
 def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:

@@ -1,7 +1,6 @@
 """Tensor-parallel building blocks as plain cells (Megatron-LM, arXiv:1909.08053, section 3).
 
-The conjugate operators f and g carry their own backward; everything else is ordinary graph code. Refuses to create
-or initialise weights: every parameter is handed in.
+The conjugate operators f and g carry their own backward; everything else is ordinary graph code.
 """
 
 from __future__ import annotations
@@ -61,17 +60,17 @@ class Linear(nn.Cell):
 
 
 class GatherColumns(nn.Cell):
-    """x [B, k] on each rank -> [B, size, k] on all, by a sum of arrays that are zero in the others' places."""
+    """x [B, k] on each rank -> [B, size, k] on all, by a sum of arrays that are zero in the others' columns."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.alone = group.size == 1
         self.total = group.sum_cell()
-        position = [[[1.0 if i == group.index else 0.0] for i in range(group.size)]]
-        self.place = Tensor(position, ms.float32)
+        column = [[float(index == group.index)] for index in range(group.size)]
+        self.one_hot = Tensor([column], ms.float32)
 
     def construct(self, x: Any) -> Any:
         x = ops.expand_dims(x, 1)
         if self.alone:
             return x
-        return self.total(x * self.place)
+        return self.total(x * self.one_hot)

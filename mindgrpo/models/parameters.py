@@ -11,26 +11,19 @@ from mindgrpo.parallel.sharding import ParameterSpec
 
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     """In model order."""
-    hidden, vocab = config.hidden_size, config.vocab_size
     tied = config.tie_word_embeddings
-    specs = [
-        ParameterSpec(
-            name="model.embed_tokens.weight",
-            shape=(vocab, hidden),
-            dim=0,
-            place="first_and_last" if tied else "first",
-            decay=True,
-        )
-    ]
+    table: dict[str, Any] = {
+        "shape": (config.vocab_size, config.hidden_size),
+        "dim": 0,
+        "decay": True,
+    }
+    first: Any = "first_and_last" if tied else "first"
+    specs = [ParameterSpec("model.embed_tokens.weight", position=first, **table)]
     for layer in range(config.num_hidden_layers):
         specs += _layer_specs(config, layer)
-    specs.append(_whole("model.norm.weight", hidden, "last"))
+    specs.append(_whole("model.norm.weight", config.hidden_size, "last"))
     if not tied:
-        specs.append(
-            ParameterSpec(
-                name="lm_head.weight", shape=(vocab, hidden), dim=0, place="last", decay=True
-            )
-        )
+        specs.append(ParameterSpec("lm_head.weight", position="last", **table))
     return tuple(specs)
 
 
@@ -38,9 +31,9 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(prod(spec.shape) for spec in parameter_specs(config))
 
 
-def _whole(name: str, extent: int, place: Any, partial: bool = False) -> ParameterSpec:
+def _whole(name: str, extent: int, position: Any, partial: bool = False) -> ParameterSpec:
     return ParameterSpec(
-        name=name, shape=(extent,), dim=None, place=place, decay=False, partial_gradient=partial
+        name, (extent,), None, position=position, decay=False, partial_gradient=partial
     )
 
 
@@ -58,40 +51,26 @@ def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
 
 def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     prefix, unit = f"model.layers.{layer}.self_attn.", config.head_dim
-    q_size, kv_size = config.num_attention_heads * unit, config.num_key_value_heads * unit
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    sizes = {name: count * unit for name, count in heads.items()}
+    sizes["v"] = sizes["k"]
 
-    def by_heads(name: str, shape: tuple[int, ...], is_query: bool) -> ParameterSpec:
-        return ParameterSpec(
-            name=prefix + name,
-            shape=shape,
-            dim=0,
-            unit=unit,
-            replicate=not is_query,
-            place=layer,
-            decay=len(shape) > 1,
-        )
+    def by_heads(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterSpec:
+        # Keys and values may have fewer heads than there are ranks.
+        shared, decay = name[0] in "kv", len(shape) > 1
+        return ParameterSpec(prefix + name, shape, dim, unit, shared, position=layer, decay=decay)
 
     specs = []
-    for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-        specs.append(by_heads(f"{name}_proj.weight", (size, config.hidden_size), name == "q"))
+    for name, size in sizes.items():
+        specs.append(by_heads(f"{name}_proj.weight", (size, config.hidden_size)))
         if config.qkv_bias:
-            specs.append(by_heads(f"{name}_proj.bias", (size,), name == "q"))
+            specs.append(by_heads(f"{name}_proj.bias", (size,)))
     if config.family.qk_norm == "head":
         # A norm inside heads sees only the rank's own heads.
         specs += [_whole(f"{prefix}{name}_norm.weight", unit, layer, partial=True) for name in "qk"]
     elif config.family.qk_norm == "projection":
-        specs.append(by_heads("q_norm.weight", (q_size,), is_query=True))
-        specs.append(by_heads("k_norm.weight", (kv_size,), is_query=False))
-    specs.append(
-        ParameterSpec(
-            name=prefix + "o_proj.weight",
-            shape=(config.hidden_size, q_size),
-            dim=1,
-            unit=unit,
-            place=layer,
-            decay=True,
-        )
-    )
+        specs += [by_heads(f"{name}_norm.weight", (sizes[name],)) for name in "qk"]
+    specs.append(by_heads("o_proj.weight", (config.hidden_size, sizes["q"]), dim=1))
     if config.output_bias:
         specs.append(_whole(prefix + "o_proj.bias", config.hidden_size, layer))
     return specs
@@ -99,18 +78,10 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
 
 def _mlp_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
-    matrices = {
-        "gate_proj": ((inner, hidden), 0),
-        "up_proj": ((inner, hidden), 0),
-        "down_proj": ((hidden, inner), 1),
-    }
+    prefix = f"model.layers.{layer}.mlp."
+    more: dict[str, Any] = {"position": layer, "decay": True}
     return [
-        ParameterSpec(
-            name=f"model.layers.{layer}.mlp.{name}.weight",
-            shape=shape,
-            dim=dim,
-            place=layer,
-            decay=True,
-        )
-        for name, (shape, dim) in matrices.items()
+        ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), 0, **more),
+        ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), 0, **more),
+        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), 1, **more),
     ]

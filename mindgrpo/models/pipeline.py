@@ -13,12 +13,7 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend, Link
-from mindgrpo.models.decoder import (
-    KEEP_ALL,
-    LogProbStage,
-    Recompute,
-    Stage,
-)
+from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
 from mindgrpo.models.shard import Shard
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.

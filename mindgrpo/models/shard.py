@@ -11,7 +11,7 @@ from mindspore import nn
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.lora import LowRankLinear, fused_parts
+from mindgrpo.models.lora import LowRankLinear, unfused_keys
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
 from mindgrpo.models.parallel_cells import Linear
 from mindgrpo.weights.local_weights import Weights
@@ -44,30 +44,21 @@ class Shard:
         self.weights = weights
         self.backend = backend
         self.group: Group = backend.group(layout.grid.model_group(weights.rank))
-        ways = layout.grid.model_parallel
+        tp_size = layout.grid.model_parallel
         self.layers = layout.stage_layers[layout.grid.coordinates(weights.rank).stage]
-        self.query_heads = config.num_attention_heads // ways
-        self.kv_heads = max(1, config.num_key_value_heads // ways)
+        self.query_heads = config.num_attention_heads // tp_size
+        self.kv_heads = max(1, config.num_key_value_heads // tp_size)
         # Ranks of the group that hold the same heads of keys and values.
-        self.kv_copies = max(1, ways // config.num_key_value_heads)
-        self.local_vocab = -(-config.vocab_size // ways)
+        self.kv_copies = max(1, tp_size // config.num_key_value_heads)
+        self.local_vocab = -(-config.vocab_size // tp_size)
         self.kernels = backend.kernels
         self.first_token = self.local_vocab * layout.grid.coordinates(weights.rank).model
         # Trained roles have gradients for exactly these, in this order.
-        self.parameters = {
-            entry.key: backend.parameter(weights.tensors[entry.key], f"{prefix}.{entry.key}")
-            for entry in weights.stored
-        }
-
+        self.parameters = parameters_of(weights, prefix, backend)
         self._adapters = adapters
         self.adapter_parameters: dict[str, Any] = {}
         if adapters is not None:
-            self.adapter_parameters = {
-                entry.key: backend.parameter(
-                    adapters.weights.tensors[entry.key], f"{prefix}.{entry.key}"
-                )
-                for entry in adapters.weights.stored
-            }
+            self.adapter_parameters = parameters_of(adapters.weights, prefix, backend)
 
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""
@@ -75,9 +66,9 @@ class Shard:
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
             return base
-        adapted = {spec.name for e in self._adapters.weights.stored for spec in e.parts}
-        flags = [adapter_names(part)[0] in adapted for part in fused_parts(key)]
-        (entry,) = [entry for entry in self.weights.stored if entry.key == key]
+        adapted = {spec.name for e in self._adapters.weights.fused for spec in e.specs}
+        flags = [adapter_names(name)[0] in adapted for name in unfused_keys(key)]
+        (entry,) = [entry for entry in self.weights.fused if entry.key == key]
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
         return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
 
@@ -122,3 +113,8 @@ class Shard:
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
         return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)
+
+
+def parameters_of(weights: Weights, prefix: str, backend: Backend) -> dict[str, Any]:
+    tensors = weights.tensors.items()
+    return {key: backend.parameter(tensor, f"{prefix}.{key}") for key, tensor in tensors}

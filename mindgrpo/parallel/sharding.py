@@ -18,7 +18,7 @@ from typing import Literal
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.mesh import Grid
 
-Place = int | Literal["first", "last", "first_and_last"]
+Position = int | Literal["first", "last", "first_and_last"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ParameterSpec:
 
     `dim` is split over the model axis in steps of `unit` elements (None: whole on every rank).
     `replicate` lets neighbouring ranks share a unit where there are fewer units than ranks.
-    `place` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
+    `position` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
     `partial_gradient`: whole on every rank of a model group, of which each sees its part of the gradient only.
     """
 
@@ -36,7 +36,7 @@ class ParameterSpec:
     dim: int | None
     unit: int = 1
     replicate: bool = False
-    place: Place = field(kw_only=True)
+    position: Position = field(kw_only=True)
     decay: bool = field(kw_only=True)
     partial_gradient: bool = field(default=False, kw_only=True)
 
@@ -128,12 +128,14 @@ def layers_of_stage(
 
 def stages_of(spec: ParameterSpec, stage_layers: Sequence[range]) -> tuple[int, ...]:
     last = len(stage_layers) - 1
-    if isinstance(spec.place, str):
-        return {"first": (0,), "last": (last,), "first_and_last": (0, last)[: last + 1]}[spec.place]
+    if isinstance(spec.position, str):
+        return {"first": (0,), "last": (last,), "first_and_last": (0, last)[: last + 1]}[
+            spec.position
+        ]
     for stage, layers in enumerate(stage_layers):
-        if spec.place in layers:
+        if spec.position in layers:
             return (stage,)
-    raise ValueError(f"{spec.name} belongs to layer {spec.place}, which no stage has")
+    raise ValueError(f"{spec.name} belongs to layer {spec.position}, which no stage has")
 
 
 def _refuse_cut_heads(spec: ParameterSpec, model_parallel: int) -> None:

@@ -1,21 +1,31 @@
-"""One call of a reward: which arguments it takes, and whether what it returns keeps the contract.
+"""Calls a reward: which arguments it takes, what it returned, and which failure whatever it raises is.
 
-Passes the completions first, `answers`, columns and facts by name and only if the signature accepts
-them.
+Passes the completions first, `answers`, columns and facts by name and only if the signature accepts them.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.load import RewardFunction
-from mindgrpo.rewards.outcome import Score
-from mindgrpo.rewards.spec import WHERE
+from mindgrpo.rewards.load import WHERE, RewardFunction, describe
+from mindgrpo.rewards.outcome import (
+    BAD_RESULT,
+    MEMORY,
+    NOT_FINITE,
+    RAISED,
+    REFUSED,
+    Failure,
+    Outcome,
+    Score,
+)
+
+if TYPE_CHECKING:
+    import asyncio
 
 Columns = Mapping[str, Sequence[Any]]
 CONTRACT = "a list with one float or None for each completion"
@@ -50,54 +60,50 @@ class Samples:
 
     def select(self, indices: Iterable[int]) -> Samples:
         chosen = list(indices)
-        columns = {name: [values[i] for i in chosen] for name, values in self.columns.items()}
-        return Samples(
-            [self.completions[i] for i in chosen],
-            [self.answers[i] for i in chosen],
-            columns,
-            self.facts,
-        )
+        lists = (self.completions, self.answers, *self.columns.values())
+        completions, answers, *columns = [[values[i] for i in chosen] for values in lists]
+        named = dict(zip(self.columns, columns, strict=True))
+        return Samples(completions, answers, named, self.facts)
 
-    def only(self, names: Iterable[str]) -> Samples:
+    def only(self, names: Sequence[str]) -> Samples:
         """Return them with the columns and facts of these names only, which is less to send."""
-        wanted = set(names)
-        return Samples(
-            self.completions,
-            self.answers,
-            {name: values for name, values in self.columns.items() if name in wanted},
-            {name: value for name, value in self.facts.items() if name in wanted},
-        )
+        columns = {name: self.columns[name] for name in names if name in self.columns}
+        facts = {name: self.facts[name] for name in names if name in self.facts}
+        return Samples(self.completions, self.answers, columns, facts)
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a reward can be given by name. `names` is None where Python cannot tell.
+    """What a reward can be given by name.
 
-    `required` are those without a default; `others` is whether it takes names of any kind; `by_name`
+    `required` are those of `names` without a default; `others` is whether it takes names of any kind; `by_name`
     whether completions go to a parameter of that name, which need not be the first.
     """
 
-    names: tuple[str, ...] | None
-    required: tuple[str, ...] = ()
-    others: bool = False
-    takes_completions: bool = True
-    by_name: bool = False
+    names: Sequence[str]
+    required: Sequence[str]
+    others: bool
+    takes_completions: bool
+    by_name: bool
 
     @classmethod
     def of(cls, function: RewardFunction) -> Signature:
         try:
             parameters = list(inspect.signature(function.call).parameters.values())
-        except (TypeError, ValueError):
-            return cls(None)
+        except ValueError as error:  # it is written in C
+            raise UserError(
+                f"reward function {function.name}: {error}; wrap it in one ({WHERE})"
+            ) from None
         others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
         names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
         # Functions that are called with names elsewhere often have the prompts first.
         by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
         first = parameters[:1]
-        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in function.bound]
+        bound = {*function.bound, COMPLETIONS}
+        left = [p for p in parameters[0 if by_name else 1 :] if p.name not in bound]
         return cls(
-            tuple(p.name for p in left if p.name in names and p.name != COMPLETIONS),
-            tuple(p.name for p in left if is_required(p) and p.name != COMPLETIONS),
+            [p.name for p in left if p.name in names],
+            [p.name for p in left if p.default is p.empty and p.kind not in VARIADIC],
             others,
             by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
             by_name,
@@ -106,12 +112,7 @@ class Signature:
     def accepted(self, samples: Samples) -> list[str]:
         """Return names to pass. Facts, token ids and other words for answers go to those that ask for them."""
         offered = ["answers", *samples.columns]
-        if self.names is None:
-            return ["answers"]
-        on_demand = (
-            *samples.facts,
-            *(word for word in ANSWER_WORDS if word not in samples.columns),
-        )
+        on_demand = [*samples.facts, *(w for w in ANSWER_WORDS if w not in samples.columns)]
         asked = [name for name in (*offered, *on_demand) if name in self.names]
         if not self.others:
             return asked
@@ -134,10 +135,6 @@ class Signature:
                 )
 
 
-def is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind not in VARIADIC
-
-
 def own_columns(
     prompts: Sequence[str],
     completion_ids: Sequence[Sequence[int]],
@@ -152,29 +149,61 @@ def own_columns(
     }
 
 
-def call_reward(
-    function: RewardFunction, samples: Samples, wait_for: Callable[[Awaitable[Any]], Any]
-) -> list[float | None]:
-    """Call it. Raises BadResult, or whatever the user's function raises. NaN and infinities stay in the list."""
-    signature = Signature.of(function)
-    offered: dict[str, Sequence[Any]] = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
-    offered |= samples.columns
-    # Copies: a function that changes its lists must not change them for a later call.
-    named = {
-        name: samples.facts[name] if name in samples.facts else list(offered[name])
-        for name in signature.accepted(samples)
-    }
-    completions = list(samples.completions)
-    if signature.by_name:
-        returned = function.call(**{COMPLETIONS: completions}, **named)
-    else:
-        returned = function.call(completions, **named)
-    if inspect.isawaitable(returned):
-        returned = wait_for(returned)
-    return checked(returned, len(samples))
+class Caller:
+    """Calls one function. All calls share an event loop, so that what an async function keeps open stays usable."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.signature = Signature.of(function)
+        self._function = function
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def together(self, samples: Samples) -> list[Outcome] | Failure:
+        """Return the outcome of each sample of one call, or why there is none."""
+        try:
+            return [judged(value) for value in checked(self._call(samples), len(samples))]
+        except UserError as error:
+            return Failure(REFUSED, str(error))
+        except BadResult as error:
+            return Failure(BAD_RESULT, f"returned {error}")
+        except MemoryError as error:
+            return Failure(MEMORY, describe(error))
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's own code
+            return Failure(RAISED, describe(error))
+
+    def alone(self, samples: Samples, index: int) -> Outcome:
+        result = self.together(samples.select([index]))
+        return result if isinstance(result, Failure) else result[0]
+
+    def _call(self, samples: Samples) -> Any:
+        self.signature.check(self._function.name, samples)
+        answers: dict[str, Sequence[Any]]
+        answers = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
+        offered = answers | dict(samples.columns)
+        # Copies: a function that changes its lists must not change them for a later call.
+        named = {
+            name: samples.facts[name] if name in samples.facts else list(offered[name])
+            for name in self.signature.accepted(samples)
+        }
+        completions = list(samples.completions)
+        if self.signature.by_name:
+            returned = self._function.call(**{COMPLETIONS: completions}, **named)
+        else:
+            returned = self._function.call(completions, **named)
+        return self._wait_for(returned) if inspect.isawaitable(returned) else returned
+
+    def _wait_for(self, waiting: Awaitable[Any]) -> Any:
+        async def wait() -> Any:
+            return await waiting
+
+        import asyncio  # takes as long to import as the rest of this room
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(wait())
 
 
 def checked(returned: object, num_samples: int) -> list[float | None]:
+    """Return the values, those that are not finite included. Raises BadResult."""
     # Arrays and tensors of any library turn into lists of Python's numbers so.
     as_list = getattr(returned, "tolist", None)
     if callable(as_list) and not isinstance(returned, list | tuple):
@@ -200,5 +229,7 @@ def as_float(value: Any) -> float:
         return math.inf
 
 
-def is_usable(value: float | None) -> bool:
-    return value is None or abs(value) <= LARGEST
+def judged(value: float | None) -> Outcome:
+    if value is None or abs(value) <= LARGEST:
+        return value
+    return Failure(NOT_FINITE, f"returned {value}")

@@ -1,79 +1,87 @@
-"""What calls a reward function: an executor with a thread of its own, in this process or a worker's.
+"""What calls a reward function: an executor with a thread of its own, so that all functions score at the same time.
 
-Executors work at the same time; `wait_all` waits for all and lets each end what is late. The kind that scores
-in a worker process is workers/executor.py.
+The kind that scores in a worker process is workers/executor.py.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import math
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.rewards.attempt import Attempts, judged
-from mindgrpo.rewards.call import Samples, Signature
+from mindgrpo.rewards.call import Caller, Samples
 from mindgrpo.rewards.load import RewardFunction
 from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, RewardResult
 
-TICK_SECONDS = 0.05
+# What a step may lose to a function that hangs on all samples together, beside one deadline.
+LONGEST_TOGETHER = 2.5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how large scoring may get.
+
+    `deadline`: seconds for one sample alone. `together`: for all of a step in one call, None for `deadline` and
+    at most 2.5. `memory`: bytes a worker. `workers`: processes a function's samples are dealt to.
+    """
+
+    deadline: float = 10.0
+    together: float | None = None
+    memory: int = 2 << 30
+    workers: int = 1
+
+    @property
+    def first_call(self) -> float:
+        return min(self.deadline, LONGEST_TOGETHER) if self.together is None else self.together
 
 
 class Executor(ABC):
-    """`start`, then `wait_all`, then `result`. Always the same thread calls the function."""
+    """`start`, then `result`. Always the same thread calls the function."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.future: Future[Any] = Future()
+        self._future: Future[Any] = Future()
+        self._future.set_result(None)
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A daemon: what hangs in it must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
         self._thread.start()
 
     def _serve(self) -> None:
-        for future, work, arguments in iter(self._tasks.get, None):
-            try:
-                future.set_result(work(*arguments))
-            except BaseException as error:
-                future.set_exception(error)
-
-    def submit(self, work: Callable[..., Any], *arguments: Any) -> None:
-        self.future = Future()
-        self._tasks.put((self.future, work, arguments))
+        for future, *arguments in iter(self._tasks.get, None):
+            future.set_result(self._run(*arguments))
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
         """Start scoring; `patient` gives a first call, which may load something, the whole deadline."""
-        self.submit(self._run, samples, list(indices), patient)
+        self._future = Future()
+        self._tasks.put((self._future, samples, list(indices), patient))
 
     def _run(self, samples: Samples, indices: list[int], patient: bool) -> RewardResult:
         result, started = RewardResult(), time.monotonic()
         try:
             if indices:
                 self._score(samples, indices, result, patient)
-        except BaseException as error:  # what not even an attempt survives
+        except BaseException as error:  # what not even a caller survives
             result.fail(indices, Failure(RAISED, f"{type(error).__name__}: {error}"))
         result.seconds = time.monotonic() - started
         return result
 
     def result(self) -> RewardResult:
-        return self.future.result()
+        """Wait for what was started, which ends by deadlines of its own."""
+        return self._future.result()
 
     @abstractmethod
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
         """Score samples `indices` into `result`, in the executor's thread."""
-
-    @abstractmethod
-    def check(self, now: float) -> None:
-        """End or give up what is late at `now`, in time.monotonic()'s seconds; called while it is waited for."""
-
-    @abstractmethod
-    def signature(self) -> Signature:
-        """Wait until the function is loaded. Raises UserError where it cannot be."""
 
     def close(self) -> None:
         """End the thread after what it is doing."""
@@ -88,47 +96,36 @@ class ThreadExecutor(Executor):
 
     def __init__(self, function: RewardFunction, deadline: float) -> None:
         super().__init__(function.name)
-        self._attempts, self._deadline = Attempts(function), deadline
-        self._begun, self._indices = 0.0, list[int]()
-        self._call: Future[Any] | None = None
-
-    def signature(self) -> Signature:
-        return Signature.of(self._attempts.function)
+        self._caller, self._deadline = Caller(function), deadline
+        self._is_busy = False
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
-        self._begun, self._indices = time.monotonic(), list(indices)
-        if self._call is not None and not self._call.done():
-            self._give_up("still busy with an earlier step")
-            return
-        super().start(samples, indices, patient)
-        self._call = self.future
+        self._started, self._indices = time.monotonic(), list(indices)
+        self._is_busy = not self._future.done()
+        if not self._is_busy:
+            super().start(samples, indices, patient)
+
+    def result(self) -> RewardResult:
+        if self._is_busy:
+            return self._given_up("still busy with an earlier step")
+        left = max(0.0, self._started + self._deadline - time.monotonic())
+        try:
+            return self._future.result(left if left < math.inf else None)
+        except concurrent.futures.TimeoutError:
+            message = f"no answer in {self._deadline:g} s (a thread cannot be ended)"
+            return self._given_up(message)
+
+    def _given_up(self, message: str) -> RewardResult:
+        result = RewardResult(seconds=time.monotonic() - self._started)
+        result.fail(self._indices, Failure(TIMEOUT, message))
+        return result
 
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
-        values = self._attempts.together(samples.select(indices))
-        if isinstance(values, Failure):
-            result.together_failure = values
-            for index in indices:
-                result.record(index, self._attempts.alone(samples, index))
-        else:
-            for index, value in zip(indices, values, strict=True):
-                result.record(index, judged(value))
-
-    def check(self, now: float) -> None:
-        if now - self._begun > self._deadline and not self.future.done():
-            self._give_up(f"no answer in {self._deadline:g} s (a thread cannot be ended)")
-
-    def _give_up(self, message: str) -> None:
-        result = RewardResult(seconds=time.monotonic() - self._begun)
-        result.fail(self._indices, Failure(TIMEOUT, message))
-        self.future = Future()
-        self.future.set_result(result)
-
-
-def wait_all(executors: Sequence[Executor]) -> None:
-    """Wait until every executor is done, which each is by its own deadlines."""
-    while pending := [executor for executor in executors if not executor.future.done()]:
-        wait([executor.future for executor in pending], TICK_SECONDS)
-        for executor in pending:
-            executor.check(time.monotonic())
+        outcomes = self._caller.together(samples.select(indices))
+        if isinstance(outcomes, Failure):
+            result.together_failure = outcomes
+            outcomes = [self._caller.alone(samples, index) for index in indices]
+        for index, outcome in zip(indices, outcomes, strict=True):
+            result.record(index, outcome)

@@ -1,17 +1,19 @@
-"""From what the user wrote to something that can be called: imports the user's module.
+"""From what a user wrote for a reward to something that can be called.
 
-Whatever goes wrong there is one sentence. A class is made into an object once and that object is
-called.
+`parse` reads where it is, its name and its arguments, and imports nothing; `resolve` imports the user's module.
+Whatever goes wrong there is one sentence. A class is made into an object once and that object is called.
 """
 
 from __future__ import annotations
 
+import ast
+import difflib
 import functools
 import importlib
 import importlib.util
+import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +21,84 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.rewards.spec import WHERE, Spec, nearest, parse
+
+WHERE = "reward_config.verifier_function"
+CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)
+LONGEST_MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class Spec:
+    """`source` is "" for a built-in, else a module or a .py file that holds `name`.
+
+    `text` is what the user wrote, `arguments` what stands in brackets behind it.
+    """
+
+    text: str
+    source: str
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_quick(self) -> bool:
+        return not self.source and BUILTINS[self.name].quick
+
+
+def parse(text: str) -> Spec:
+    """Read `name`, `module:name` or `file.py:name`, each with `(key=value, ...)` behind it or not."""
+    target, arguments = text.strip(), {}
+    call = CALL.fullmatch(target)
+    if call:
+        target, arguments = call["name"], read_arguments(call["arguments"], text)
+    if target in BUILTINS:
+        return Spec(text, "", target, arguments)
+    source, colon, name = target.rpartition(":")
+    if not (colon and source and name):
+        raise unknown_name(target)
+    return Spec(text, source, name, arguments)
+
+
+def read_arguments(written: str, text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"f{written}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args:
+            raise ValueError(f"{ast.unparse(call.args[0])} has no name")
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"reward function {text!r}: {written} cannot be read as arguments "
+            f"({getattr(error, 'msg', None) or error}); write (name=value, ...) with plain values in {WHERE}"
+        ) from None
+
+
+def reference_to(reward: Callable[..., Any]) -> Spec | None:
+    """Return how another process finds a callable: its module and name, or None.
+
+    None for closures, lambdas, bound methods and whatever the program itself defines.
+    """
+    module, name = getattr(reward, "__module__", None), getattr(reward, "__qualname__", "")
+    if module in (None, "__main__", "builtins") or "." in name or not name.isidentifier():
+        return None
+    if getattr(sys.modules.get(module), name, None) is not reward:
+        return None
+    return Spec(f"{module}:{name}", module, name)
+
+
+def unknown_name(target: str) -> UserError:
+    if target.endswith(".py"):
+        return UserError(
+            f"reward function {target!r} names a file only; write {target}:function in {WHERE}"
+        )
+    return UserError(
+        f"reward function {target!r} is not built in{nearest(target, BUILTINS)}; use one of "
+        f"{', '.join(BUILTINS)}, package.module:function or path/to/file.py:function in {WHERE}"
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (the nearest name is {close[0]!r})" if close else ""
 
 
 @dataclass(frozen=True)
@@ -37,8 +116,7 @@ def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
     spec = parse(reward) if isinstance(reward, str) else reward
     if not spec.source:
         return with_arguments(spec, BUILTINS[spec.name].load())
-    is_file = spec.source.endswith(".py")
-    module = load_file(spec) if is_file else load_module(spec)
+    module = module_of(spec)
     if spec.name not in vars(module):
         raise UserError(
             f"reward function {spec.text!r}: {spec.source} has no {spec.name!r}"
@@ -83,47 +161,36 @@ def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Call
     return reward
 
 
-def load_file(spec: Spec) -> ModuleType:
+def module_of(spec: Spec) -> ModuleType:
     path = Path(spec.source).expanduser().resolve()
-    if not path.is_file():
+    is_file = spec.source.endswith(".py")
+    if is_file and not path.is_file():
         here = [str(other.relative_to(path.parent)) for other in path.parent.glob("*.py")]
         raise UserError(
             f"reward function {spec.text!r}: the file {path} does not exist"
             f"{nearest(path.name, here)}; correct {WHERE}"
         )
-    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise UserError(f"reward function {spec.text!r}: {path} is not a Python file ({WHERE})")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    with searching(path.parent), one_sentence(spec.text):
-        module_spec.loader.exec_module(module)
-    return module
-
-
-def load_module(spec: Spec) -> ModuleType:
-    with searching(Path.cwd()), one_sentence(spec.text):
-        return importlib.import_module(spec.source)
-
-
-@contextmanager
-def searching(folder: Path) -> Iterator[None]:
-    """Let a reward find the modules beside it, as a script would, later imports in a call included."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    yield
-
-
-@contextmanager
-def one_sentence(spec: str) -> Iterator[None]:
+    # A reward finds the modules beside it, as a script would, later imports in a call included.
+    folder = str(path.parent if is_file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        yield
+        return module_in(path) if is_file else importlib.import_module(spec.source)
     except (Exception, SystemExit) as error:  # anything may happen at import
         raise UserError(
-            f"reward function {spec!r} does not import: {describe(error)}; "
+            f"reward function {spec.text!r} does not import: {describe(error)}; "
             f"correct the module or {WHERE}"
         ) from error
+
+
+def module_in(path: Path) -> ModuleType:
+    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    module_spec.loader.exec_module(module)
+    return module
 
 
 def describe(error: BaseException) -> str:
@@ -137,9 +204,6 @@ def describe(error: BaseException) -> str:
             location = f" at {file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{location}"
-
-
-LONGEST_MESSAGE = 300
 
 
 def public_callables(module: ModuleType) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ IN_WORDS = {
     TIMEOUT: "timed out",
     EXIT: "ended their process",
     MEMORY: "ran out of memory",
+    REFUSED: "refused",
 }
 
 
@@ -38,13 +38,16 @@ class Failure:
     message: str
 
 
-def to_json(outcome: float | None | Failure) -> dict[str, Any]:
+Outcome = float | None | Failure
+
+
+def to_json(outcome: Outcome) -> dict[str, Any]:
     if isinstance(outcome, Failure):
         return {"failed": [outcome.kind, outcome.message]}
     return {"value": outcome, "counts": getattr(outcome, "counts", None)}
 
 
-def from_json(message: Mapping[str, Any]) -> float | None | Failure:
+def from_json(message: Mapping[str, Any]) -> Outcome:
     """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
     if "failed" in message:
         return Failure(*message["failed"])
@@ -67,7 +70,7 @@ class RewardResult:
     seconds: float = 0.0
     restarts: int = 0
 
-    def record(self, index: int, outcome: float | None | Failure) -> None:
+    def record(self, index: int, outcome: Outcome) -> None:
         if isinstance(outcome, Failure):
             self.failures[index] = outcome
         else:
@@ -89,28 +92,3 @@ class RewardResult:
         self.printed_bytes += other.printed_bytes
         self.restarts += other.restarts
         self.seconds = max(self.seconds, other.seconds)
-
-    def counts(self) -> dict[str, int]:
-        """Count failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own."""
-        by_kind = Counter(failure.kind for failure in self.failures.values())
-        counts = {"errors": len(self.failures), **{kind: by_kind[kind] for kind in KINDS}}
-        counts[RAISED] += by_kind[REFUSED]
-        counts |= {"restarts": self.restarts, "printed_bytes": self.printed_bytes}
-        counts["none"] = sum(value is None for value in self.values.values())
-        own = Counter[str]()
-        for value in self.values.values():
-            own.update(value.counts if isinstance(value, Score) else {})
-        return {**own, **counts}
-
-    def in_one_line(self) -> str:
-        """Return each kind of failure with its number and one example; else why a second try was needed; else ""."""
-        examples: dict[str, str] = {}
-        for failure in self.failures.values():
-            examples.setdefault(failure.kind, failure.message)
-        counts = Counter(failure.kind for failure in self.failures.values())
-        if not counts and self.together_failure is not None:
-            return f"all together: {self.together_failure.message}; each apart went well"
-        return "; ".join(
-            f"{counts[kind]} {IN_WORDS.get(kind, kind)}: {message}"
-            for kind, message in examples.items()
-        )

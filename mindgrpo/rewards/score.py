@@ -15,16 +15,12 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.call import CONTRACT, Columns, Samples
-from mindgrpo.rewards.executors import Executor, ThreadExecutor, wait_all
-from mindgrpo.rewards.limits import Limits
-from mindgrpo.rewards.load import from_callable, name_of, resolve
+from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor
+from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
 from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
-from mindgrpo.rewards.spec import WHERE, Spec, parse, reference_to
 from mindgrpo.rewards.workers.executor import WorkerExecutor
-from mindgrpo.rewards.workers.pool import WorkerPool
 
 Reward = str | Callable[..., Any]
 
@@ -45,27 +41,17 @@ class Scorer:
         self.limits = limits or Limits()
         self.facts = dict(facts or {})
         sources = [source_of(function) for function in functions]
-        self.names = [name for name, _ in sources]
+        self.names = [
+            source.name if isinstance(source, Spec) else name_of(source) for source in sources
+        ]
         self.weights = check_weights(self.names, weights)
-        self._pool = WorkerPool(self.limits.memory)
-        self._executors: dict[str, list[Executor]] = {name: [] for name in self.names}
+        self._executors: dict[str, list[Executor]] = {}
         try:
-            for name, source in sources:
-                self._start_executors(self._executors[name], source)
+            for name, source in zip(self.names, sources, strict=True):
+                self._executors[name] = executors_for(source, self.limits)
         except BaseException:
             self.close()
             raise
-
-    def _start_executors(
-        self, executors: list[Executor], source: Spec | Callable[..., Any]
-    ) -> None:
-        if not isinstance(source, Spec):
-            executors.append(ThreadExecutor(from_callable(source), self.limits.deadline))
-        elif not source.source and BUILTINS[source.name].quick:
-            executors.append(ThreadExecutor(resolve(source), math.inf))
-        else:
-            for _ in range(self.limits.workers):
-                executors.append(WorkerExecutor(source, self._pool, self.limits))
 
     def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
         """Score two samples with every function; what would fail on every step fails here.
@@ -76,10 +62,7 @@ class Scorer:
         few = samples.select(range(min(2, len(samples))))
         firsts = [executors[0] for executors in self._executors.values()]
         for executor in firsts:
-            executor.signature().check(executor.name, few)
-        for executor in firsts:
             executor.start(few, range(len(few)), patient=True)
-        wait_all(firsts)
         for executor in firsts:
             refuse_what_cannot_work(executor.name, executor.result(), len(few))
 
@@ -93,7 +76,6 @@ class Scorer:
             shares = np.array_split(np.arange(len(samples)), len(executors))
             for executor, share in zip(executors, shares, strict=True):
                 executor.start(samples, share.tolist())
-        wait_all([executor for executors in self._executors.values() for executor in executors])
         results = {name: RewardResult() for name in self.names}
         for name, executors in self._executors.items():
             for executor in executors:
@@ -102,22 +84,23 @@ class Scorer:
 
     def close(self) -> None:
         """End the worker processes and whatever they started."""
-        self._pool.close()
         for executors in self._executors.values():
             for executor in executors:
                 executor.close()
         self._executors = {}
 
 
-def source_of(reward: Reward) -> tuple[str, Spec | Callable[..., Any]]:
-    """Return the name that a function is reported under, and where it is."""
-    if isinstance(reward, str):
-        spec = parse(reward)
-        return spec.name, spec
-    reference = reference_to(reward)
-    if reference is not None:
-        return reference.name, reference
-    return name_of(reward), reward
+def source_of(reward: Reward) -> Spec | Callable[..., Any]:
+    """Return where a function is; itself where no other process can find it."""
+    return parse(reward) if isinstance(reward, str) else reference_to(reward) or reward
+
+
+def executors_for(source: Spec | Callable[..., Any], limits: Limits) -> list[Executor]:
+    if not isinstance(source, Spec):
+        return [ThreadExecutor(from_callable(source), limits.deadline)]
+    if source.is_quick:
+        return [ThreadExecutor(resolve(source), math.inf)]
+    return [WorkerExecutor(source, limits) for _ in range(limits.workers)]
 
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list[float]:
@@ -141,8 +124,8 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list
 
 def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -> None:
     together, failures = result.together_failure, list(result.failures.values())
-    for failure in [*([together] if together else []), *failures]:
-        if failure.kind == REFUSED:
+    for failure in (together, *failures):
+        if failure is not None and failure.kind == REFUSED:
             raise UserError(failure.message)
     if together is not None and together.kind == BAD_RESULT:
         raise UserError(

@@ -6,12 +6,13 @@ A failure is nan in its function's values and counted in its report.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindgrpo.rewards.outcome import RewardResult
+from mindgrpo.rewards.outcome import IN_WORDS, KINDS, RAISED, REFUSED, RewardResult, Score
 
 Figure = float | int | None
 
@@ -31,8 +32,25 @@ class Report:
 
     @classmethod
     def of(cls, result: RewardResult) -> Report:
-        failed = frozenset(result.failures)
-        return cls(result.counts(), result.in_one_line(), result.printed, result.seconds, failed)
+        """Count failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own.
+
+        The line has each kind with its number and one example; else why a second try was needed.
+        """
+        own = Counter[str]()
+        for value in result.values.values():
+            own.update(value.counts if isinstance(value, Score) else {})
+        by_kind = Counter(failure.kind for failure in result.failures.values())
+        counts = {**own, "errors": len(result.failures), **{kind: by_kind[kind] for kind in KINDS}}
+        counts[RAISED] += by_kind[REFUSED]
+        counts |= {"restarts": result.restarts, "printed_bytes": result.printed_bytes}
+        counts["none"] = sum(value is None for value in result.values.values())
+        examples = {failure.kind: failure for failure in reversed(result.failures.values())}
+        line = "; ".join(
+            f"{count} {IN_WORDS[kind]}: {examples[kind].message}" for kind, count in by_kind.items()
+        )
+        if not line and result.together_failure is not None:
+            line = f"all together: {result.together_failure.message}; each apart went well"
+        return cls(counts, line, result.printed, result.seconds, frozenset(result.failures))
 
     def plus(self, other: Report) -> Report:
         """Return the report of both calls; which samples failed is known of a single call only."""

@@ -30,7 +30,7 @@ from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
-from mindgrpo.rewards.limits import Limits
+from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.run.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors

@@ -27,7 +27,7 @@ class GradientSync:
         shared: dict[tuple[int, ...], list[str]] = {}
         self._copies: dict[str, int] = {}
         for spec in gradients.specs():
-            if spec.name not in gradients.parts:
+            if spec.name not in gradients.hf_views:
                 continue
             stages = layout.stages_of(spec.name)
             self._copies[spec.name] = num_replicas(spec, tp_size) * len(stages)
@@ -44,14 +44,14 @@ class GradientSync:
 
     def _once(self) -> Iterator[tuple[np.ndarray, int]]:
         """(array, on how many ranks it is): whole tensors, or their parts where these differ in that."""
-        for entry in self._gradients.stored:
-            names = [spec.name for spec in entry.parts if spec.name in self._copies]
+        for entry in self._gradients.fused:
+            names = [spec.name for spec in entry.specs if spec.name in self._copies]
             counts = {self._copies[name] for name in names}
             if len(counts) == 1:
                 # What a tensor holds beside its parts is padding, whose gradient is zero.
                 yield self._gradients.tensors[entry.key], counts.pop()
             else:
-                yield from ((self._gradients.parts[name], self._copies[name]) for name in names)
+                yield from ((self._gradients.hf_views[name], self._copies[name]) for name in names)
 
     @staticmethod
     def _sharers(
@@ -69,7 +69,7 @@ class GradientSync:
 
     def sum(self) -> None:
         self._gradients.pool.pull()
-        parts = self._gradients.parts
+        parts = self._gradients.hf_views
         for group, names in self._shared:
             flat = np.concatenate([parts[name].reshape(-1) for name in names])
             group.sum_array(flat)
@@ -79,7 +79,7 @@ class GradientSync:
                 part[...] = flat[start : start + part.size].reshape(part.shape)
                 start += part.size
         if self._data.size > 1:
-            for run in self._gradients.runs:
+            for run in self._gradients.flat_buffers:
                 self._data.sum_array(run)
         self._gradients.pool.push()
 

@@ -89,7 +89,11 @@ class AdamW:
         self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
         if on_host or (backend.kernels.has_adamw and backend.shares_memory):
             roles_runs = zip(
-                weights.runs, gradients.runs, self.first.runs, self.second.runs, strict=True
+                weights.flat_buffers,
+                gradients.flat_buffers,
+                self.first.flat_buffers,
+                self.second.flat_buffers,
+                strict=True,
             )
             self._runs = list(roles_runs)
             return
@@ -107,12 +111,12 @@ class AdamW:
     def _names(weights: Weights, backend: Backend) -> list[tuple[str | int, bool]]:
         """What one operation updates at once: a whole run where memory is shared, else each tensor."""
         if backend.shares_memory:
-            return [(i, i == 0) for i, run in enumerate(weights.runs) if run.size]
-        return [(entry.key, entry.decay) for entry in weights.stored]
+            return [(i, i == 0) for i, run in enumerate(weights.flat_buffers) if run.size]
+        return [(entry.key, entry.decay) for entry in weights.fused]
 
     @staticmethod
     def _array(weights: Weights, name: str | int) -> np.ndarray:
-        return weights.runs[name] if isinstance(name, int) else weights.tensors[name]
+        return weights.flat_buffers[name] if isinstance(name, int) else weights.tensors[name]
 
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards."""
@@ -138,6 +142,6 @@ class AdamW:
             scale,
         )
         self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()
-        for gradients in self._gradients.runs:
+        for gradients in self._gradients.flat_buffers:
             gradients[...] = 0.0
         self._gradients.pool.push()

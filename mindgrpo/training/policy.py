@@ -116,7 +116,9 @@ class Policy:
     def bad_gradient(self) -> NonFinite | None:
         """Of this rank's gradients."""
         self.gradients.pool.pull()
-        named = ((f"the gradient of {name}", part) for name, part in self.gradients.parts.items())
+        named = (
+            (f"the gradient of {name}", part) for name, part in self.gradients.hf_views.items()
+        )
         return in_arrays(named)
 
     def apply(self, norm: float, lr: float) -> None:
@@ -128,6 +130,6 @@ class Policy:
         self.version += 1
 
     def clear_gradients(self) -> None:
-        for run in self.gradients.runs:
+        for run in self.gradients.flat_buffers:
             run[...] = 0.0
         self.gradients.pool.push()

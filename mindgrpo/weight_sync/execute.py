@@ -1,6 +1,6 @@
 """Runs a plan on one rank: what it keeps is copied, what it lacks is read from its senders or arrives in rounds.
 
-Every element of the target arrives or it is an error. Refuses to choose who sends what: plan.py does.
+Every element of the target arrives or it is an error.
 """
 
 from __future__ import annotations
@@ -166,13 +166,13 @@ def checksums(weights: Weights, boxes: dict[str, Box] | None = None) -> dict[str
     """crc32 of each held part's bytes, [out, in] order: equal parts have equal sums under any layout."""
     return {
         name: zlib.crc32(np.ascontiguousarray(part).tobytes())
-        for name, part in weights.parts.items()
+        for name, part in weights.hf_views.items()
         if boxes is None or name in boxes
     }
 
 
 def _view(weights: Weights, name: str, box: Box) -> np.ndarray:
-    return weights.parts[name][box.within(weights.boxes[name]).slices]
+    return weights.hf_views[name][box.within(weights.boxes[name]).slices]
 
 
 def _stop(piece: Piece) -> int:

@@ -1,7 +1,7 @@
 """Whether the generator computes with the policy's weights, bit for bit, and replicas with the same ones.
 
 Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
-generator's own before it draws. Refuses to say which of two replicas is right.
+generator's own before it draws.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
 Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up concatenated in one
-matrix; `parts` has each as a view of its Hugging Face tensor's slice, [out, in].
+matrix; `hf_views` has each as a view of its Hugging Face tensor's slice, [out, in].
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class FusedParameter:
-    """One tensor of the pool: `parts` are concatenated along its last dim, `widths[i]` of part i."""
+    """One tensor of the pool: `specs` are concatenated along its last dim, `widths[i]` wide each."""
 
     key: str
-    parts: tuple[ParameterSpec, ...]
+    specs: tuple[ParameterSpec, ...]
     shape: tuple[int, ...]
     widths: tuple[int, ...]
     offset: int
@@ -75,9 +75,9 @@ def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
 class Weights:
     """Arrays of `layout` on `rank`; also used for gradients and moments, which have the same arrangement.
 
-    `tensors[key]` float32 as stored; `parts[name]` float32 [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `runs` the two 1-dim ranges of the pool, with and without weight decay. `shared` lets other
-    ranks read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
+    `tensors[key]` float32 as stored; `hf_views[name]` float32 [out, in], exactly the box `boxes[name]` of the
+    Hugging Face tensor; `flat_buffers` two 1-dim ranges of the pool, with and without weight decay. `shared` lets
+    other ranks read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Weights:
         on_host: bool = False,
     ) -> None:
         self.on_host = on_host
-        self.stored = arrange(layout, rank)
-        num_bytes = sum(entry.size for entry in self.stored) * FLOAT_BYTES
+        self.fused = arrange(layout, rank)
+        num_bytes = sum(entry.size for entry in self.fused) * FLOAT_BYTES
         self.pool: Pool = (
             backend.host_pool(num_bytes) if on_host else backend.pool(num_bytes, shared)
         )
@@ -100,28 +100,28 @@ class Weights:
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> Weights:
         """Views the weights that another rank of this host holds in shared memory, without a copy."""
         weights = cls.__new__(cls)
-        weights.stored = arrange(layout, rank)
+        weights.fused = arrange(layout, rank)
         weights._arrange(layout, rank, pool)
         return weights
 
     def _arrange(self, layout: Layout, rank: int, pool: Pool | PeerView) -> None:
         self.layout = layout
         self.rank = rank
-        size = sum(entry.size for entry in self.stored)
+        size = sum(entry.size for entry in self.fused)
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
-        self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.stored}
-        self.parts = dict(self._views())
-        decaying = sum(entry.size for entry in self.stored if entry.decay)
-        self.runs = pool.view(0, (decaying,)), pool.view(decaying, (size - decaying,))
+        self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.fused}
+        self.hf_views = dict(self._views())
+        decaying = sum(entry.size for entry in self.fused if entry.decay)
+        self.flat_buffers = pool.view(0, (decaying,)), pool.view(decaying, (size - decaying,))
 
     @property
     def num_bytes(self) -> int:
         return self.pool.num_bytes
 
     def _views(self) -> Iterator[tuple[str, np.ndarray]]:
-        for entry in self.stored:
+        for entry in self.fused:
             start = 0
-            for spec, width in zip(entry.parts, entry.widths, strict=True):
+            for spec, width in zip(entry.specs, entry.widths, strict=True):
                 view = self.tensors[entry.key][..., start : start + width]
                 start += width
                 if is_transposed(spec.name, len(spec.shape)):
@@ -131,5 +131,5 @@ class Weights:
                     yield spec.name, view[tuple(slice(0, extent) for extent in box.shape)]
 
     def specs(self) -> Iterator[ParameterSpec]:
-        for entry in self.stored:
-            yield from entry.parts
+        for entry in self.fused:
+            yield from entry.specs

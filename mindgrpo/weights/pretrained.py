@@ -19,8 +19,7 @@ from mindgrpo.weights.mindformers_names import (
     to_huggingface,
 )
 from mindgrpo.weights.mindspore_ckpt import open_ckpt
-from mindgrpo.weights.model_files import ModelFiles
-from mindgrpo.weights.safetensors_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -68,23 +67,26 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
     files = check_tensors(directory, weights.layout.specs)
-    for name, part in weights.parts.items():
+    for name, part in weights.hf_views.items():
         part[...] = files.read(name, weights.boxes[name])
     weights.pool.push()
+
+
+def generator_of(name: str, seed: int) -> np.random.Generator:
+    """Returns the generator of the first values of parameter `name`."""
+    key = np.uint64((seed << 32) | zlib.crc32(name.encode()))
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
     """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
     for spec in weights.specs():
-        part = weights.parts.get(spec.name)
+        part = weights.hf_views.get(spec.name)
         if part is None:
             continue
         if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
             part[...] = 1.0
             continue
-        key = np.uint64((seed << 32) | zlib.crc32(spec.name.encode()))
-        values = np.random.Generator(np.random.Philox(key=key)).standard_normal(
-            spec.shape, dtype=np.float32
-        )
+        values = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32)
         part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)
     weights.pool.push()

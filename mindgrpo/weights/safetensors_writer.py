@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -93,12 +92,7 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
             return
@@ -108,7 +102,7 @@ class SafetensorsWriter:
     def _write_pending(self) -> None:
         written = self.directory / f".{SINGLE_FILE}.{os.getpid()}.{len(self._shards)}.part"
         sizes = {name: (tensor.shape, tensor.nbytes) for name, tensor in self._pending.items()}
-        self._shards[written] = {name: tensor.nbytes for name, tensor in self._pending.items()}
+        self._shards[written] = {name: num_bytes for name, (_, num_bytes) in sizes.items()}
         with written.open("wb") as stream:
             stream.write(header_of(sizes, _DTYPE_CODES[self._dtype], "pt")[0])
             for tensor in self._pending.values():

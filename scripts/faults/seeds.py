@@ -156,8 +156,7 @@ def make_texts(folder: Path) -> None:
 def make_checkpoint(folder: Path) -> None:
     """As a run of the configuration would have written it, from the folder that it works in."""
     from mindgrpo.checkpoint.format import Manifest, RunState, StoredTensor, write_manifest
-    from mindgrpo.checkpoint.plan import Chunk
-    from mindgrpo.checkpoint.shards import write_shard
+    from mindgrpo.checkpoint.shards import Chunk, write_shard
     from mindgrpo.config import load_config
     from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.parallel.sharding import Box

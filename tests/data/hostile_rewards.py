@@ -1,4 +1,4 @@
-"""Rewards that do their worst on the text "3" and are good on every other. Refuse nothing."""
+"""Rewards that do their worst on the text "3" and are good on every other."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Rewards that are slow, talkative, forgetful or leave things behind. Refuse nothing."""
+"""Rewards that are slow, talkative, forgetful or leave things behind."""
 
 import asyncio
 import os

@@ -227,7 +227,7 @@ class Run:
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
         WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
-        return {name: np.array(part) for name, part in weights.parts.items()}
+        return {name: np.array(part) for name, part in weights.hf_views.items()}
 
 
 def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class Mover:
     def move(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> dict[str, Any]:
         given = self.filled[source]
         taken = Weights(self.filled[target].layout, self.backend.rank, self.backend)
-        for run in taken.runs:
+        for run in taken.flat_buffers:
             run[...] = np.nan
         plan = plan_reshard(given.layout, taken.layout)
         traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()

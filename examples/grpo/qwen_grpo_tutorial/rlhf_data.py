@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
-from mindgrpo.data.convert import ConversionReport, convert
+from mindgrpo.data.convert import ConversionReport, convert, progress_bar
 from mindgrpo.data.examples import DATASET_TYPES, RowForm, parse_key_map
-from mindgrpo.data.progress import progress_bar
 from mindgrpo.data.prompts import OVERFLOWS, PromptForm
 from mindgrpo.data.sources import FOR_TRAINING, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer

@@ -141,7 +141,7 @@ def main() -> None:
         old.unlink()
     with SafetensorsWriter(arguments.output_dir, 1 << 30) as writer:
         for spec in layout.specs:
-            writer.add(spec.name, policy.weights.parts[spec.name])
+            writer.add(spec.name, policy.weights.hf_views[spec.name])
     (arguments.output_dir / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 

@@ -2,7 +2,7 @@
 
 `transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
 memory is held equal to; between graphs ranks always use shared memory and our own TCP, and where nothing else is
-used they never form MindSpore's cluster, which takes seconds to join and to leave. Refuses to guess who shares a host.
+used they never form MindSpore's cluster, which takes seconds to join and to leave.
 """
 
 from __future__ import annotations

@@ -20,19 +20,19 @@ class Chain:
     """See shared_group.Way. Keeps the lines open: the C library knows them by number."""
 
     def __init__(self, far: FarHosts, ranks: Sequence[int]) -> None:
-        parts = by_host(far.placement, ranks)
-        hosts = list(parts)
+        ranks_by_host = by_host(far.placement, ranks)
+        hosts = list(ranks_by_host)
         here = hosts.index(far.placement.host)
-        self.here = parts[far.placement.host]
+        self.here = ranks_by_host[far.placement.host]
         self.first = ranks.index(self.here[0])
         self._lines: list[socket.socket] = []
         self.before = self.after = -1
         if far.placement.rank == self.here[0]:
             purpose = "group-" + "_".join(map(str, ranks))
             if here > 0:
-                self.before = self._open(far, parts[hosts[here - 1]][0], purpose)
+                self.before = self._open(far, ranks_by_host[hosts[here - 1]][0], purpose)
             if here + 1 < len(hosts):
-                self.after = self._open(far, parts[hosts[here + 1]][0], purpose)
+                self.after = self._open(far, ranks_by_host[hosts[here + 1]][0], purpose)
 
     def _open(self, far: FarHosts, rank: int, purpose: str) -> int:
         line = far.network.line(rank, purpose, far.check)
@@ -42,15 +42,15 @@ class Chain:
 
 def by_host(placement: Placement, ranks: Sequence[int]) -> dict[int, list[int]]:
     """The members on each host, in the group's order. Raises ValueError where a host's are not together."""
-    parts: dict[int, list[int]] = {}
+    ranks_by_host: dict[int, list[int]] = {}
     for rank in ranks:
         host = placement.host_of(rank)
-        if host in parts and host != next(reversed(parts)):
+        if host in ranks_by_host and host != next(reversed(ranks_by_host)):
             raise ValueError(
                 f"the members of group {tuple(ranks)} on one host do not follow each other"
             )
-        parts.setdefault(host, []).append(rank)
-    return parts
+        ranks_by_host.setdefault(host, []).append(rank)
+    return ranks_by_host
 
 
 def far_group(far: FarHosts, host: Host, ranks: Sequence[int], buffer_bytes: int) -> NativeGroup:

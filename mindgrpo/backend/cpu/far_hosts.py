@@ -2,7 +2,6 @@
 
 A host is lost when what was sent to it stays unacknowledged for the deadline, whatever its ranks do meanwhile, and
 when its first rank's line closes without a farewell. The verdict stands in memory that this host's ranks share.
-Refuses to end a process, and to call a host lost because its ranks are slow.
 """
 
 from __future__ import annotations
@@ -121,17 +120,17 @@ class FarHosts:
     @contextmanager
     def waiting(self) -> Iterator[wire.Check]:
         """A check for a wait for another host, which is told as a wait once it takes more than a moment."""
-        told = False
+        is_reported = False
 
         def check() -> None:
-            nonlocal told
-            if not told:
-                told = True
+            nonlocal is_reported
+            if not is_reported:
+                is_reported = True
                 self._health.waits(time.monotonic())
             self.check()
 
         yield wire.paced(check)
-        if told:
+        if is_reported:
             self._health.waits(0.0)
 
     def lost(self, rank: int | None) -> PeerLost:
@@ -197,8 +196,8 @@ class FarHosts:
 
     def _beat(self) -> dict[str, Any]:
         """Where this host's ranks are, by this host's clock."""
-        found = {rank: self._health.heartbeat_of(rank) for rank in self.placement.here}
-        ranks = {str(rank): asdict(state) for rank, state in found.items() if state}
+        states = {rank: self._health.heartbeat_of(rank) for rank in self.placement.here}
+        ranks = {str(rank): asdict(state) for rank, state in states.items() if state}
         return {"now": time.monotonic(), "ranks": ranks}
 
     def _look_here(self) -> None:
@@ -248,8 +247,8 @@ class FarHosts:
         self._mirrors[rank].write(state)
 
     def _place_of(self, rank: int) -> str:
-        found = self._health.heartbeat_of(rank) if rank in self._mirrors else None
-        return f" in {found.position}" if found else ""
+        heartbeat = self._health.heartbeat_of(rank) if rank in self._mirrors else None
+        return f" in {heartbeat.position}" if heartbeat else ""
 
     def _judge(self, host: int, error: OSError | None) -> None:
         if self._closing:

@@ -59,11 +59,11 @@ class FarLink:
             raise self._far.lost(self._other) from None
 
     def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        found = self._next()
-        if found is None:
+        bucket = self._next()
+        if bucket is None:
             raise self._far.lost(self._other)
         self._count += 1
-        count, raw = found
+        count, raw = bucket
         num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if count != self._count or raw.size != num_bytes:
             raise RuntimeError(
@@ -145,9 +145,9 @@ class FarBuckets:
 class _Flow:
     """One bucket out and one in over a line at a time, so that neither end waits for the other to begin."""
 
-    def __init__(self, line: socket.socket, given: np.ndarray, target: np.ndarray) -> None:
+    def __init__(self, line: socket.socket, outgoing: np.ndarray, target: np.ndarray) -> None:
         self.line = line
-        self._out = [memoryview(_HEAD.pack(0, given.size)), memoryview(given.data)]
+        self._out = [memoryview(_HEAD.pack(0, outgoing.size)), memoryview(outgoing.data)]
         self._head = bytearray(_HEAD.size)
         self._wanted = memoryview(self._head)
         self._target = memoryview(target.data)

@@ -2,7 +2,7 @@
 
 Shared memory is nameless (memfd): a rank tells on the job's board what it offers and the others open it through
 /proc, so that /dev/shm needs no room and nothing is left behind by a crash. The board itself, a few pages, has a
-name until all have mapped it. Refuses to know what the memory is for, and to wait for a rank that has ended.
+name until all have mapped it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Connections between this rank and ranks of other hosts: how all meet at rank 0, and one line for each purpose.
 
 Every connection begins with a greeting that proves the job's secret; whatever else connects is turned away and holds
-up nobody. Refuses to know what is sent, and to connect ranks that were started differently.
+up nobody.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Arrived = Callable[[Caller], None]
 
 
 @dataclass(frozen=True)
-class Place:
+class Address:
     """Where a rank listens, and what its host is called."""
 
     address: str
@@ -107,7 +107,7 @@ class Network:
 
     def __init__(self, placement: Placement, say: Callable[[str], None]) -> None:
         self._placement, self._say = placement, say
-        self._places: list[Place] = []
+        self._addresses: list[Address] = []
         self._lines: dict[tuple[int, str], socket.socket] = {}
         self._callers: dict[int, Caller] = {}
         self._changed = threading.Condition()
@@ -124,17 +124,17 @@ class Network:
         except BaseException:
             self.close()
             raise
-        self._places = [Place(*row) for row in table]
+        self._addresses = [Address(*row) for row in table]
 
-    def place_of(self, rank: int) -> Place:
-        return self._places[rank]
+    def address_of(self, rank: int) -> Address:
+        return self._addresses[rank]
 
     def name_of(self, host: int) -> str:
         """Such as `host 10.0.0.2 (ranks 4 to 7)`."""
         ranks = self._placement.ranks_of(host)
-        place = self._places[ranks[0]]
-        name = place.address if place.host_name in ("", place.address) else place.host_name
-        known = f"{name}, {place.address}" if name != place.address else name
+        peer = self._addresses[ranks[0]]
+        name = peer.address if peer.host_name in ("", peer.address) else peer.host_name
+        known = f"{name}, {peer.address}" if name != peer.address else name
         return f"host {known} ({in_words(ranks)})"
 
     def _host_meeting(self, deadline: float) -> list[tuple[str, int, str]]:
@@ -164,7 +164,7 @@ class Network:
 
     def _await_callers(self, deadline: float, where: str) -> str:
         """Why a rank that has come cannot take part; empty when all have come and can."""
-        world_size, said = self._placement.world_size, False
+        world_size, is_announced = self._placement.world_size, False
         started = time.monotonic()
         with self._changed:
             while True:
@@ -180,8 +180,8 @@ class Network:
                     raise PeerLost(
                         f"{missing} did not come to {where} within {MEET_SECONDS:.0f} s{self._others()}"
                     )
-                if not said and time.monotonic() - started > SAY_AFTER_SECONDS:
-                    said = True
+                if not is_announced and time.monotonic() - started > SAY_AFTER_SECONDS:
+                    is_announced = True
                     self._say(f"waiting for {missing} at {where}{self._others()}")
                 self._changed.wait(wire.CHECK_SECONDS)
 
@@ -191,9 +191,9 @@ class Network:
     def _others(self) -> str:
         """Who was turned away, for a message."""
         assert self._listener is not None
-        found = sorted(self._listener.turned_away.items())[:5]
-        told = [f"{count} from {source} with {why}" for (source, why), count in found]
-        return f" (turned away: {', '.join(told)})" if told else ""
+        sources = sorted(self._listener.turned_away.items())[:5]
+        reasons = [f"{count} from {source} with {why}" for (source, why), count in sources]
+        return f" (turned away: {', '.join(reasons)})" if reasons else ""
 
     def _hello(self, **more: Any) -> dict[str, Any]:
         return {
@@ -249,7 +249,7 @@ class Network:
 
     def _reach(self, address: str, port: int, deadline: float) -> socket.socket:
         """Rank 0 may come later than this one."""
-        started, said = time.monotonic(), False
+        started, is_announced = time.monotonic(), False
         while True:
             try:
                 return socket.create_connection((address, port), timeout=wire.GREETING_SECONDS)
@@ -261,11 +261,11 @@ class Network:
                     "see that it was started, and that no firewall is between"
                 ) from None
             if (
-                not said
+                not is_announced
                 and self._placement.leads
                 and time.monotonic() - started > SAY_AFTER_SECONDS
             ):
-                said = True
+                is_announced = True
                 self._say(f"waiting for rank 0 at {address} port {port} ({why})")
             time.sleep(RETRY_SECONDS)
 
@@ -317,12 +317,12 @@ class Network:
             return self._lines.pop((rank, purpose))
 
     def _dial(self, rank: int, purpose: str, check: wire.Check) -> socket.socket:
-        place = self._places[rank]
+        peer = self._addresses[rank]
         deadline = time.monotonic() + self._placement.deadline
         while True:
             check()
             try:
-                line = socket.create_connection((place.address, place.port), timeout=5.0)
+                line = socket.create_connection((peer.address, peer.port), timeout=5.0)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:
@@ -331,7 +331,7 @@ class Network:
                         f"({error.strerror or error})"
                     ) from None
             time.sleep(RETRY_SECONDS)
-        self._greet(line, self._hello(purpose=purpose), f"{place.address} port {place.port}")
+        self._greet(line, self._hello(purpose=purpose), f"{peer.address} port {peer.port}")
         return line
 
     def close(self) -> None:
@@ -341,8 +341,8 @@ class Network:
 
 def _resolved(name: str) -> str:
     """The first address of a host's name, IPv4 before IPv6."""
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return str(sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
+    addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return str(sorted(addresses, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0])
 
 
 def in_words(ranks: Any) -> str:

@@ -1,7 +1,6 @@
 """Which ranks share a host, as the launcher tells it; hosts are equal in size and their ranks follow each other.
 
-What is on one machine and not told to be one host is treated as far apart. Refuses to guess: where several hosts are
-told of, everything that they need to meet must be told as well.
+What is on one machine and not told to be one host is treated as far apart.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ class Placement:
 
 def placement_of(environment: Mapping[str, str], rank: int, world_size: int) -> Placement:
     """Reads what the launcher and msrun set. Raises UserError."""
-    told = environment.get("MINDGRPO_RANKS_PER_HOST") or environment.get("MS_LOCAL_WORKER_NUM")
-    if told is None and environment.get("DEVICE_ID", str(rank)) != str(rank):
+    num_local = environment.get("MINDGRPO_RANKS_PER_HOST") or environment.get("MS_LOCAL_WORKER_NUM")
+    if num_local is None and environment.get("DEVICE_ID", str(rank)) != str(rank):
         raise UserError(
             f"msrun numbers this process rank {rank} and device {environment['DEVICE_ID']}, so it was started for "
             "several hosts, but nothing tells how they meet; start it with mindgrpo launch --hosts."
         )
-    per_host = int(told or world_size)
+    per_host = int(num_local or world_size)
     if world_size % per_host:
         raise UserError(
             f"{world_size} ranks cannot be {per_host} on each host: hosts have equally many; start so many with "
@@ -105,14 +104,14 @@ def _token(environment: Mapping[str, str]) -> bytes:
 
 
 def _deadline(environment: Mapping[str, str]) -> float:
-    given = environment.get(DEADLINE_KEY, "")
+    text = environment.get(DEADLINE_KEY, "")
     try:
-        seconds = float(given or DEFAULT_SECONDS)
+        seconds = float(text or DEFAULT_SECONDS)
     except ValueError:
         seconds = 0.0
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
         raise UserError(
-            f"{DEADLINE_KEY} is '{given}', but a host is given up after {SHORTEST_SECONDS:.0f} to "
+            f"{DEADLINE_KEY} is '{text}', but a host is given up after {SHORTEST_SECONDS:.0f} to "
             f"{LONGEST_SECONDS:.0f} seconds of silence; set such a number or unset it."
         )
     return seconds

@@ -1,7 +1,7 @@
 """Groups of ranks: sum, gather and barrier over one segment of shared memory on each host.
 
 NativeGroup leaves the work and the waits to the C library, so that graphs reach the same group; PolledGroup is the
-same in Python, for hosts without a C compiler. Refuses to mix them and to wait for a rank that has ended.
+same in Python, for hosts without a C compiler.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Memory that ranks of one host share: segments, and links and buckets made of them.
-
-Refuses to know what the bytes mean; how ranks find and wait for each other is host.py's.
-"""
+"""Memory that ranks of one host share: segments, and links and buckets made of them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Counters in shared memory that one process posts and others wait for.
 
-With the C library the waiter sleeps in the kernel until it is woken; without it, it yields and naps. Refuses to wait
-for a process that has ended: the caller's `check` is asked twice a second.
-
-Counters that are polled are 8-byte aligned stores in program order. That order is what x86-64 guarantees; on a
-machine with weaker ordering the system call in the wait loop is relied upon.
+With the C library the waiter sleeps in the kernel until it is woken; without it, it yields and naps. Counters that are
+polled are 8-byte aligned stores in program order. That order is what x86-64 guarantees; on a machine with weaker
+ordering the system call in the wait loop is relied upon.
 """
 
 from __future__ import annotations

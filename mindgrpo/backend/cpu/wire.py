@@ -57,9 +57,9 @@ def end_silence(line: socket.socket, deadline: float) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(deadline * 1000))
 
 
-def send_all(line: socket.socket, parts: list[Any], check: Check = _nothing) -> None:
+def send_all(line: socket.socket, chunks: list[Any], check: Check = _nothing) -> None:
     """Raises OSError, and what `check` raises, which is asked before every wait."""
-    for part in parts:
+    for part in chunks:
         rest = memoryview(part).cast("B")
         while len(rest):
             try:
@@ -93,9 +93,9 @@ def _await(line: socket.socket, event: int, check: Check) -> None:
 
 
 def receive(line: socket.socket, num_bytes: int, check: Check = _nothing) -> bytes:
-    found = bytearray(num_bytes)
-    receive_into(line, found, check)
-    return bytes(found)
+    buffer = bytearray(num_bytes)
+    receive_into(line, buffer, check)
+    return bytes(buffer)
 
 
 def send_frame(line: socket.socket, value: Any, check: Check = _nothing) -> None:
@@ -138,9 +138,9 @@ def until(deadline: float) -> Check:
     return check
 
 
-def _proof(token: bytes, who: bytes, *parts: bytes) -> bytes:
+def _proof(token: bytes, who: bytes, *chunks: bytes) -> bytes:
     """Of fixed lengths all but the last, so that no two lists of parts are one text."""
-    return hmac.new(token, b"".join((MAGIC, who, *parts)), hashlib.sha256).digest()
+    return hmac.new(token, b"".join((MAGIC, who, *chunks)), hashlib.sha256).digest()
 
 
 def greet(line: socket.socket, token: bytes, hello: dict[str, Any]) -> None:

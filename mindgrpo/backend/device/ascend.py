@@ -2,7 +2,7 @@
 
 Written from MindSpore 2.9's documentation and NOT run on hardware: no such device was within reach. A pool's array
 is the host's copy; `pull` fetches what the device computed and `push` sends what the host wrote, which is what
-releasing and bringing back a role does as well. Refuses nothing that the CPU accepts, and promises no speed.
+releasing and bringing back a role does as well.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class _Embedding(nn.Cell):
         local = tokens - self.first
         rows = table.shape[0]
         mine = ops.logical_and(local >= 0, local < rows)
-        found = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
-        return found * ops.expand_dims(mine.astype(ms.float32), 1)
+        gathered = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
+        return gathered * ops.expand_dims(mine.astype(ms.float32), 1)
 
 
 class _Vocabulary(nn.Cell):

@@ -1,7 +1,7 @@
 """The rewards that users call by name, where they are, and how each may be called.
 
 All are total: no completion and no gold answer makes one raise. Those that look at a bounded piece of
-a text are `quick` and need no process of their own. Refuses names that would mean two things.
+a text are `quick` and need no process of their own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Builtin:
 
 
 BUILTINS: dict[str, Builtin] = {
-    found.function: found
-    for found in (
+    builtin.function: builtin
+    for builtin in (
         Builtin("accuracy", "accuracy_reward"),
         Builtin("accuracy", "qwen_accuracy_reward"),
         Builtin("equivalence", "math_verify_reward", quick=False),
@@ -35,7 +35,7 @@ BUILTINS: dict[str, Builtin] = {
         Builtin("formats", "soft_format_reward"),
         Builtin("formats", "tag_count_reward"),
         Builtin("formats", "think_format_reward"),
-        Builtin("knights", "kk_reward"),
+        Builtin("kk", "kk_reward"),
         Builtin("lengths", "repetition_penalty_reward"),
         Builtin("lengths", "cosine_reward"),
         Builtin("lengths", "soft_overlong_punishment"),

@@ -1,7 +1,7 @@
 """A reward for answers that are mathematically the gold one, however they are written.
 
 Parsing and comparing are math-verify's and sympy's, which can take for ever; so this one runs in a worker
-process under a deadline. Refuses texts that are longer than any answer.
+process under a deadline.
 """
 
 from __future__ import annotations
@@ -14,12 +14,7 @@ from typing import Any
 from math_verify import parse, verify
 
 from mindgrpo.rewards.builtin.accuracy import first_of
-from mindgrpo.rewards.builtin.numerals import (
-    GOLD_MARK,
-    answer_content,
-    box_content,
-    gold_number,
-)
+from mindgrpo.rewards.builtin.numerals import GOLD_MARK, answer_content, box_content, gold_number
 
 # What is looked at of a text that marks no answer, in characters: its conclusion.
 TAIL = 1000
@@ -47,21 +42,20 @@ def math_verify_reward(
 
 def is_equivalent(text: object, answer: str, float_rounding: int) -> float | None:
     gold = answer.rpartition(GOLD_MARK)[2].strip()
-    given, said = conclusion(text), text.strip() if isinstance(text, str) else ""
+    marked, whole = conclusion(text), text.strip() if isinstance(text, str) else ""
     # What needs no algebra: most right answers are written like the gold one.
-    if gold and gold in (given.strip(), said):
+    if gold and gold in (marked.strip(), whole):
         return 1.0
-    wanted = gold_number(gold)
-    if wanted is not None and wanted in (gold_number(given), gold_number(said)):
+    number = gold_number(gold)
+    if number is not None and number in (gold_number(marked), gold_number(whole)):
         return 1.0
-    gold_expressions = expressions(as_mathematics(gold))
-    if not gold_expressions:
+    wanted = expressions(as_mathematics(gold))
+    if not wanted:
         return None
-    marked = as_mathematics(given) if given else without_endless_digits(said[-TAIL:])
-    given_expressions = expressions(marked)
-    return float(
-        bool(given_expressions) and is_verified(gold_expressions, given_expressions, float_rounding)
+    answered = expressions(
+        as_mathematics(marked) if marked else without_endless_digits(whole[-TAIL:])
     )
+    return float(is_verified(wanted, answered, float_rounding))
 
 
 def expressions(text: str) -> list[Any]:
@@ -74,9 +68,11 @@ def expressions(text: str) -> list[Any]:
         return []
 
 
-def is_verified(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
+def is_verified(wanted: list[Any], answered: list[Any], float_rounding: int) -> bool:
+    if not answered:
+        return False
     try:
-        return bool(verify(gold, given, float_rounding=float_rounding, timeout_seconds=None))
+        return bool(verify(wanted, answered, float_rounding=float_rounding, timeout_seconds=None))
     except Exception:  # sympy has no answer for these two
         return False
 

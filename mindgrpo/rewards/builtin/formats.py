@@ -1,7 +1,7 @@
 """Rewards for the form of a completion: think and answer tags.
 
 Total, and linear in the text. Where the prompt itself ends with <think>, as with some chat templates,
-that tag counts as the completion's. Refuses to look at whether an answer is right.
+that tag counts as the completion's.
 """
 
 from __future__ import annotations

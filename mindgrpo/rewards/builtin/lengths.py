@@ -1,7 +1,6 @@
 """Rewards for how long a completion is and how much it repeats itself.
 
-Lengths are in tokens, as the generator counted them; where nobody did, a reward by length does not
-apply. Refuses parameters that contradict each other, with a sentence.
+Lengths are in tokens, as the generator counted them; where nobody did, a reward by length does not apply.
 """
 
 from __future__ import annotations

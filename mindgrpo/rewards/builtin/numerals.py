@@ -1,7 +1,7 @@
 """The numbers that are written in a text, as exact fractions.
 
 Reads a bounded window at the end of a text, so a megabyte costs no more than a scan for its last
-digit. Refuses to guess: what is no number, or is longer than any answer, is None.
+digit. What is no number, or is longer than any answer, is None.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def gold_number(gold: object) -> Fraction | None:
     text = str(gold)[-2 * LONGEST_BOX :].rpartition(GOLD_MARK)[2]
     boxed = box_content(text)
     window = _plain(text if boxed is None else boxed)
-    found = list(NUMBER.finditer(window))
-    if len(found) != 1 or len(found[0].group()) > LONGEST_NUMBER:
+    numbers = list(NUMBER.finditer(window))
+    if len(numbers) != 1 or len(numbers[0].group()) > LONGEST_NUMBER:
         return None
-    before, after = window[: found[0].start()], window[found[0].end() :]
+    before, after = window[: numbers[0].start()], window[numbers[0].end() :]
     # One letter right behind is a factor (2x), more are a unit (5cm).
     if re.match(r"[^\W\d_](?![^\W\d_])", after) or re.search(r"[^\W_]$", before):
         return None
     if MATHEMATICS.search(WRAPPING.sub(" ", before + " " + after)):
         return None
-    return _value(found[0])
+    return _value(numbers[0])
 
 
 def last_number(text: str) -> Fraction | None:
@@ -57,10 +57,10 @@ def last_number(text: str) -> Fraction | None:
     last = len(text) - 1 - backwards.start()
     start = max(0, last - 2 * LONGEST_NUMBER)
     # One character more closes the braces of a LaTeX fraction.
-    found = list(NUMBER.finditer(_plain(text[start : last + 2])))
-    if not found or len(found[-1].group()) > LONGEST_NUMBER:
+    numbers = list(NUMBER.finditer(_plain(text[start : last + 2])))
+    if not numbers or len(numbers[-1].group()) > LONGEST_NUMBER:
         return None
-    return _value(found[-1])
+    return _value(numbers[-1])
 
 
 def answer_content(text: str) -> str | None:
@@ -78,32 +78,26 @@ def box_content(text: str) -> str | None:
     start = text.index("{", start) + 1
     inside = text[start : start + LONGEST_BOX]
     depth = 1
-    for place, character in enumerate(inside):
+    for index, character in enumerate(inside):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return inside[:place]
+            return inside[:index]
     return None
 
 
 def _plain(window: str) -> str:
-    """ASCII digits for those of any script, and LaTeX's ways of writing a number undone."""
+    """ASCII digits for those of any script, and LaTeX's spellings of a number undone."""
     if not window.isascii():
         window = DECIMAL.sub(lambda digit: str(unicodedata.decimal(digit.group())), window)
         window = window.replace("\uff0c", ",").replace("\uff0e", ".").replace("\uff0d", "-")
     window = LATEX_GROUPING.sub("", LATEX_DOLLAR.sub("$", window))
-    return LATEX_FRACTION.sub(
-        lambda part: f"{part[1] or part[3]}/{part[2] or part[4]}",
-        window,
-    )
+    return LATEX_FRACTION.sub(lambda f: f"{f[1] or f[3]}/{f[2] or f[4]}", window)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    value = Fraction(found["digits"].replace(",", ""))
-    if found["exponent"]:
-        value *= Fraction(10) ** int(found["exponent"])
-    if found["divisor"]:
-        divisor = int(found["divisor"])
-        if divisor == 0:
-            return None
-        value /= divisor
-    return value if found["sign"] in (None, "+") else -value
+def _value(number: re.Match[str]) -> Fraction | None:
+    value = Fraction(number["digits"].replace(",", ""))
+    value *= Fraction(10) ** int(number["exponent"] or 0)
+    divisor = int(number["divisor"] or 1)
+    if divisor == 0:
+        return None
+    return value / divisor * (1 if number["sign"] in (None, "+") else -1)

@@ -15,12 +15,12 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.isolation import IsolationUnavailable
+from mindgrpo.rewards.load import WHERE
 from mindgrpo.rewards.outcome import Score
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
 LONGEST_CODE = 100_000
-WHERE = "reward_config.verifier_function"
 
 
 def code_reward(
@@ -49,31 +49,18 @@ def code_reward(
             "install bubblewrap (apt-get install bubblewrap) or the extra (pip install 'mindgrpo[code]'), "
             f"or leave code_reward out of {WHERE}"
         ) from error
-    columns = [repeat(None) if tests is None else tests for tests in (test_cases, test_list)]
-    setups = test_setup_code if test_setup_code is not None else repeat("")
-    limits = seconds, memory_mb << 20
-    return [
-        score(
-            text,
-            tests_of(cases, "output"),
-            tests_of(assertions, ""),
-            str(setup or ""),
-            gold,
-            *limits,
-        )
-        for text, gold, cases, assertions, setup in zip(completions, answers, *columns, setups)  # noqa: B905
-    ]
+    columns = (
+        repeat(None) if column is None else column
+        for column in (test_cases, test_list, test_setup_code)
+    )
+    samples = zip(completions, answers, *columns, strict=False)
+    return [score(sample, seconds, memory_mb << 20) for sample in samples]
 
 
-def score(
-    text: object,
-    cases: list[Any],
-    assertions: list[Any],
-    setup: str,
-    gold: object,
-    seconds: float,
-    memory: int,
-) -> Score | None:
+def score(sample: tuple[Any, ...], seconds: float, memory: int) -> Score | None:
+    """`sample` is a completion, its gold answer, test cases, assertions and their setup."""
+    text, gold, stored_cases, stored_assertions, setup = sample
+    cases, assertions = tests_of(stored_cases, "output"), tests_of(stored_assertions, "")
     if not cases and not assertions:
         if not str(gold).strip():
             return None
@@ -86,7 +73,8 @@ def score(
     verdicts = ""
     if assertions:
         left = max(0.1, deadline - time.monotonic())
-        verdicts = sandbox.judge_assertions(code, setup, list(map(str, assertions)), left, memory)
+        words = list(map(str, assertions))
+        verdicts = sandbox.judge_assertions(code, str(setup or ""), words, left, memory)
         passed += verdicts.count("p")
     share = passed / (len(cases) + len(assertions))
     return Score(share, {"unjudgeable": verdicts.count("u")})

@@ -1,5 +1,5 @@
 """Worker processes that score, with deadlines and memory limits.
 
-`executor.py` is the entry: the worker executor of one function; `pool.py` is the rank's side of a worker, `worker.py`
-and `isolated.py` the worker's, and `supervisor.py` forks and ends workers. No reward is known here by name.
+`executor.py` is the rank's side of a function's workers; `worker.py` is the worker and the supervisor that ends it,
+`isolated.py` its scoring of samples apart. No reward is known here by name.
 """

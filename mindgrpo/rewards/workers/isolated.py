@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, from_json, to_json
+from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, Outcome, from_json, to_json
 from mindgrpo.rewards.workers import processes
 
 TICK_SECONDS = 0.05
@@ -54,8 +54,8 @@ class IsolatedScoring:
 
     def __init__(
         self,
-        score: Callable[[int], float | None | Failure],
-        report: Callable[[int, float | None | Failure], None],
+        score: Callable[[int], Outcome],
+        report: Callable[[int, Outcome], None],
         deadline: float,
         memory: int,
     ) -> None:

@@ -1,4 +1,4 @@
-"""Asks Linux about processes: ends them with a parent, limits them, lists and kills them."""
+"""Asks Linux about processes: ends them with a parent, limits and kills them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -33,10 +34,6 @@ def limit_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
-def no_core_files() -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 def memory_of(pid: int) -> int:
     """Return resident bytes that are no file's; 0 for a process that has ended."""
     try:
@@ -47,18 +44,21 @@ def memory_of(pid: int) -> int:
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if len(fields) > 2 else 0
 
 
-def children() -> list[int]:
-    """Return the ids of processes whose parent this one is."""
-    return [child.pid for child in psutil.Process().children()]
+def kill_children(spared: int = 0) -> bool:
+    """Kill the processes whose parent this one is, and their groups; return whether there were any."""
+    pids = [child.pid for child in psutil.Process().children() if child.pid != spared]
+    for pid in pids:
+        kill_group(pid)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+    return bool(pids)
 
 
 def kill_group(leader: int) -> None:
     """Kill the process and what it started in its own group."""
     for kill in (os.killpg, os.kill):
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def how_it_ended(wait_status: int) -> str:

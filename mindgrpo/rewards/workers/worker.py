@@ -1,7 +1,8 @@
-"""A worker process: loads one reward function and scores what its rank sends, until the rank is gone.
+"""A worker process, which loads one reward function and scores what its rank sends, and its supervisor.
 
-The rank watches deadlines and memory from outside. What it sends is pickled; what it is sent is JSON,
-because a process that somebody's code has wrecked may have written it.
+The supervisor is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker
+with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is
+pickled; what it is sent are lines of JSON, because a process that somebody's code has wrecked may have written them.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
+import resource
+import select
+import signal
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.attempt import Attempts, judged
-from mindgrpo.rewards.call import Samples, Signature
-from mindgrpo.rewards.load import describe, resolve
-from mindgrpo.rewards.outcome import MEMORY, Failure, to_json
-from mindgrpo.rewards.spec import Spec
+from mindgrpo.rewards.call import Caller, Samples
+from mindgrpo.rewards.load import Spec, describe, resolve
+from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.isolated import IsolatedScoring
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ORPHAN_CHECK_MILLISECONDS = 2000
 # Makes a built-in fill, once and before it is forked, the caches that its first call fills.
 WARM_UP = Samples([r"\boxed{(x + 1)^2}"], ["x^2 + 2x + 1"], {})
 
@@ -48,13 +53,45 @@ class Task:
     deadline: float
 
 
-def run_worker(channel: int, output: int) -> NoReturn:
-    """Serve on the descriptor `channel`, print to `output`, and end the process."""
+def main() -> None:
+    """Supervise a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
+
+    The last line on the socket is {"ended": how}, in one with what the worker wrote when it died, if it did.
+    """
+    rank, supervisor = os.getppid(), os.getpid()
+    channel, output = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    # Ctrl-C and a launcher's goodbye are the rank's to obey; this ends when the rank does.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    processes.adopt_orphans()
+    worker = os.fork()
+    if worker == 0:
+        processes.end_with_parent(supervisor)
+        os.setsid()
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        run_worker(channel, output)
+    events = select.poll()
+    events.register(channel, 0)  # its end only: what comes in is for the worker
+    events.register(os.pidfd_open(worker), select.POLLIN)
+    while not events.poll(ORPHAN_CHECK_MILLISECONDS) and os.getppid() == rank:
+        processes.kill_children(spared=worker)
+    processes.kill_group(worker)
+    ended = {"ended": processes.how_it_ended(os.waitpid(worker, 0)[1])}
+    channel.setblocking(False)
+    with suppress(OSError):
+        channel.sendall(json.dumps(ended).encode() + b"\n")
+    while processes.kill_children():
+        pass
+
+
+def run_worker(channel: socket.socket, output: int) -> NoReturn:
+    """Serve on `channel`, print to the descriptor `output`, and end the process."""
     status = 0
     try:
         sys.stdout, sys.stderr = (printing_to(descriptor, output) for descriptor in (1, 2))
-        processes.no_core_files()
-        serve(Connection(channel))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        serve(channel)
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -72,51 +109,49 @@ def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def serve(rank: Connection) -> None:
+def serve(channel: socket.socket) -> None:
     def send(message: dict[str, Any]) -> None:
         flush()
-        rank.send_bytes(json.dumps(message).encode())
+        channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def report(index: int, outcome: float | None | Failure) -> None:
+    def report(index: int, outcome: Outcome) -> None:
         send({"index": index, **to_json(outcome)})
 
-    order: Order = rank.recv()
+    received = channel.makefile("rb")
+    order: Order = pickle.load(received)
     sys.path[:] = order.search_path
     processes.limit_memory(order.memory)
     try:
-        function = resolve(order.spec)
+        caller = Caller(resolve(order.spec))
     except UserError as error:
         return send({"refused": str(error)})
     except BaseException as error:
         return send({"refused": f"reward function {order.spec.text!r}: {describe(error)}"})
-    attempts = Attempts(function)
     if not order.spec.source:
-        attempts.together(WARM_UP)
-    send({"signature": asdict(Signature.of(function)), "pid": os.getpid()})
+        caller.together(WARM_UP)
+    send({"signature": asdict(caller.signature), "pid": os.getpid()})
     while True:
-        task: Task = rank.recv()
+        task: Task = pickle.load(received)
         if task.isolated:
-            isolated = IsolatedScoring(
-                partial(alone, attempts, task.samples), report, task.deadline, order.memory
-            )
-            isolated.run(task.indices)
+            score = partial(score_alone, caller, task.samples)
+            IsolatedScoring(score, report, task.deadline, order.memory).run(task.indices)
         else:
             # A built-in gets one sample at a time: what it has scored when it hangs stays scored.
             batches = [task.indices] if order.spec.source else [[index] for index in task.indices]
             for batch in batches:
-                values = attempts.together(task.samples.select(batch))
-                if isinstance(values, Failure):
-                    send(to_json(values))
-                    if values.kind == MEMORY:
+                outcomes = caller.together(task.samples.select(batch))
+                if isinstance(outcomes, Failure):
+                    send(to_json(outcomes))
+                    if outcomes.kind == MEMORY:
                         return  # what is left of this process is not fit to score in
                     continue
-                for index, value in zip(batch, values, strict=True):
-                    report(index, judged(value))
+                for index, outcome in zip(batch, outcomes, strict=True):
+                    report(index, outcome)
         send({"done": True})
 
 
-def alone(attempts: Attempts, samples: Samples, index: int) -> float | None | Failure:
-    outcome = attempts.alone(samples, index)
+def score_alone(caller: Caller, samples: Samples, index: int) -> Outcome:
+    outcome = caller.alone(samples, index)
     flush()
     return outcome
 

@@ -1,7 +1,7 @@
 """The generator's graphs: prompts into the cache, and one token for every slot.
 
 The cache of a layer is one array [slots * K * S, D]; row (slot * K + head) * S + position. `B` slots, `S` cache
-length; other letters as in model/decoder.py. Refuses to decide which sample sits in which slot.
+length; other letters as in model/decoder.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The generator in plain operations: every slot has a whole cache, and the groups of free slots are refilled in Python.
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
-samples enter together, so that it is computed once. Refuses to be clever.
+samples enter together, so that it is computed once.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class PlainDecoder:
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        parts = [
+        buffers = [
             backend.parameter(cache.view(i * size, shape), f"cache{i}", False) for i in range(count)
         ]
-        caches = list(zip(parts[::2], parts[1::2], strict=True))
+        caches = list(zip(buffers[::2], buffers[1::2], strict=True))
         self._seen: np.ndarray | None = None
         seen = None
         if sampling.repetition_penalty != 1.0:

@@ -1,7 +1,6 @@
 """Continuous batching over the backend's slots: two graphs, one that fills prompts' prefix blocks and one that decodes.
 
-A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph. Refuses
-to know what a request is and to decide when weights are fresh: engine.py does.
+A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph.
 """
 
 from __future__ import annotations
@@ -223,9 +222,9 @@ class SlotDecoder:
             self._slots.set_prompt_rows(
                 prefix_blocks[rows], seen[rows], starts[max(0, begin - keys) : max(0, end - keys)]
             )
-            given = np.full(size, -1, np.int32)
-            given[: end - begin] = tokens[begin:end]
-            self._prompts(Tensor(given)).asnumpy()
+            padded_tokens = np.full(size, -1, np.int32)
+            padded_tokens[: end - begin] = tokens[begin:end]
+            self._prompts(Tensor(padded_tokens)).asnumpy()
 
 
 def _model_shape(shard: Shard) -> LocalModelShape:

@@ -1,7 +1,4 @@
-"""The CPU's own kernels as cells: each calls C code of native/ and carries its own backward.
-
-Refuses to fall back: where there is no library, the backend gives plain_kernels.py instead.
-"""
+"""The CPU's own kernels as cells: each calls C code of native/ and carries its own backward."""
 
 from __future__ import annotations
 

@@ -104,9 +104,9 @@ def build() -> Path:
             if not path.exists():
                 _compile(program, path)
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise Unavailable(
-            f"{program} cannot compile the C kernels ({said.splitlines()[0] if said else error})",
+            f"{program} cannot compile the C kernels ({output.splitlines()[0] if output else error})",
             "install gcc with its libraries (gcc, libc6-dev)",
         ) from None
     except OSError as error:

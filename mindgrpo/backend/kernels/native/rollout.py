@@ -1,7 +1,4 @@
-"""The generator's slots in C (native/rollout.h): the table entry that all its kernels read, and the kernels as cells.
-
-Refuses to allocate what a phase could want back: caches and scratch are views that the caller owns.
-"""
+"""The generator's slots in C (native/rollout.h): the table that all its kernels read, and the kernels as cells."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Knights and knaves: who tells the truth. Scores as in Logic-RL (arXiv:2502.14768, section 2.2).
 
-Total, and linear in the text. Refuses an answer that calls one person both, or leaves one out.
+Total, and linear in the text. An answer that calls one person both, or leaves one out, is unreadable.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def score(text: str, gold: Mapping[str, str]) -> float | None:
         return None
     if not tags_in_order(text):
         return FORMAT_WRONG + ANSWER_UNREADABLE
-    given = roles_of((answer_content(text) or "")[-LONGEST_ANSWER:], set(gold))
-    if given.keys() != gold.keys():
+    roles = roles_of((answer_content(text) or "")[-LONGEST_ANSWER:], set(gold))
+    if roles.keys() != gold.keys():
         return FORMAT_RIGHT + ANSWER_UNREADABLE
-    return FORMAT_RIGHT + (ANSWER_RIGHT if given == gold else ANSWER_WRONG)
+    return FORMAT_RIGHT + (ANSWER_RIGHT if roles == gold else ANSWER_WRONG)
 
 
 def gold_text(gold: object) -> str:
@@ -58,8 +58,8 @@ def gold_text(gold: object) -> str:
 
 
 def tags_in_order(text: str) -> bool:
-    places = [text.find(tag) for tag in TAGS]
-    return places == sorted(places) and all(text.count(tag) == 1 for tag in TAGS)
+    positions = [text.find(tag) for tag in TAGS]
+    return positions == sorted(positions) and all(text.count(tag) == 1 for tag in TAGS)
 
 
 def roles_of(text: str, names: set[str] | None = None) -> dict[str, str]:
@@ -70,8 +70,7 @@ def roles_of(text: str, names: set[str] | None = None) -> dict[str, str]:
     roles: dict[str, str] = {}
     contradicted: set[str] = set()
     waiting: list[str] = []
-    for found in WORD.finditer(text):
-        word = found.group()
+    for word in WORD.findall(text):
         role = ROLES.get(word.lower())
         if role is not None:
             for name in waiting:
