@@ -198,6 +198,18 @@ def test_no_file_has_a_name_that_says_nothing() -> None:
     assert [name for name in sorted(names) if FORBIDDEN_NAMES.search(name)] == []
 
 
+def test_no_variable_of_the_package_has_a_name_that_says_nothing() -> None:
+    vague = {"place", "found", "given", "told", "said", "pieces", "parts", "ways"}
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if name in vague:
+                wrong.append(f"{name_of(path)}:{node.lineno} {name}")
+    assert not wrong
+
+
 def test_every_module_says_what_it_is() -> None:
     files = sources("mindgrpo", "scripts", "examples", "tests")
     dumb = [path for path in files if not ast.get_docstring(ast.parse(path.read_text("utf-8")))]

@@ -269,7 +269,7 @@ def test_senders_and_receivers_tell_of_the_same_moves(train: Grid, infer: Grid) 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
 def test_ranks_that_hold_the_same_send_alike(train: Grid, infer: Grid) -> None:
     for plan in (planned(train, infer), planned(infer, train)):
-        largest = max(part.size for part in plan.parts) * plan.itemsize
+        largest = max(part.size for part in plan.segments) * plan.itemsize
         for rank in range(plan.source.grid.size):
             loads = [plan.sent_bytes(other) for other in plan.source.grid.data_group(rank)]
             assert max(loads) - min(loads) <= largest
@@ -303,9 +303,9 @@ def test_a_rank_sees_its_own_pieces_of_the_same_rounds(train: Grid, infer: Grid)
 
 def test_a_part_for_many_stands_in_the_bucket_once() -> None:
     plan = planned(Grid(1, 1), Grid(8, 1))
-    (pieces,) = rounds(plan, sum(part.size for part in plan.parts) * 4)
-    assert len({(piece.move.name, piece.sender_offset) for piece in pieces}) == len(plan.parts)
-    assert len(pieces) == 7 * len(plan.parts)
+    (pieces,) = rounds(plan, sum(part.size for part in plan.segments) * 4)
+    assert len({(piece.move.name, piece.sender_offset) for piece in pieces}) == len(plan.segments)
+    assert len(pieces) == 7 * len(plan.segments)
 
 
 def test_the_design_layout_keeps_its_stage_and_fetches_the_other() -> None:

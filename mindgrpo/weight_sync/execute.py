@@ -188,4 +188,4 @@ def _place(bucket: np.ndarray, piece: Piece) -> np.ndarray:
 
 
 def _largest_row(plan: Plan) -> int:
-    return max((part.size // part.box.shape[0] for part in plan.parts), default=1)
+    return max((part.size // part.box.shape[0] for part in plan.segments), default=1)

@@ -25,7 +25,7 @@ Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A box that is cut neither in the source nor in the target: it moves in one piece."""
 
     name: str
@@ -68,7 +68,7 @@ class Plan:
     source: Layout
     target: Layout
     itemsize: int
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     part_of_move: NDArray[np.int32] = field(repr=False)
     source_of_move: NDArray[np.int32] = field(repr=False)
     target_of_move: NDArray[np.int32] = field(repr=False)
@@ -79,7 +79,7 @@ class Plan:
 
     @cached_property
     def _bytes_of_move(self) -> NDArray[np.int64]:
-        sizes = np.array([part.size for part in self.parts], dtype=np.int64)
+        sizes = np.array([part.size for part in self.segments], dtype=np.int64)
         return sizes[self.part_of_move] * self.itemsize
 
     @cached_property
@@ -137,7 +137,7 @@ class Plan:
         columns = (self.part_of_move, self.source_of_move, self.target_of_move)
         part_ids, sources, targets = (column[rows].tolist() for column in columns)
         return [
-            Move(self.parts[part].name, source, target, self.parts[part].box)
+            Move(self.segments[part].name, source, target, self.segments[part].box)
             for part, source, target in zip(part_ids, sources, targets, strict=True)
         ]
 
@@ -152,7 +152,7 @@ def plan_reshard(source: Layout, target: Layout, itemsize: int = 4) -> Plan:
         source=source,
         target=target,
         itemsize=itemsize,
-        parts=tuple(demand.part for demand in demands),
+        segments=tuple(demand.part for demand in demands),
         part_of_move=np.repeat(np.arange(len(demands), dtype=np.int32), counts),
         source_of_move=_column(senders, sum(counts)),
         target_of_move=_column([demand.wanted_by for demand in demands], sum(counts)),
@@ -160,7 +160,7 @@ def plan_reshard(source: Layout, target: Layout, itemsize: int = 4) -> Plan:
 
 
 class _Demand(NamedTuple):
-    part: Part
+    part: Segment
     held_by: Ranks
     wanted_by: Ranks
 
@@ -188,7 +188,7 @@ def _demands(
     held = _ranks_by_box(source, spec.name)
     for wanted, wanted_by in _ranks_by_box(target, spec.name).items():
         for box, size, home in boxes.cut(wanted, tuple(held)):
-            yield _Demand(Part(spec.name, box, size), held[home], wanted_by)
+            yield _Demand(Segment(spec.name, box, size), held[home], wanted_by)
 
 
 def _ranks_by_box(layout: Layout, name: str) -> dict[Box, Ranks]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weight_sync.plan import Move, Part, Plan
+from mindgrpo.weight_sync.plan import Move, Plan, Segment
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def rounds(
     capacity = bucket_bytes // itemsize
     result: list[list[Piece]] = []
     for sender, targets_by_part in _gifts(plan):
-        sent = [plan.parts[index] for index in targets_by_part]
+        sent = [plan.segments[index] for index in targets_by_part]
         for part, targets, places in zip(
             sent, targets_by_part.values(), _pack(sent, capacity), strict=True
         ):
@@ -68,7 +68,7 @@ def _gifts(plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
     yield from gifts.items()
 
 
-def _pack(sent: Sequence[Part], capacity: int) -> Iterator[list[_Place]]:
+def _pack(sent: Sequence[Segment], capacity: int) -> Iterator[list[_Place]]:
     """Fills one sender's buckets row by row, each to the brim before the next is begun."""
     current, used = 0, 0
     for part in sent:
@@ -83,7 +83,7 @@ def _pack(sent: Sequence[Part], capacity: int) -> Iterator[list[_Place]]:
         yield places
 
 
-def _rows(part: Part) -> tuple[int, int, int]:
+def _rows(part: Segment) -> tuple[int, int, int]:
     """First row, end of the rows, and elements a row; a scalar is one row."""
     first, last = (part.box.start[0], part.box.stop[0]) if part.box.start else (0, 1)
     return first, last, part.size // (last - first)
@@ -96,9 +96,9 @@ def _cut_rows(box: Box, first: int, last: int) -> Box:
 
 
 def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
-    if not plan.parts:
+    if not plan.segments:
         return
-    widest = max(plan.parts, key=lambda part: _rows(part)[2])
+    widest = max(plan.segments, key=lambda part: _rows(part)[2])
     need = _rows(widest)[2] * itemsize
     if need > bucket_bytes:
         raise UserError(
