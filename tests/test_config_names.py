@@ -68,9 +68,9 @@ def test_aliases_lead_to_keys_that_are_not_retired() -> None:
     theirs = aliases()
     names = [name for key in theirs.by_key for name in theirs.names_of(key)]
     leaves = {name.rpartition(".")[2] for name in names}
-    assert set(theirs.by_key) <= {*LIVE, *PENDING}
-    assert len(names) == len(set(names)) > 250
-    assert not {*leaves, *theirs.absent} & {key.rpartition(".")[2] for key in KNOWN}
+    assert set(theirs.by_key) | theirs.same_in_mindrlhf <= {*LIVE, *PENDING}
+    assert len(names) == len(set(names)) > 300
+    assert not set(theirs.absent) & {key.rpartition(".")[2] for key in KNOWN}
     assert not leaves & set(theirs.absent)
     assert not set(theirs.sections) & SECTIONS
     trainers = {trainer for by_trainer in theirs.by_key.values() for trainer in by_trainer}
@@ -79,11 +79,49 @@ def test_aliases_lead_to_keys_that_are_not_retired() -> None:
 
 def test_an_alias_is_found_as_its_trainer_writes_it_and_by_its_last_word() -> None:
     theirs = aliases()
+    ours = {key.rpartition(".")[2] for key in (*theirs.by_key, *theirs.same_in_mindrlhf)}
+    first: dict[str, str] = {}
     for key in theirs.by_key:
         for name in theirs.names_of(key):
-            assert theirs.ours(name) == key
+            leaf = name.rpartition(".")[2]
             if "." in name:
-                assert theirs.ours(name.rpartition(".")[2]) == key
+                assert theirs.ours(name) == key
+                first.setdefault(leaf, key)
+            elif name not in ours:
+                assert theirs.ours(name) == key
+    for leaf, key in first.items():
+        bare = next((k for k in theirs.by_key if leaf in theirs.names_of(k)), key)
+        expected = None if leaf in theirs.generic | ours else bare
+        assert theirs.ours(leaf) == expected, leaf
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("actor_rollout_ref.rollout.n", "rl_config.num_generations"),
+        ("n", "rl_config.num_generations"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "rl_config.eval_num_generations"),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", "rl_config.eval_temperature"),
+        ("actor_rollout_ref.rollout.temperature", "generate_config.sampling_config.temperature"),
+        ("actor_rollout_ref.model.path", "actor_config.load"),
+        ("algorithm.filter_groups.enable", "rl_config.dynamic_sampling"),
+        ("actor_rollout_ref.actor.optim.lr", "actor_config.lr_schedule.lr"),
+        ("trainer.default_local_dir", "output_dir"),
+        ("logging_dir", "rl_config.tensorboard_dir"),
+        ("num_generations_eval", "rl_config.eval_num_generations"),
+    ],
+)
+def test_names_of_verl_and_trl_lead_to_the_key_of_the_same_meaning(name: str, key: str) -> None:
+    assert aliases().ours(name) == key
+
+
+def test_a_word_that_says_nothing_by_itself_leads_to_no_key() -> None:
+    assert {word: aliases().ours(word) for word in ("enable", "path", "temperature", "lr")} == {
+        "enable": None,
+        "path": None,
+        "temperature": None,
+        "lr": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -134,10 +172,10 @@ def test_another_trainers_name_is_pointed_to_ours(load: Loader, name: str, ours:
             "keep there is in rl_config here (grpo_config.yaml line 1)",
         ),
         ("actor_config:\n  optim:\n    lr: 1.0\n", "is in actor_config.optimizer and"),
-        ("rl_config:\n  bf16: True\n", "everything is computed and kept in float32"),
+        ("rl_config:\n  bf16: True\n", "all computation is in float32"),
         (
             "rl_config:\n  param_offload: True\n",
-            "leave the device between its phases by themselves",
+            "weights are offloaded automatically between the phases",
         ),
     ],
 )

@@ -5,6 +5,7 @@ Does not prove that a description is a good one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,32 +13,51 @@ import pytest
 from mindgrpo.cli.verbs import main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import KNOWN, RETIRED, SECTIONS, aliases
-from mindgrpo.config.reference import explain, reference
+from mindgrpo.config.reference import explain, other_trainers, reference
 from mindgrpo.errors import UserError
 
 ALIASES = (*(n for key in aliases().by_key for n in aliases().names_of(key)), *aliases().absent)
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+# Made by `python -m mindgrpo config FLAG > docs/PAGE`: flag, page, what makes it.
+PAGES = [
+    ("--reference", "configuration.md", reference),
+    ("--other_trainers", "from_other_trainers.md", other_trainers),
+]
 
 
-def test_the_page_is_what_the_schema_says() -> None:
-    wanted = "write it anew with: python -m mindgrpo config --reference > docs/configuration.md"
-    assert PAGE.read_text("utf-8") == reference() + "\n", wanted
+@pytest.mark.parametrize(("flag", "name", "made"), PAGES)
+def test_a_generated_page_is_what_the_data_says(
+    flag: str, name: str, made: Callable[[], str]
+) -> None:
+    wanted = f"write it anew with: python -m mindgrpo config {flag} > docs/{name}"
+    assert (DOCS / name).read_text("utf-8") == made() + "\n", wanted
+    assert f"python -m mindgrpo config {flag} > docs/{name}" in made()
 
 
-def test_the_page_has_every_key_and_every_name() -> None:
+def test_the_pages_have_every_key_and_every_name() -> None:
     page = reference()
     for key in KNOWN:
         assert f"`{key}`" in page or f"| `{key.rpartition('.')[2]}` |" in page, key
-    for name in (*ALIASES, *FLAGS):
-        assert f"`{name}`" in page, name
+    for flag in FLAGS:
+        assert f"`{flag}`" in page, flag
+    for name in (*ALIASES, *aliases().by_key, *aliases().same_in_mindrlhf):
+        assert f"`{name}`" in other_trainers(), name
 
 
-def test_the_page_is_well_formed_markdown() -> None:
-    for line in reference().splitlines():
+def test_the_page_of_other_trainers_has_each_name_in_its_trainers_column() -> None:
+    (row,) = [r for r in other_trainers().splitlines() if r.startswith("| `rl_config.epsilon_low`")]
+    mindrlhf, verl, trl, others = row.split("|")[2:6]
+    assert mindrlhf.strip() == "same" and trl.strip() == "`epsilon`"
+    assert "`actor_rollout_ref.actor.clip_ratio_low`" in verl and "`eps_clip`" in others
+
+
+@pytest.mark.parametrize("page", [reference(), other_trainers()])
+def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
+    for line in page.splitlines():
         if line.startswith("|"):
             assert line.endswith("|")
             cells = line.replace("\\|", "").count("|") - 1
-            assert cells in (2, 4), line
+            assert cells in (2, 4, 5), line
 
 
 @pytest.mark.parametrize(
@@ -49,14 +69,19 @@ def test_the_page_is_well_formed_markdown() -> None:
         ("clip_ratio", ["clip_ratio is called rl_config.epsilon_low here.", "default  0.2"]),
         ("actor_config.clip_ratio", ["is called rl_config.epsilon_low here."]),
         ("actor_rollout_ref.rollout.n", ["n is called rl_config.num_generations here."]),
-        ("bf16", ["bf16 is no key here: everything is computed and kept in float32"]),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.temperature",
+            ["is called rl_config.eval_temperature here."],
+        ),
+        ("temperature", ["generate_config.sampling_config.temperature: ", "in TRL: temperature"]),
+        ("bf16", ["bf16 is no key here: all computation is in float32"]),
         ("rl_config.align_type", ["is retired, it has no effect: "]),
         ("ref_config.recompute_config.recompute", ["ref_config.recompute_config is retired"]),
         ("actor_config.optimizer", ["is a section of", "  actor_config.optimizer.eps"]),
         ("optimizer", ["actor_config.optimizer is a section of"]),
         (
             "generate_config.use_vllm",
-            ["which is not available yet; where it is asked for, the embedded generator is used"],
+            ["which is not available yet; if it is set, the embedded generator is used"],
         ),
         ("rl_config.enable_compile_cache", ["which is not available yet; leave it at False"]),
         ("model_config", ["actor_config.model_config: ", "ref_config.model_config: "]),
@@ -90,7 +115,9 @@ def test_the_verb_prints_and_refuses(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert said.startswith("rl_config.beta: ") and "\n\nrl_config.seed: " in said
     assert main(["config", "--reference"]) == 0
-    assert capsys.readouterr().out == PAGE.read_text("utf-8")
+    assert capsys.readouterr().out == (DOCS / "configuration.md").read_text("utf-8")
+    assert main(["config", "--other_trainers"]) == 0
+    assert capsys.readouterr().out == (DOCS / "from_other_trainers.md").read_text("utf-8")
     for words in ([], ["--explain"], ["--reference", "x"], ["--all"]):
         assert main(["config", *words]) == 2
         refused = capsys.readouterr()

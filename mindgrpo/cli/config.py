@@ -1,10 +1,10 @@
-"""Explains one key of the configuration, or prints the reference of all of them."""
+"""Explains keys of the configuration, or prints a generated page of docs/."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindgrpo.config.reference import explain, reference
+from mindgrpo.config.reference import explain, other_trainers, reference
 from mindgrpo.errors import UserError
 
 
@@ -14,8 +14,10 @@ def main(argv: Sequence[str]) -> None:
         print("\n\n".join(explain(name) for name in words[1:]))
     elif words == ["--reference"]:
         print(reference())
+    elif words == ["--other_trainers"]:
+        print(other_trainers())
     else:
         raise UserError(
-            f"config takes --explain KEY or --reference, but was given '{' '.join(words)}'; write "
+            f"config takes --explain KEY, --reference or --other_trainers, but was given '{' '.join(words)}'; write "
             "python -m mindgrpo config --explain rl_config.beta."
         )

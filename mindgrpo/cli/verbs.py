@@ -31,7 +31,8 @@ USAGE = {
           [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
           [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)""",
     "config": """\
-  config  --explain KEY | --reference                one key of the configuration in words, or all of them""",
+  config  --explain KEY | --reference                one key of the configuration in words, or all of them
+          | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
     "doctor": """\
   doctor                                             what this machine lacks, with remedies""",
     "score": """\

@@ -22,66 +22,67 @@ SCALES = {
 
 class AlgorithmKeys(Section):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
-    """what a token weighs: grpo, one over its sample's length, then the mean over samples; dapo and bnpo, one over
-    the update's tokens; dr_grpo, one over samples x max_tokens; cispo, as dapo, with the ratio as a clipped constant
+    """weight of each token. grpo: 1 / length of its sample, then the mean over samples; dapo, bnpo: 1 / number of
+    tokens of the update; dr_grpo: 1 / (samples x max_tokens); cispo: as dapo, with the clipped ratio as a constant
     weight"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """the ratio of each token, or its geometric mean over the sample (GSPO)"""
+    """token: the ratio of each token; sequence: its geometric mean over the sample (GSPO)"""
     epsilon_low: float = Field(0.2, gt=0, le=1)
-    """clips the ratio at 1 - epsilon_low"""
+    """lower clip bound of the ratio: 1 - epsilon_low"""
     epsilon_high: float = Field(0.2, gt=0)
-    """clips the ratio at 1 + epsilon_high, also for cispo"""
+    """upper clip bound of the ratio: 1 + epsilon_high, also for cispo"""
     delta: float | None = Field(None, gt=1)
-    """two-sided clip: bounds the ratio where the other clip does not"""
+    """two-sided clip: upper bound of the ratio in the unclipped term"""
     dual_clip: float | None = Field(None, gt=1)
-    """dual clip: bounds the ratio where the advantage is negative"""
+    """dual clip: bounds the surrogate if the advantage is negative"""
 
     advantage_estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
     ] = "grpo"
-    """grpo: reward less the group's mean; rloo: less the mean of the group's others; reinforce_plus_plus: less the
-    mean of the step's tokens; ..._baseline: less the group's mean, then that"""
+    """baseline that is subtracted from the reward. grpo: mean of the group; rloo: mean of the other samples of the
+    group; reinforce_plus_plus: mean over the tokens of the step; reinforce_plus_plus_baseline: mean of the group, then
+    mean over the tokens of the step"""
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         None
     )
-    """divide advantages by the standard deviation of the group's rewards, of the step's, or do not; null: as the
-    estimator's paper does (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
+    """divide advantages by the standard deviation of the rewards of the group, of the step (batch), or not at all
+    (none); null: as in the paper of the estimator (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
 
     advantage_std_floor: float = Field(1e-6, gt=0)
     """added to the standard deviation before dividing by it; 1e-6 is verl's value, TRL adds 1e-4"""
 
     beta: float = Field(0.01, ge=0)
-    """weight of the KL term; 0 loads no reference"""
+    """weight of the KL term; 0: no KL term, and no reference model is loaded"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """of d = logp - reference: k1, d; k2, d^2 / 2; k3, exp(-d) + d - 1. In the loss k1 has a gradient of mean 0: it
-    is for kl_in_reward"""
+    """with d = logp - reference: k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. In the loss, the gradient of k1 has mean 0:
+    use k1 with kl_in_reward"""
     kl_in_reward: bool = False
-    """take beta x KL from the rewards instead of adding it to the loss; computes old log-probs"""
+    """subtract beta x KL from the rewards instead of adding it to the loss; needs old log-probs"""
     entropy_coef: float = Field(0.0, ge=0)
     """weight of the entropy bonus; 0: none"""
 
     mask_truncated_completions: bool = False
-    """leave completions that were cut at max_tokens out of the loss"""
+    """exclude completions that were cut at max_tokens from the loss"""
     dynamic_sampling: bool = False
-    """replace groups whose rewards are all equal by groups of further prompts"""
+    """replace groups with equal rewards (zero advantage) by groups of further prompts"""
     dynamic_sampling_rounds: int | None = Field(
         None,
         ge=1,
         le=100,
-        description=f"at most so many replacements a step; null: {DEFAULT_ROUNDS}",
+        description=f"maximum number of replacement rounds per step; null: {DEFAULT_ROUNDS}",
     )
 
     importance_sampling_correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    """weigh the policy's term by trainer's over generator's probability, at most the cap (truncate) or 0 above it
-    (mask); computes old log-probs"""
+    """multiply the surrogate by p_trainer / p_generator of the token or of the sequence, limited to the cap (truncate)
+    or set to 0 above it (mask); needs old log-probs"""
     importance_sampling_cap: float | None = Field(
-        None, ge=1, description=f"of importance_sampling_correction; null: {DEFAULT_CAP}"
+        None, ge=1, description=f"cap of importance_sampling_correction; null: {DEFAULT_CAP}"
     )
     enable_oldpolicy: bool = True
-    """old log-probs where a rollout takes more than one update"""
+    """compute old log-probs if a rollout has more than one update; false: the ratio is 1"""
 
     @property
     def reward_scale(self) -> str:

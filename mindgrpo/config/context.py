@@ -23,30 +23,30 @@ OptLevel = Annotated[Literal["O0", "O1", "O2"] | None, BEFORE_UPPER]
 
 class JitConfig(Section):
     jit_level: OptLevel = None
-    """how far graphs are optimised at compile time; null: the framework's own"""
+    """optimization level of the graph compiler; null: the framework's default"""
 
 
 class AscendConfig(Section):
     precision_mode: PrecisionMode | None = None
-    """what the accelerator may compute in; null: the framework's own"""
+    """precision in which the accelerator may compute; null: the framework's default"""
 
 
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
-    """0 compiles graphs; 1 runs every operation by itself, slowly, for debugging"""
+    """0: compile graphs; 1: run every operation separately (slow, for debugging)"""
     device_target: OptionalText = None
-    """null: the device that is found"""
+    """device; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
-    """budget a device, such as 58GB; null: no budget"""
+    """memory budget per device, such as 58GB; null: no budget"""
     transport: OptionalText = None
-    """null: the device's own choice"""
+    """communication backend; null: the default of the device"""
     max_call_depth: int | None = Field(None, ge=1)
-    """deepest nesting of calls in a graph; null: the framework's own"""
+    """maximum nesting depth of calls in a graph; null: the framework's default"""
     save_graphs: bool | int = Field(False, ge=0, le=3)
     """write the compiler's graphs: true, or 1 (few) to 3 (all)"""
     save_graphs_path: Annotated[str, BEFORE_TEXT] = "./graphs"
-    """where they go, where there are several ranks a folder each"""
+    """folder of the graphs; with several ranks, each has a folder of its own in it"""
     jit_config: JitConfig = JitConfig()
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
-    """O1 reuses memory more; null: the framework's own"""
+    """O1: reuse memory more; null: the framework's default"""
     ascend_config: AscendConfig = AscendConfig()

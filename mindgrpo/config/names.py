@@ -58,11 +58,14 @@ class Aliases:
     """What other trainers call our keys. Only for suggestions: no value is ever taken over.
 
     `by_key`: our key -> trainer -> its names. `absent`: a name -> why it has no key. `sections`: theirs -> ours.
+    `same_in_mindrlhf` are our keys that MindRLHF has too; `generic` are last words that lead to no key by themselves.
     """
 
     by_key: dict[str, dict[str, list[str]]]
     absent: dict[str, str]
     sections: dict[str, str]
+    same_in_mindrlhf: frozenset[str]
+    generic: frozenset[str]
 
     def names_of(self, key: str) -> list[str]:
         """Returns other trainers' names of our key, as they write them."""
@@ -71,8 +74,12 @@ class Aliases:
     @cached_property
     def _keys(self) -> dict[str, str]:
         full = {name: key for key in self.by_key for name in self.names_of(key)}
+        # Last words that are also ours lead to the wrong key, or to where they lead anyway.
+        not_alone = self.generic | {leaf_of(key) for key in (*self.by_key, *self.same_in_mindrlhf)}
+        dotted = [name for name in reversed(full) if "." in name]
+        leaves = {leaf_of(name): full[name] for name in dotted if leaf_of(name) not in not_alone}
         # A name that is written without dots wins over the last word of another.
-        return {leaf_of(name): key for name, key in full.items() if "." in name} | full
+        return leaves | {name: key for name, key in full.items() if name not in not_alone}
 
     def ours(self, name: str) -> str | None:
         """Returns our key for a name that is written as there, or with its last word alone."""
@@ -88,7 +95,9 @@ class Aliases:
 def aliases() -> Aliases:
     data = _data("aliases.yaml")
     absent = {name: group["why"] for group in data["absent"] for name in group["names"]}
-    return Aliases(data["keys"], absent, data["sections"])
+    same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
+    generic = frozenset(data["generic"])
+    return Aliases(data["keys"], absent, data["sections"], frozenset(same), generic)
 
 
 def leaf_of(key: str) -> str:

@@ -30,14 +30,14 @@ class PhaseDeadlines(Section):
     """One key a phase, named as in the last line of a job that failed."""
 
     load: _Seconds = _of_phase("loading weights")
-    compile: _Seconds = _of_phase("compiling one graph, which counts for no other phase")
-    reshard: _Seconds = _of_phase("handing weights to the generator")
+    compile: _Seconds = _of_phase("compiling one graph; compilation does not count in other phases")
+    reshard: _Seconds = _of_phase("resharding the weights to the generator")
     rollout: _Seconds = _of_phase("generating")
-    score: _Seconds = _of_phase("the rewards")
+    score: _Seconds = _of_phase("the reward functions")
     reference: _Seconds = _of_phase("the reference's log-probs")
     old_logps: _Seconds = _of_phase("the policy's own log-probs")
     update: _Seconds = _of_phase("the updates of a step")
-    sync_reference: _Seconds = _of_phase("renewing the reference")
+    sync_reference: _Seconds = _of_phase("updating the reference model")
     evaluate: _Seconds = _of_phase("one evaluation")
     checkpoint: _Seconds = _of_phase("one checkpoint")
     export: _Seconds = _of_phase("writing the model")
@@ -45,25 +45,24 @@ class PhaseDeadlines(Section):
 
 class MonitorConfig(Section):
     host_monitor_interval: float = -1.0
-    """seconds between looks at the host's memory; 0 or less is off"""
+    """interval in seconds at which host memory is measured; 0 or less: off"""
     host_monitor_steps: list[int | list[int]] = []
-    """steps whose looks are written down, as numbers from 1 and [first, last] pairs; empty: all"""
+    """steps whose measurements are recorded, as numbers from 1 and [first, last] pairs; empty: all"""
     host_memory_protection: bool = False
-    """end this run, and nothing else, once the host's memory is used above host_max_memory_threshold; looks every
-    second unless host_monitor_interval says otherwise"""
+    """end this run (and no other program) when the used host memory exceeds host_max_memory_threshold; measured every
+    second unless host_monitor_interval is set"""
     host_max_memory_threshold: float = Field(0.95, gt=0, le=1)
-    """share of the host's memory, all programs counted"""
+    """fraction of the host's memory, used by all programs together"""
     phase_deadline_seconds: _Seconds = 600.0
-    """seconds that a phase may take; null: only those of phase_deadlines"""
+    """maximum seconds of a phase; null: only the deadlines of phase_deadlines"""
     phase_deadline_action: Annotated[Literal["off", "warn", "stop"], spelled(True, "off")] = "warn"
-    """what a phase beyond its deadline leads to: nothing, a line that says which rank the others wait for, or the end
-    of the job with that line"""
+    """when a phase exceeds its deadline: do nothing, print which rank the others wait for, or also end the job"""
     phase_deadlines: PhaseDeadlines = PhaseDeadlines()
     log_max_megabytes: float = Field(64.0, gt=0)
-    """size at which a rank's log file in the log folder moves aside (worker_0.log.1, then .2) and a new one begins,
-    looked at once a step"""
+    """size in MB at which the log file of a rank is renamed (worker_0.log.1, then .2) and a new one is started, checked
+    once per step"""
     log_backups: int = Field(2, ge=0, le=99)
-    """how many older log files of a rank stay; the oldest goes"""
+    """number of older log files of a rank to keep"""
 
     @field_validator("host_monitor_steps")
     @classmethod
@@ -104,21 +103,21 @@ class ProfilerConfig(Section):
         "all", description="phases that are traced: all, or some of " + ", ".join(PROFILED_STAGES)
     )
     profile_save_path: Annotated[str, BEFORE_TEXT] = "./profiler_data"
-    """folder of the traces; a run makes one of its own in it"""
+    """folder of the traces; each run creates a folder of its own in it"""
     profile_step_start: int = Field(0, ge=0)
-    """first step traced, counted from 0"""
+    """first traced step, counted from 0"""
     profile_step_end: int = Field(1, ge=-1)
-    """first step no longer traced, counted from 0; -1: none"""
+    """first step that is no longer traced, counted from 0; -1: trace to the end"""
     profile_level: Literal["levelNone", "level_none", "level0", "level1", "level2"] = "level1"
-    """detail of the accelerator's own profile"""
+    """level of detail of the accelerator's own profile"""
     profile_with_memory: bool = False
-    """memory at the ends of phases as well"""
+    """also record memory at the end of each phase"""
     profile_with_cpu: bool = True
-    """processor seconds of phases, and the host in the accelerator's profile"""
+    """record processor seconds of phases, and the host in the accelerator's profile"""
     profile_with_npu: bool = True
-    """the accelerator's own profile, where one is"""
+    """record the accelerator's own profile, if there is an accelerator"""
     profile_with_stack: bool = False
-    """call stacks in the accelerator's own profile"""
+    """record call stacks in the accelerator's own profile"""
     profile_analysis: bool = False
     """analyse the accelerator's own profile when it ends"""
     profile_ranks: Literal["all"] | list[int] = "all"
@@ -149,10 +148,10 @@ class ProfilerConfig(Section):
 
 class MsprobeConfig(Section):
     msprobe: bool = False
-    """write data through msprobe's SingleSave, where msprobe is installed"""
+    """write data through msprobe's SingleSave, if msprobe is installed"""
     dump_path: Annotated[str, BEFORE_TEXT] = "./msprobe_dump"
-    """folder of the dumps; a run makes one of its own in it"""
+    """folder of the dumps; each run creates a folder of its own in it"""
     key_data_dump: bool = True
-    """each step's tokens, log-probs, rewards and advantages, with statistics"""
+    """dump each step's tokens, log-probs, rewards and advantages, with statistics"""
     configurations_dump: bool = True
-    """every value of this configuration"""
+    """dump every value of this configuration"""

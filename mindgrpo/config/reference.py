@@ -1,4 +1,7 @@
-"""The configuration in words, made from the schema: one key (`explain`), or every key as a page of Markdown."""
+"""Describes the configuration, from the schema: one key (`explain`), or every key as a page of Markdown.
+
+`reference` is docs/configuration.md; `other_trainers` is docs/from_other_trainers.md, from aliases.yaml.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,40 @@ from mindgrpo.config.names import (
 from mindgrpo.config.schema import LIVE
 from mindgrpo.errors import UserError
 
-_HEAD = """# Configuration
+_HEAD = """# Configuration reference
 
-Every key of the YAML file, made from the schema by
+Every key of the YAML file. This page is generated from the schema:
 
-    python -m mindgrpo config --reference > docs/configuration.md
+```bash
+python -m mindgrpo config --reference > docs/configuration.md
+```
 
-`python -m mindgrpo config --explain KEY` explains one key; KEY may also be a flag, or the name that another trainer
-has for it. Any key can be given on the command line by its path: `--rl_config.max_steps 3`. A key that is not listed
-on this page is an error that names the nearest key, the file and the line.
+`python -m mindgrpo config --explain KEY` explains one key. KEY can also be a command-line flag or another trainer's
+name for the key ([from_other_trainers.md](from_other_trainers.md)). Any key can be set on the command line by its path:
+`--rl_config.max_steps 3`. A key that is not on this page is an error, which names the nearest key, the file and the
+line.
 """
+_HEAD_OTHER_TRAINERS = """# Coming from MindRLHF, verl or TRL
+
+Names of other trainers' settings beside the keys of this project. This page is generated from
+`mindgrpo/config/aliases.yaml`:
+
+```bash
+python -m mindgrpo config --other_trainers > docs/from_other_trainers.md
+```
+
+Another trainer's name in a configuration or on the command line is an error that names the key to use.
+`python -m mindgrpo config --explain NAME` explains the key. Values are never converted: a value can have another unit
+(samples instead of prompts, a ratio instead of a rate), so read the key's description in
+[configuration.md](configuration.md).
+
+- **MindRLHF**: `same` means that the key has the same path. MindRLHF configurations load unchanged; keys that have no
+  effect here are listed at startup ([configuration.md](configuration.md), "Retired keys").
+- **TRL**: fields of `GRPOConfig` (with `TrainingArguments`), `ScriptArguments` and `ModelConfig`, and arguments of
+  `GRPOTrainer`.
+- **others**: OpenRLHF, slime, MindSpeed-RL, Megatron, NeMo-RL and older releases.
+"""
+TRAINERS = {"mindrlhf": "MindRLHF", "verl": "verl", "trl": "TRL", "others": "others"}
 
 
 def _written(value: object) -> str:
@@ -75,8 +102,12 @@ def _explain_known(key: str) -> str:
         f"  default  {_written(field.default)}",
         f"  flag     {', '.join([*flags, '--' + key])}",
     ]
-    if elsewhere := aliases().names_of(key):
-        lines.append(f"  elsewhere called {', '.join(elsewhere)}")
+    theirs = aliases().by_key.get(key, {})
+    lines += [
+        f"  in {title}: {', '.join(theirs[trainer])}"
+        for trainer, title in TRAINERS.items()
+        if trainer in theirs
+    ]
     return "\n".join(lines)
 
 
@@ -84,13 +115,18 @@ def _pending(key: str) -> str:
     pending = PENDING[key]
     instead = f"leave it at {_written(pending.inactive)}"
     if pending.goes_on:
-        instead = f"where it is asked for, {pending.goes_on}"
+        instead = f"if it is set, {pending.goes_on}"
     return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
 
 
 def reference() -> str:
-    """Returns the whole page."""
-    return "\n".join([_HEAD, *_live(), *_flags(), *_inactive(), *_elsewhere()])
+    """Returns docs/configuration.md."""
+    return "\n".join([_HEAD, *_live(), *_flags(), *_inactive()])
+
+
+def other_trainers() -> str:
+    """Returns docs/from_other_trainers.md."""
+    return "\n".join([_HEAD_OTHER_TRAINERS, *_their_names(), *_without_a_key()])
 
 
 def _live() -> Iterator[str]:
@@ -119,16 +155,30 @@ def _flags() -> Iterator[str]:
 
 def _inactive() -> Iterator[str]:
     yield from ("", "## Retired keys", "")
-    yield "Accepted without effect, and listed once at start."
+    yield "Accepted without effect; a run lists those that its configuration sets, once, at startup."
     yield from _table("key", "why, and what instead", RETIRED.items())
-    yield from ("", "## Keys of what is not available yet", "")
+    yield from ("", "## Features that are not available yet", "")
     yield from (f"- {_pending(key).replace(key, f'`{key}`', 1)}" for key in PENDING)
 
 
-def _elsewhere() -> Iterator[str]:
-    yield from ("", "## Names that other trainers have", "")
-    yield "An error that names our key; values may count in another unit there."
-    names = ((key, aliases().names_of(key)) for key in KNOWN)
-    rows = [(key, ", ".join(f"`{name}`" for name in theirs)) for key, theirs in names if theirs]
-    yield from _table("here", "elsewhere", rows)
-    yield from _table("name without a key here", "why", aliases().absent.items())
+def _their_names() -> Iterator[str]:
+    yield f"| mindgrpo | {' | '.join(TRAINERS.values())} |"
+    yield "| --- |" + " --- |" * len(TRAINERS)
+    for key in KNOWN:
+        by_trainer = aliases().by_key.get(key, {})
+        cells = [
+            ["same"] if trainer == "mindrlhf" and key in aliases().same_in_mindrlhf else []
+            for trainer in TRAINERS
+        ]
+        for cell, trainer in zip(cells, TRAINERS, strict=True):
+            cell += [f"`{name}`" for name in by_trainer.get(trainer, ())]
+        if any(cells):
+            yield f"| `{key}` | {' | '.join(', '.join(cell) for cell in cells)} |"
+
+
+def _without_a_key() -> Iterator[str]:
+    yield from ("", "## Settings without a key here")
+    yield from _table("name", "why, and what instead", aliases().absent.items())
+    yield from ("", "## Sections", "")
+    yield "Where the settings of another trainer's section are in this project's configuration."
+    yield from _table("section", "here", aliases().sections.items())

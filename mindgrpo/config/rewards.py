@@ -11,14 +11,15 @@ from mindgrpo.config.section import AFTER_SIZE, Section
 
 class RewardConfig(Section):
     verifier_function: list[str] = []
-    """built-in names, module:function or file.py:function, each with (argument=value) or not"""
+    """reward functions: built-in names, module:function or file.py:function, each optionally with (argument=value)"""
     verifier_weight: list[float] | None = None
-    """one weight a function; null: 1.0 each"""
+    """one weight per function; null: 1.0 for each"""
     deadline: float = Field(10.0, gt=0)
-    """seconds for one sample alone; what takes longer is ended and counted"""
+    """seconds for a single sample; a function that takes longer is terminated and counted as failed"""
     together_deadline: float | None = Field(None, gt=0)
-    """seconds for a step's samples in one call, after which each is scored apart; null: deadline, at most 2.5"""
+    """seconds for all samples of a step in one call, after which each sample is scored separately; null: deadline, at
+    most 2.5"""
     memory: Annotated[str, AFTER_SIZE] = "2GB"
-    """most memory of a worker process"""
+    """memory limit of a worker process"""
     workers: int = Field(1, ge=1)
-    """processes that a function's samples are dealt to; each sees its part of a step"""
+    """number of processes among which the samples of a function are divided; each call receives a part of the step"""

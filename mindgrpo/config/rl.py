@@ -26,22 +26,22 @@ class CheckpointKeys(Section):
     """Checkpoints, resuming from them, and the end of a run before its last step."""
 
     save_ckpt_interval: int | None = Field(0, ge=0)
-    """a checkpoint every so many steps and after the last, in checkpoints/ of the run's folder; 0: none"""
+    """save a checkpoint every N steps and after the last step, in checkpoints/ of the run's folder; 0: none"""
     save_max_ckpt_num: int | None = Field(5, ge=1)
-    """so many of the newest checkpoints stay; null: all of them"""
+    """number of newest checkpoints to keep; null: all"""
     save_ckpt_best: OptionalText = None
-    """a reward's name: the checkpoint with its highest held-out mean is kept besides the newest"""
+    """name of a reward function: also keep the checkpoint with its highest held-out mean; null: off"""
     save_ckpt_async: bool = False
-    """write checkpoints beside the next step, from a copy in the host's memory"""
+    """write checkpoints during the next step, from a copy in host memory"""
     save_ckpt_format: Literal["safetensors"] = "safetensors"
-    """checkpoints are safetensors and one JSON file"""
+    """checkpoints are safetensors files and one JSON file"""
     resume_training: Annotated[bool | str, BeforeValidator(_switch_or_path)] = False
-    """go on from a checkpoint: true for the latest of output_dir (or of the configuration's newest run that has one),
-    or the path of a run or of a checkpoint"""
+    """resume from a checkpoint: true for the latest one of output_dir (without output_dir, of the newest run of this
+    configuration that has one), or the path of a run or of a checkpoint"""
     resume_changed: Annotated[list[str], BEFORE_LIST] = []
-    """settings that may differ from the run that is gone on with, as its refusal names them; or all"""
+    """keys that may differ from the run that is resumed, as the error message lists them; or all"""
     max_seconds: float | None = Field(None, gt=0)
-    """end the run after so many seconds since its launch, when the step is done and saved"""
+    """end the run after N seconds since its launch, when the current step is finished and saved"""
 
     @field_validator("save_ckpt_format", mode="before")
     @classmethod
@@ -66,111 +66,114 @@ class CheckpointKeys(Section):
 
 class RLConfig(AlgorithmKeys, CheckpointKeys):
     model_name: OptionalText = None
-    """a name for the run's model, for reports"""
+    """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"
-    """ON asks the device for bit-reproducible kernels"""
+    """ON: request bit-reproducible kernels from the device"""
 
     dataset_file: OptionalText = None
     """training prompts and answers: .jsonl, .json, .parquet, .arrow, .mindrecord or a directory of Hugging Face
     datasets"""
     dataset_split: OptionalText = None
-    """of a directory's splits; null: train, or the only one"""
+    """split of a directory; null: train, or the only one"""
     eval_dataset_file: OptionalText = None
     """held-out prompts and answers"""
     eval_dataset_split: OptionalText = None
-    """null: validation or test, whichever there is, or the only one"""
+    """split of a directory; null: validation or test, whichever exists, or the only one"""
     dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = None
-    """where gold answers stand; null: after #### where there is one"""
+    """how the gold answer is read; null: the text after the last #### if there is one, else the whole answer"""
     dataset_map_keys: Annotated[list[str], BEFORE_LIST] = []
-    """NAME=KEY pairs for rows with other names: question=problem"""
+    """NAME=KEY pairs for rows with other column names: question=problem"""
     dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = None
-    """columns that rewards get besides the answer; null: all"""
+    """columns that are passed to reward functions in addition to the answer; null: all"""
     tokenizer_dir: OptionalText = None
-    """default: actor_config.load"""
+    """directory of the tokenizer; null: actor_config.load"""
     system_prompt: OptionalText = None
-    """put before every prompt"""
+    """system prompt for every prompt that has none"""
     chat_template: OptionalText = None
     """a name such as qwen_r1, FILE.jinja or FILE.json:NAME; null: the tokenizer's own"""
     prompt_overflow: Literal["error", "drop", "left", "right"] = "error"
-    """what becomes of a prompt above generate_config.max_prompt_length"""
+    """what to do with a prompt of more than generate_config.max_prompt_length tokens: report an error, drop the row, or
+    cut the prompt at its left or right end"""
 
     epochs: int = Field(1, ge=1)
     """passes over the data set"""
     max_steps: int | None = Field(None, ge=1)
     """end after so many steps"""
     batch_size: int = Field(4, ge=1)
-    """packed rows a micro-batch on each training data-parallel rank"""
+    """packed rows per micro-batch on each data-parallel rank of the trainer"""
     seq_length: int = Field(1024, ge=2)
-    """longest packed row in tokens"""
+    """maximum length of a packed row in tokens"""
     packing: bool = True
-    """several samples a row; False means one"""
+    """pack several samples into a row; False: one sample per row"""
     pack_num: int | None = Field(None, ge=1)
-    """at most so many samples a row; null: as many as fit"""
+    """maximum number of samples per row; null: as many as fit"""
 
     micro_batch_interleaved: int = Field(1, ge=1)
-    """parts that a micro-batch's rows pass the pipeline in, so that stages wait less"""
+    """number of parts into which the rows of a micro-batch are divided for the pipeline, to reduce idle time of the
+    stages"""
 
     prompts_per_step: int | None = Field(None, ge=1)
-    """prompts a step whatever the layout, instead of chunk_size"""
+    """prompts per step, independent of the layout; replaces chunk_size"""
     num_rollouts: int = Field(1, ge=1)
-    """batches of prompts a step"""
+    """batches of prompts per step"""
     chunk_size: int | None = Field(None, ge=1)
-    """prompts a rollout on each generating data-parallel rank (1)"""
+    """prompts per rollout on each data-parallel rank of the generator; null: 1"""
     num_generations: int = Field(8, ge=1)
-    """completions a prompt: the group"""
+    """completions per prompt (group size)"""
     num_iterations: int = Field(1, ge=1)
     """passes over the same samples"""
     updates_per_rollout: int | None = Field(None, ge=1)
-    """optimizer steps that share out a pass over the samples"""
+    """optimizer steps into which one pass over the samples is divided"""
 
     seed: int = Field(0, ge=0)
-    """of data order and sampling"""
+    """seed of the data order and of sampling"""
 
     eval_steps: int = Field(0, ge=0)
-    """evaluate every so many steps; 0: only before and after the run"""
+    """evaluate every N steps; 0: only before and after the run"""
     eval_on_start: bool = True
     """also evaluate before the first step"""
     eval_samples: int | None = Field(None, ge=1)
-    """held-out prompts used; null: all"""
+    """number of held-out prompts; null: all"""
     eval_modes: Annotated[list[Literal["sampled", "greedy"]], BEFORE_LIST] = Field(
         default=["sampled"], min_length=1
     )
-    """sampled: as eval_temperature and eval_top_p say, metrics eval/...; greedy: each prompt's likeliest completion,
-    metrics eval_greedy/...; both: sampled,greedy"""
+    """sampled: with eval_temperature and eval_top_p, metrics eval/...; greedy: the most likely completion of each
+    prompt, metrics eval_greedy/...; both: sampled,greedy"""
     eval_num_generations: int = Field(1, ge=1)
-    """sampled completions a held-out prompt, for mean@n and pass@k"""
+    """sampled completions per held-out prompt, for mean@n and pass@k"""
     eval_temperature: float | None = Field(None, ge=0)
-    """of sampled completions; 0 takes the likeliest; null: the run's"""
+    """temperature of sampled completions in evaluations; 0: the most likely token; null: that of the run"""
     eval_top_p: float | None = Field(None, gt=0, le=1)
-    """of sampled completions; null: the run's"""
+    """top_p of sampled completions in evaluations; null: that of the run"""
     eval_pass_threshold: float = 1.0
-    """pass@k counts a completion as passed from this reward on"""
+    """pass@k counts a completion as passed if its reward is at least this value"""
     save_eval_completions: bool = True
     """write eval_completions.jsonl"""
     logprob_gap_limit: float | None = Field(0.01, gt=0)
-    """largest generator/trainer log-prob difference; null: no limit"""
+    """maximum difference of a token's log-prob between generator and trainer; a larger one ends the run; null: no
+    limit"""
     checksum_interval: int | None = Field(1, ge=1)
-    """every so many steps the generator's weights are compared with the policy's, and those of replicas, by
-    checksums; null: never"""
+    """compare the checksums of the generator's weights with the policy's, and those of replicas, every N steps; null:
+    never"""
     max_skipped_updates: int = Field(3, ge=0)
-    """updates in a row that may be skipped for a number that is not finite; one more ends the run"""
+    """number of consecutive updates that may be skipped because of non-finite numbers; one more ends the run"""
     dump_weights: bool = True
-    """a batch with a number that is not finite is kept with the weights that saw it"""
+    """save the weights together with a batch that has a non-finite number"""
 
     save_prompt_completions_data: bool = True
     """write completions.jsonl"""
     save_prompt_completions_interval: int = Field(1, ge=1)
-    """every so many steps"""
+    """write completions every N steps"""
     save_prompt_completions_dir: OptionalText = None
-    """where completions.jsonl goes; null: the run's folder"""
+    """folder of completions.jsonl; null: the run's folder"""
     tensorboard: bool = True
     """write TensorBoard events"""
     tensorboard_dir: OptionalText = None
-    """where the events go; null: tensorboard/ in the run's folder"""
+    """folder of the TensorBoard events; null: tensorboard/ in the run's folder"""
     tensorboard_queue_size: int = Field(10, ge=1)
-    """events held before a write"""
+    """number of events that are buffered before a write"""
     performance_stats: bool = False
-    """print the seconds of every phase"""
+    """print the seconds of every phase after each step"""
 
     @field_validator("eval_modes")
     @classmethod

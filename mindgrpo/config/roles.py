@@ -9,22 +9,22 @@ from pydantic import Field, field_validator
 from mindgrpo.config.section import BEFORE_TEXT, OptionalText, Section
 
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
-_MODEL_YAML = "shapes in MindFormers' form, checked against the model's config.json"
-_OFFSET = "layers more or fewer on each pipeline stage, or one number for none"
+_MODEL_YAML = "model shapes in MindFormers' format; must agree with the model's config.json"
+_OFFSET = "list of numbers of layers to add to (or remove from) each pipeline stage; 0: none"
 
 
 class ParallelConfig(Section):
     data_parallel: int = Field(1, ge=1)
-    """replicas"""
+    """number of replicas"""
     model_parallel: int = Field(1, ge=1)
-    """ranks that share each layer"""
+    """number of ranks that share each layer (tensor parallelism)"""
     pipeline_stage: int = Field(1, ge=1)
-    """consecutive parts of the layers"""
+    """number of pipeline stages"""
 
 
 class TrainParallelConfig(ParallelConfig):
     micro_batch_num: int | None = Field(None, ge=1)
-    """micro-batches an update; null: as many as the rollout needs, in one update"""
+    """micro-batches per update; null: as many as the rollout needs, in one update"""
 
 
 class GenerateParallelConfig(ParallelConfig):
@@ -43,8 +43,8 @@ class RecomputeConfig(Section):
     recompute: bool = False
     """recompute whole layers in the backward pass"""
     select_recompute: bool | int | list[str] = False
-    """recompute less than that: true or [attention] the attention of every layer, [mlp] its other half, a number n
-    every n-th layer as a whole"""
+    """recompute less than whole layers: true or [attention]: the attention of every layer; [mlp]: the MLP of every
+    layer; a number n: every n-th layer as a whole"""
 
     @field_validator("select_recompute")
     @classmethod
@@ -75,50 +75,50 @@ class RecomputeConfig(Section):
 
 class OptimizerConfig(Section):
     type: Literal["adamw"] = "adamw"
-    """decoupled weight decay"""
+    """AdamW, with decoupled weight decay"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """decay of the first moment"""
+    """decay rate of the first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
-    """decay of the second moment"""
+    """decay rate of the second moment"""
     eps: float = Field(1e-8, gt=0)
-    """added to the root of the second moment"""
+    """added to the square root of the second moment"""
     weight_decay: float = Field(0.0, ge=0)
-    """not on norms and biases"""
+    """weight decay; not applied to norms and biases"""
     max_grad_norm: float = Field(1.0, gt=0)
-    """global norm that gradients are cut to"""
+    """gradients are clipped to this global norm"""
     opt_offload: bool = False
-    """keep the moments on the host and update the weights there"""
+    """keep the moments in host memory and update the weights there"""
 
 
 class LRSchedule(Section):
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """the way from lr to min_lr"""
+    """shape of the decay from lr to min_lr"""
     lr: float = Field(1e-6, gt=0)
-    """highest learning rate"""
+    """maximum learning rate"""
     min_lr: float = Field(0.0, ge=0)
-    """learning rate at the end"""
+    """final learning rate"""
     warmup_step: int = Field(0, ge=0)
-    """updates of a linear rise to lr, the first at lr / warmup_step"""
+    """number of updates of the linear warm-up; the first update uses lr / warmup_step"""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """warm-up as a share of the run, instead of warmup_step"""
+    """warm-up as a fraction of the run, instead of warmup_step"""
     decay_steps: int | None = Field(None, ge=1)
-    """null: the length of the run"""
+    """number of updates until min_lr is reached; null: the length of the run"""
 
 
 class LoraConfig(Section):
     rank: int | None = Field(None, ge=1)
-    """width of the low-rank adapters; null: all weights are trained"""
+    """rank of the LoRA adapters; null: no LoRA, all weights are trained"""
     alpha: float | None = Field(None, gt=0)
-    """adapters count alpha / rank times; null: once"""
+    """LoRA scale: the adapters are multiplied by alpha / rank; null: by 1"""
     target_modules: list[str] | None = Field(None, min_length=1)
-    """q_proj, down_proj...; null: every matrix of a layer"""
+    """matrices with adapters: q_proj, down_proj, ...; null: every matrix of a layer"""
 
 
 class ActorConfig(Section):
     load: Annotated[str, BEFORE_TEXT] = ""
     """Hugging Face directory of the model to train"""
     save: OptionalText = None
-    """folder of the final model, or of a new one in it where it is not empty; null: OUTPUT/hf"""
+    """folder of the final model; if it is not empty, a new folder in it; null: OUTPUT/hf"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()
@@ -130,38 +130,39 @@ class ActorConfig(Section):
 
 class RefConfig(Section):
     load: OptionalText = None
-    """Hugging Face directory; null: the actor's"""
+    """Hugging Face directory of the reference model; null: actor_config.load"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     ref_model_batch_size: int = Field(4, ge=1)
-    """packed rows a forward pass on each data-parallel rank"""
+    """packed rows per forward pass on each data-parallel rank"""
     sync_ref_model: bool = False
-    """move the reference towards the policy"""
+    """update the reference model with the policy every ref_model_sync_steps steps"""
     ref_model_sync_steps: int = Field(50, ge=1)
-    """every so many steps"""
+    """interval of the updates of the reference model, in steps"""
     ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
-    """share of the policy in the new reference; 1 copies it"""
+    """fraction of the policy in the new reference model; 1: a copy of the policy"""
     parallel_config: ParallelConfig | None = None
     """null: the actor's layout"""
 
 
 class SamplingConfig(Section):
     max_tokens: int = Field(128, ge=1)
-    """longest completion"""
+    """maximum length of a completion in tokens"""
     min_tokens: int = Field(0, ge=0)
-    """stop ids are held back until then"""
+    """stop tokens are suppressed until the completion has this length"""
     temperature: float = Field(1.0, ge=0)
-    """0 takes the likeliest token"""
+    """sampling temperature; 0: the most likely token"""
     repetition_penalty: float = Field(1.0, gt=0)
-    """1 is off"""
+    """penalty for repeated tokens; 1: off"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """likeliest tokens up to this probability; those as likely as the last one stay too; 1 is off"""
+    """sample from the most likely tokens up to this cumulative probability; tokens as likely as the last one are
+    included; 1: off"""
     top_k: int = Field(0, ge=-1)
-    """0 or -1 is off"""
+    """sample from the k most likely tokens; 0 or -1: off"""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """0 is off"""
+    """exclude tokens below this fraction of the largest probability; 0: off"""
     eos_token_id: int | list[int] | None = None
-    """stop ids; null: those of generation_config.json"""
+    """stop tokens; null: those of generation_config.json"""
 
     @field_validator("eos_token_id")
     @classmethod
@@ -178,9 +179,9 @@ class GenerateConfig(Section):
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     parallel_config: GenerateParallelConfig = GenerateParallelConfig()
     max_model_len: int | None = Field(None, ge=2)
-    """longest prompt and completion; null: what the two limits add to"""
+    """maximum length of prompt and completion together; null: the sum of the two limits"""
     max_num_seqs: int | None = Field(None, ge=1)
-    """samples in flight on each data-parallel rank; null: all"""
+    """maximum number of samples in flight on each data-parallel rank; null: all"""
     max_prompt_length: int = Field(512, ge=1)
-    """longest prompt in tokens"""
+    """maximum length of a prompt in tokens"""
     sampling_config: SamplingConfig = SamplingConfig()

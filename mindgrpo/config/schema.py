@@ -20,7 +20,7 @@ from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 
 class Config(Section):
     output_dir: OptionalText = None
-    """null: output/<config name>/<time>"""
+    """folder of the run; null: output/<config name>/<time>"""
     rl_config: RLConfig = RLConfig()
     actor_config: ActorConfig = ActorConfig()
     ref_config: RefConfig = RefConfig()
