@@ -23,6 +23,7 @@ from mindgrpo.run.nan_guard import NanGuard
 from mindgrpo.run.open_run import open_run
 from mindgrpo.run.preflight import Reward
 from mindgrpo.run.resume import restored_roles
+from mindgrpo.run.reward_guard import RewardGuard
 from mindgrpo.run.session import Session
 from mindgrpo.run.stop_signals import Stop
 
@@ -58,6 +59,7 @@ class GRPOTrainer:
         self.export = ModelExport(self.roles, inputs.tokenizer)
         on_first_rank(backend, inputs.check_rewards)
         say, write = record.console.line, self.export.write
+        self.reward_guard = RewardGuard(run.config.reward_config.max_failed_steps)
         self.nan_guard = NanGuard(run.config, backend, record.directory, say, write)
 
     @contextmanager
@@ -124,6 +126,7 @@ class GRPOTrainer:
         run, outcome = self.run, self.stepper.run(step)
         run.watch.dump(outcome)
         run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
+        self.reward_guard.step_done(step + 1, outcome.scored.scores)
         metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 

@@ -154,6 +154,13 @@ def test_a_hint_is_given_when_its_cause_begins_and_not_again_while_it_lasts() ->
     assert "max_tokens" not in stream.getvalue()
 
 
+def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:
+    stream = io.StringIO()
+    step = a_step(1, zero_std_fraction=1.0) | {"reward/accuracy_reward/mean": None}
+    Console(True, stream).step_line(step)
+    assert "hint" not in stream.getvalue()
+
+
 def test_held_out_means_have_a_line_of_their_own() -> None:
     stream = io.StringIO()
     Console(True, stream).step_line(a_step(3, **{"eval/accuracy_reward/mean": 0.91}))

@@ -21,7 +21,9 @@ from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.run.preflight import Inputs, prepare
+from mindgrpo.run.reward_guard import RewardGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
@@ -142,3 +144,31 @@ def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:
 def test_impossible_limits_are_refused(key: str, value: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_config(EXAMPLE, [f"--reward_config.{key}", value])
+
+
+def scores_of(values: list[float], errors: int) -> Scores:
+    report = Report({"errors": errors}, "4 raised: ZeroDivisionError" if errors else "")
+    array = np.array(values)
+    return Scores({"f": array}, np.nan_to_num(array), np.isnan(array), {"f": report})
+
+
+def test_a_function_that_fails_on_all_samples_of_steps_in_a_row_ends_the_run_with_its_name() -> (
+    None
+):
+    dead, alive = scores_of([np.nan] * 4, 4), scores_of([np.nan, 1.0, 0.0, 1.0], 1)
+    guard = RewardGuard(2)
+    guard.step_done(1, dead)
+    guard.step_done(2, alive)
+    guard.step_done(3, dead)
+    with pytest.raises(
+        UserError, match="function f failed on all samples of 2 steps.*step 4.*ZeroDi"
+    ):
+        guard.step_done(4, dead)
+    unlimited = RewardGuard(None)
+    for step in range(9):
+        unlimited.step_done(step, dead)
+
+
+def test_a_function_that_applies_to_no_sample_has_not_failed() -> None:
+    guard = RewardGuard(1)
+    guard.step_done(1, scores_of([np.nan] * 4, 0))

@@ -22,7 +22,7 @@ USAGE = {
     "eval": """\
   eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts
           [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
-          [--greedy] [--samples N] [--step N]        ... the likeliest completions, fewer prompts, a run's noise
+          [--greedy] [--samples N] [--step N]        ... greedy, fewer prompts, the seed of step N (default 0)
           [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL""",
     "check": """\
   check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device""",

@@ -19,6 +19,8 @@ class RewardConfig(Section):
     together_deadline: float | None = Field(None, gt=0)
     """seconds for all samples of a step in one call, after which each sample is scored separately; null: deadline, at
     most 2.5"""
+    max_failed_steps: int | None = Field(5, ge=1)
+    """end the run after so many steps in a row in which a function failed on all samples; null: never"""
     memory: Annotated[str, AFTER_SIZE] = "2GB"
     """memory limit of a worker process"""
     workers: int = Field(1, ge=1)

@@ -45,12 +45,12 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
     warnings = []
     if rl.beta > 0 and rl.kl_estimator == "k1" and not rl.kl_in_reward:
         warnings.append(
-            "the gradient of k1 in the loss has mean 0 and holds nothing back; use k2 or k3, or "
+            "the gradient of k1 in the loss has mean 0 and does not limit the divergence; use k2 or k3, or "
             "rl_config.kl_in_reward"
         )
     if rl.kl_in_reward and rl.kl_estimator != "k1":
         warnings.append(
-            f"{rl.kl_estimator} in the reward pulls elsewhere than the divergence; "
+            f"{rl.kl_estimator} in the reward has another gradient than the KL divergence; "
             "rl_config.kl_estimator k1 is exact there"
         )
     by_sequence = rl.importance_sampling_level == "sequence"

@@ -1,4 +1,4 @@
-"""Gives a step its prompts, and others in the place of groups that teach nothing; knows whose samples are whose."""
+"""Gives a step its prompts, and further ones for groups whose rewards are all equal."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class Stepper:
         """The step's samples and their rewards.
 
         With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal,
-        which teach nothing, give way to groups of further prompts; those that are equal after the last round stay.
+        (advantage 0) are replaced by groups of further prompts; those that are equal after the last round stay.
         """
         settings = self.settings
         rollout = self._rollout(step, self._prompts.begin_step(step))

@@ -23,7 +23,7 @@ FIGURES = (  # key in the metrics, word on the line, format
 HINTS = (
     (
         "zero_std_fraction",
-        "of the groups have equal rewards and teach nothing: "
+        "of the groups have equal rewards, so their advantages are 0: "
         "try easier or harder prompts, a higher temperature or more generations",
     ),
     (
@@ -88,8 +88,13 @@ class Console:
         self._hints(metrics)
 
     def _hints(self, metrics: Mapping[str, Any]) -> None:
+        # The rewards of a group are equal as well where a function failed on all of it, which is told by itself.
+        has_failed = any(
+            value is None and key.startswith("reward/") and key.endswith("/mean")
+            for key, value in metrics.items()
+        )
         for key, advice in HINTS:
-            share = metrics.get(key)
+            share = None if has_failed and key == "zero_std_fraction" else metrics.get(key)
             many = share is not None and share > MANY
             # Told when it begins: a policy that has learnt its task stays there for long.
             if many and key not in self._hinted:

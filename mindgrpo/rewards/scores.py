@@ -49,7 +49,7 @@ class Report:
             f"{count} {IN_WORDS[kind]}: {examples[kind].message}" for kind, count in by_kind.items()
         )
         if not line and result.together_failure is not None:
-            line = f"all together: {result.together_failure.message}; each apart went well"
+            line = f"one call for all samples: {result.together_failure.message}; scored one by one instead"
         return cls(counts, line, result.printed, result.seconds, frozenset(result.failures))
 
     def plus(self, other: Report) -> Report:
@@ -104,7 +104,7 @@ class Scores:
     def filled(self, groups: Sequence[int]) -> Scores:
         """Give each failed sample the mean total of its group's others.
 
-        So it gets no advantage and changes nobody's: half a sum would look like a bad completion.
+        Its advantage is 0, and the group's other advantages are as without it.
         `groups` is each sample's. Where all of a group have failed, their totals are 0.
         """
         if not self.failed.any():

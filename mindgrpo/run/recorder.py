@@ -168,7 +168,7 @@ class RunRecord:
         for name, line in scores.messages.items():
             count = scores.errors[name]
             failed = f"failed on {count} of {len(scores.total)} samples, " if count else ""
-            self.console.line(f"  reward {name}: {failed}{line}")
+            self.console.line(f"  warning: {when}: reward {name}: {failed}{line}")
         for name, report in scores.reports.items():
             if report.printed:
                 with (self.directory / "reward_output.txt").open("a", encoding="utf-8") as output:
