@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from mindgrpo.data.sampler import DataSampler, epoch_order
 from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.run.preflight import prepare
 
 FIRST_ORDER = [5, 0, 6, 1, 7, 2, 4, 3]
@@ -223,6 +225,21 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
         assert list(first) != list(epoch_order(100, seed, epoch))
     # Guards resumed runs: another stream would replay or skip rows.
     assert epoch_order(8, seed=0, epoch=0).tolist() == FIRST_ORDER
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "epochs", "num_steps"), [(None, 1, 4), (None, 3, 12), (200, 1, 200), (2, 3, 2)]
+)
+def test_max_steps_takes_precedence_over_epochs(
+    max_steps: int | None, epochs: int, num_steps: int
+) -> None:
+    """As TRL's max_steps and verl's total_training_steps do."""
+    rl, batch = (
+        SimpleNamespace(max_steps=max_steps, epochs=epochs),
+        SimpleNamespace(prompts_per_step=3),
+    )
+    plan: Any = SimpleNamespace(config=SimpleNamespace(rl_config=rl), batch=batch)
+    assert RunPlan.num_steps(plan, 10) == num_steps
 
 
 def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:

@@ -96,9 +96,9 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     cut the prompt at its left or right end"""
 
     epochs: int = Field(1, ge=1)
-    """passes over the data set"""
+    """passes over the data set, where max_steps is null"""
     max_steps: int | None = Field(None, ge=1)
-    """end after so many steps"""
+    """number of steps, over as many passes as that takes; null: epochs passes"""
     batch_size: int = Field(4, ge=1)
     """packed rows per micro-batch on each data-parallel rank of the trainer"""
     seq_length: int = Field(1024, ge=2)

@@ -56,10 +56,12 @@ class RunPlan:
         return plan_reshard(self.train, self.infer, FLOAT_BYTES)
 
     def num_steps(self, num_prompts: int) -> int:
-        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next."""
+        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next.
+
+        `max_steps` takes precedence over `epochs`, as in TRL and verl: the data set is repeated as often as needed.
+        """
         rl = self.config.rl_config
-        all_epochs = -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
-        return min(rl.max_steps or all_epochs, all_epochs)
+        return rl.max_steps or -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
 
     @property
     def notices(self) -> list[str]:

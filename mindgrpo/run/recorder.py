@@ -110,11 +110,13 @@ class RunRecord:
         data = [inputs.prompts.report()]
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
-        ranks = f"{num_steps} steps on {backend.world_size} ranks ({backend.name})"
+        epochs = num_steps * plan.batch.prompts_per_step / len(inputs.prompts)
+        steps = f"{num_steps} steps ({epochs:.3g} epochs of {len(inputs.prompts)} prompts)"
+        ranks = f"{steps} on {backend.world_size} ranks ({backend.name})"
         size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
         sections = {
-            "run": [f"{ranks}, {self.directory}"],
-            "model": [f"{name}: {plan.model.model_type}, {size}"],
+            "run": [ranks, str(self.directory)],
+            "model": [f"{name}: {plan.model.model_type}, {size}", *_lora_lines(plan)],
             "layouts": plan.layout_lines(),
             "batch": plan.batch.lines(),
             "algorithm": algorithm_lines(plan.config, plan.batch),
@@ -224,6 +226,13 @@ class RunRecord:
                 "curve": [str(self.directory / "reward_curve.png")],
             }
             self.console.banner("done", sections)
+
+
+def _lora_lines(plan: RunPlan) -> list[str]:
+    lora = plan.lora
+    if lora is None:
+        return []
+    return [f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"]
 
 
 def _means(means: Mapping[str, float | None]) -> str:
