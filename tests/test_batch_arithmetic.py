@@ -71,7 +71,12 @@ def test_the_largest_update_has_the_samples_that_array_split_gives_it(
     samples: int, updates: int
 ) -> None:
     plan = BatchPlan.of(
-        config_of(prompts_per_step=samples, num_generations=1, updates_per_rollout=updates)
+        config_of(
+            prompts_per_step=samples,
+            num_generations=1,
+            advantage_estimator="reinforce_plus_plus",
+            updates_per_rollout=updates,
+        )
     )
     split = np.array_split(np.arange(samples), updates)
     assert plan.samples_per_update == max(len(part) for part in split)

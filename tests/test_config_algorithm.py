@@ -37,6 +37,7 @@ def config(**keys: Any) -> Config:
         ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
         ({"delta": 1.2, "epsilon_high": 0.2}, "must be above 1 + rl_config.epsilon_high"),
         ({"advantage_estimator": "rloo", "num_generations": 1}, "compares the samples of a group"),
+        ({"num_generations": 1}, "every advantage would be 0"),
         (
             {"advantage_estimator": "reinforce_plus_plus_baseline", "num_generations": 1},
             "use reinforce_plus_plus",
@@ -62,7 +63,14 @@ def config(**keys: Any) -> Config:
         ),
         ({"importance_sampling_cap": 3.0}, "so nothing is capped"),
         ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
-        ({"dynamic_sampling": True, "num_generations": 1}, "always is"),
+        (
+            {
+                "dynamic_sampling": True,
+                "num_generations": 1,
+                "advantage_estimator": "reinforce_plus_plus",
+            },
+            "always is",
+        ),
     ],
 )
 def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sentence: str) -> None:

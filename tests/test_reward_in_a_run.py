@@ -28,6 +28,7 @@ from mindgrpo.run.reward_guard import RewardGuard
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
 
+GREEDY = ("--generate_config.sampling_config.temperature", "0")
 REWARD = """
 def fragile(completions, completion_lengths, finish_reasons, prompts, completion_ids, max_completion_length):
     assert [len(ids) for ids in completion_ids] == completion_lengths
@@ -172,3 +173,10 @@ def test_a_function_that_fails_on_all_samples_of_steps_in_a_row_ends_the_run_wit
 def test_a_function_that_applies_to_no_sample_has_not_failed() -> None:
     guard = RewardGuard(1)
     guard.step_done(1, scores_of([np.nan] * 4, 0))
+
+
+def test_training_at_temperature_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UserError, match="temperature is 0.*8. times, so every advantage would be 0"
+    ):
+        inputs_with([lambda completions: [1.0] * len(completions)], monkeypatch, *GREEDY)

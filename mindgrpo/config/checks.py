@@ -178,10 +178,11 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
     estimator, scale = rl.advantage_estimator, SCALES[rl.advantage_estimator]
-    if rl.num_generations == 1 and estimator in ("rloo", "reinforce_plus_plus_baseline"):
+    if rl.num_generations == 1 and estimator != "reinforce_plus_plus":
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
-            "rl_config.num_generations is 1; raise num_generations or use reinforce_plus_plus"
+            "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
+            "reinforce_plus_plus"
         )
     if rl.num_generations == 1 and rl.dynamic_sampling:
         yield (

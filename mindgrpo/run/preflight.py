@@ -139,6 +139,11 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     prompts = _prompts(config, tokenizer, ranks, rl.dataset_file, choice)
     held_out = held_out_prompts(config, tokenizer, ranks)
     sampling = sampling_settings(config, tokenizer)
+    if sampling.greedy and rl.num_generations > 1:
+        raise UserError(
+            "generate_config.sampling_config.temperature is 0, which draws the same completion "
+            f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature above 0."
+        )
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
 
