@@ -62,7 +62,7 @@ def test_a_host_of_several_starts_its_share_of_the_ranks() -> None:
 def test_a_configuration_is_checked_for_all_ranks_before_they_start() -> None:
     check = plan_of(Options(8, (PROGRAM, "--config=my.yaml", "--x", "1"))).check
     assert check is not None and check.log is None
-    assert check.command[3:] == ("check", "--ranks", "8", "--config=my.yaml", "--x", "1")
+    assert check.command[3:] == ("check", "--quiet", "--ranks", "8", "--config=my.yaml", "--x", "1")
 
 
 def test_variables_of_the_user_win_and_an_empty_one_counts_as_unset() -> None:

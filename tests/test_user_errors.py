@@ -105,8 +105,25 @@ def test_the_example_with_a_sound_model_is_accepted(
     configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert main(["check", "--ranks", "8", "--config", str(configuration)]) == 0
-    assert capsys.readouterr().err == ""
+    words = ["--ranks", "8", "--config", str(configuration)]
+    assert main(["check", *words]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    first, *lines = shown.out.splitlines()
+    assert first == f"{configuration} can run:"
+    heads = [line[2:10].strip() for line in lines]
+    assert [head for head in heads if head] == [
+        "steps",
+        "ranks",
+        "layouts",
+        "memory",
+        "data",
+        "rewards",
+    ]
+    assert "epochs of 2000 prompts" in lines[0] and lines[1].split() == ["ranks", "8"]
+    # As the launcher calls it.
+    assert main(["check", "--quiet", *words]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_a_wrong_key_is_told_with_its_line_and_the_nearest_name(

@@ -1,9 +1,10 @@
-"""Checks everything that a run is given, without a device: configuration, data, model, rewards, machine."""
+"""Checks everything that a run is given, without a device, and prints a summary of the run."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from mindgrpo.backend.targets import check_target
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
@@ -12,12 +13,14 @@ from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.output_paths import run_name
-from mindgrpo.run.preflight import prepare
+from mindgrpo.run.preflight import Inputs, prepare
 from mindgrpo.run.start import find_start
 
 
 def main(argv: Sequence[str]) -> None:
     words = list(argv)
+    is_quiet = words[:1] == ["--quiet"]
+    words = words[is_quiet:]
     world_size = None
     if words[:1] == ["--ranks"]:
         ranks, words = "".join(words[1:2]), words[2:]
@@ -49,3 +52,27 @@ def main(argv: Sequence[str]) -> None:
         inputs.check_rewards()
     finally:
         inputs.scorer.close()
+    if not is_quiet:
+        print("\n".join(summary(path, inputs)))
+
+
+def summary(path: Path, inputs: Inputs) -> list[str]:
+    plan, num_prompts = inputs.plan, len(inputs.prompts)
+    num_steps = plan.num_steps(num_prompts)
+    epochs = num_steps * plan.batch.prompts_per_step / num_prompts
+    held_out = [] if inputs.held_out is None else [f"held out: {inputs.held_out.report()}"]
+    assert inputs.scorer is not None
+    sections = {
+        "steps": [f"{num_steps} ({epochs:.3g} epochs of {num_prompts} prompts)"],
+        "ranks": [str(plan.world_size)],
+        "layouts": plan.layout_lines(),
+        "memory": plan.memory_lines(),
+        "data": [inputs.prompts.report(), *held_out],
+        "rewards": [", ".join(inputs.scorer.names)],
+        "notes": list(inputs.notes),
+    }
+    lines = [f"{path} can run:"]
+    for name, texts in sections.items():
+        heads = [name, *[""] * len(texts)]
+        lines += [f"  {head:<8}  {text}" for head, text in zip(heads, texts, strict=False)]
+    return lines

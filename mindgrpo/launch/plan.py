@@ -87,7 +87,7 @@ def make_plan(
     arguments = options.command[1:]
     check = fork_server = None
     if has_config(arguments):
-        words = ("check", "--ranks", str(options.num_ranks), *arguments)
+        words = ("check", "--quiet", "--ranks", str(options.num_ranks), *arguments)
         check = Process((host.python, "-c", CHECK, *words), ours)
     if environment.get("MINDGRPO_FORK") != "0":
         command = (host.python, str(FORK_SERVER), str(options.num_local_ranks), *arguments)

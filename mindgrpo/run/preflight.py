@@ -142,7 +142,8 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     if sampling.greedy and rl.num_generations > 1:
         raise UserError(
             "generate_config.sampling_config.temperature is 0, which draws the same completion "
-            f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature above 0."
+            f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature "
+            "above 0."
         )
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
