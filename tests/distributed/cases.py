@@ -174,7 +174,7 @@ SPREAD = (
     Case("cispo", (1, 1, 2), (2, 1)),
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
-    Case("olmo2", (1, 4, 1), (2, 2), recompute=True),
+    Case("olmo2", (1, 2, 1), (2, 1), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("low rank", (2, 2, 2), (8, 1)),
