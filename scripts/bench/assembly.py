@@ -85,6 +85,8 @@ def configuration(
         "rl_config": {
             "prompts_per_step": work.prompts,
             "num_generations": work.generations,
+            # One generation a prompt has no group to be compared with.
+            "advantage_estimator": "grpo" if work.generations > 1 else "reinforce_plus_plus",
             "seq_length": row_tokens(work, rows.samples),
             "batch_size": rows.count,
             "beta": beta,
