@@ -193,7 +193,7 @@ def test_ranks_have_time_to_end_and_a_second_ctrl_c_ends_them_at_once(
     tmp_path: Path, fork: str
 ) -> None:
     source = (
-        "import signal\nsignal.signal(signal.SIGTERM, lambda *_: print('told', flush=True))\n"
+        "import signal\nsignal.signal(signal.SIGINT, lambda *_: print('told', flush=True))\n"
         "print(os.getpid(), flush=True)\nuntil = time.monotonic() + 50\n"
         "while time.monotonic() < until: time.sleep(0.1)"
     )
