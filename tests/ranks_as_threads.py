@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.health.rank_health import RankHealth
+
 WAIT_SECONDS = 60.0
 
 
@@ -55,6 +57,7 @@ class ThreadBackend:
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.world_size = rank, world.size
         self.world = ThreadGroup(world, rank)
+        self.health = RankHealth(rank, world.size, None)
 
     def pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
         return ArrayPool(num_bytes)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from ranks_as_threads import run
+from ranks_as_threads import ThreadBackend, World, run
 
 from mindgrpo.checkpoint.folders import to_delete
+from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor import continuing
 from mindgrpo.run.stop_signals import Stop, Stopping
 
@@ -47,6 +48,19 @@ def test_the_first_ranks_clock_decides_and_the_status_is_0() -> None:
     told = run(2, on_rank, time.time() - 60)
     assert told[0] == ("rl_config.max_seconds 50 have passed (60 s since the launch)", 0)
     assert told[1] == told[0]
+
+
+def test_a_signal_that_the_launcher_passes_on_has_the_launchers_name(tmp_path: Path) -> None:
+    """MindSpore makes SIGTERM of the SIGINT that a rank receives."""
+    backend = ThreadBackend(World(1), 0)
+    backend.health = RankHealth(0, 1, tmp_path)
+    stopping = Stopping(cast(Any, backend), 0.0, None)
+    with stopping.listening():
+        (tmp_path / "signal").write_text("2\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stop, match="SIGINT was received") as stop:
+            stopping.check()
+    assert stop.value.status == 130
 
 
 def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:

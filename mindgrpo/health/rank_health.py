@@ -122,6 +122,13 @@ class RankHealth:
             text = f"{checkpoint.absolute()}\n{command}\n"
             (self.folder / "checkpoint").write_text(text, encoding="utf-8")
 
+    def signal_of_launcher(self) -> int:
+        """The number of the signal that the launcher has received and passes on; 0 without one."""
+        try:
+            return int((self.folder / "signal").read_text()) if self.folder else 0
+        except (OSError, ValueError):
+            return 0
+
     def how_rank_ended(self, rank: int) -> str:
         """A sentence's part with the phase, and the cause where another rank failed first; empty if not known."""
         last = self.heartbeat_of(rank)

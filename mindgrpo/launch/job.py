@@ -127,6 +127,8 @@ class Job:
         if main is None:
             return
         say(f"stopping the {self._options.num_local_ranks} ranks of this job (once more: at once)")
+        # MindSpore turns a SIGINT that a rank receives into SIGTERM.
+        (self._plan.status_folder / "signal").write_text(f"{self._signals.received[0]}\n")
         signalled: set[int] = set()
         until = time.monotonic() + self._options.stop_seconds
         while time.monotonic() < until and len(self._signals.received) < 2:

@@ -31,9 +31,10 @@ class Stopping:
     """`started` and `max_seconds` in seconds since the epoch and since `started`."""
 
     def __init__(self, backend: Backend, started: float, max_seconds: float | None) -> None:
-        self._world, self._rank = backend.world, backend.rank
+        self._backend, self._world, self._rank = backend, backend.world, backend.rank
         self._started, self._max_seconds = started, max_seconds
         self._received = 0
+        self._heard: list[signal.Signals] = []
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -44,23 +45,29 @@ class Stopping:
         # Whoever started this may have wanted it to outlive its terminal.
         heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         earlier = {number: signal.signal(number, self._receive) for number in heard}
+        self._heard = heard
         try:
             yield
         finally:
+            self._heard = []
             for number, handler in earlier.items():
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._received = self._received or number
+        self._received = self._received or self._backend.health.signal_of_launcher() or number
         # Without Python, which a long graph may keep from running.
         signal.signal(number, signal.SIG_DFL)
         if self._rank == 0:
-            name = signal.Signals(number).name
+            name = signal.Signals(self._received).name
             words = f"  {name}: the run ends after this phase; a second one ends it at once\n"
             os.write(1, words.encode())
 
     def check(self) -> None:
         """Where a phase begins. Raises Stop if any rank has received a signal."""
+        if not self._received:
+            # Compiling a graph puts MindSpore's handler there, which turns SIGINT into SIGTERM.
+            for number in self._heard:
+                signal.signal(number, self._receive)
         received = max(self._world.gather_objects(self._received))
         if received:
             name = signal.Signals(received).name
