@@ -81,7 +81,7 @@ def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
     assert lines == (
         [
             "mindgrpo: stopped at once; saved: /there/run/checkpoints/step_000003",
-            f"mindgrpo: resume with: {command} --resume_training --output_dir /there/run",
+            f"mindgrpo: resume with: {command} --resume_training true --output_dir /there/run",
         ]
         if has_saved
         else ["mindgrpo: stopped at once: nothing was saved"]
@@ -90,7 +90,7 @@ def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
 
 def test_the_resuming_command_is_the_users_own_but_for_where_to_resume_from() -> None:
     argv = ["my run.py", "--config", "c.yaml", "--output_dir=a", "--resume_training", "--a.b", "c"]
-    resume = "--resume_training --output_dir /run"
+    resume = "--resume_training true --output_dir /run"
     environment = {"MINDGRPO_LAUNCH_PREFIX": "mindgrpo launch --ranks 8 --"}
     expected = f"mindgrpo launch --ranks 8 -- 'my run.py' --config c.yaml --a.b c {resume}"
     assert resume_command(argv, [], environment, Path("/run")) == expected

@@ -173,7 +173,7 @@ def test_a_run_that_signals_end_twice_goes_on_as_if_nothing_had_happened(
     assert not left.exists()
     assert "SIGTERM was received: the run ends with 2 of 5 steps done" in said
     assert f"  saved: {folder_of(output, 2)}\n  resume with: python " in said
-    assert f" --resume_training --output_dir {output}\n" in said
+    assert f" --resume_training true --output_dir {output}\n" in said
     assert steps_in(output) == [2]
     assert [row["step"] for row in rows(output)] == [1]
     assert json.loads((output / "summary.json").read_text())["ended"] == "SIGTERM was received"

@@ -113,14 +113,13 @@ def test_the_example_with_a_sound_model_is_accepted(
     assert first == f"{configuration} can run:"
     heads = [line[2:10].strip() for line in lines]
     assert [head for head in heads if head] == [
-        "steps",
-        "ranks",
+        "run",
         "layouts",
         "memory",
         "data",
         "rewards",
     ]
-    assert "epochs of 2000 prompts" in lines[0] and lines[1].split() == ["ranks", "8"]
+    assert lines[0].endswith(" epochs of 2000 prompts) on 8 ranks")
     # As the launcher calls it.
     assert main(["check", "--quiet", *words]) == 0
     assert capsys.readouterr().out == ""

@@ -57,14 +57,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def summary(path: Path, inputs: Inputs) -> list[str]:
-    plan, num_prompts = inputs.plan, len(inputs.prompts)
-    num_steps = plan.num_steps(num_prompts)
-    epochs = num_steps * plan.batch.prompts_per_step / num_prompts
+    plan = inputs.plan
     held_out = [] if inputs.held_out is None else [f"held out: {inputs.held_out.report()}"]
     assert inputs.scorer is not None
     sections = {
-        "steps": [f"{num_steps} ({epochs:.3g} epochs of {num_prompts} prompts)"],
-        "ranks": [str(plan.world_size)],
+        "run": [f"{plan.steps_text(len(inputs.prompts))} on {plan.world_size} ranks"],
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": [inputs.prompts.report(), *held_out],

@@ -63,6 +63,11 @@ class RunPlan:
         rl = self.config.rl_config
         return rl.max_steps or -(-num_prompts // self.batch.prompts_per_step) * rl.epochs
 
+    def steps_text(self, num_prompts: int) -> str:
+        num_steps = self.num_steps(num_prompts)
+        epochs = num_steps * self.batch.prompts_per_step / num_prompts
+        return f"{num_steps} steps ({epochs:.3g} epochs of {num_prompts} prompts)"
+
     @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.heartbeat import heartbeats_in
+from mindgrpo.health.resume_command import resuming
 from mindgrpo.launch.exit_report import worker_log
 from mindgrpo.launch.job import CheckFailed, Job, say
 from mindgrpo.launch.options import Options
@@ -90,10 +91,7 @@ class Restarts:
         say(f"start {self.num_restarts + 1}, {self.num_left} more after it{goes_on}")
         if not directory:
             return options
-        resume = ("--resume_training", "true", "--output_dir", directory)
-        if options.command[-len(resume) :] == resume:
-            return options
-        return replace(options, command=options.command + resume)
+        return replace(options, command=resuming(options.command, directory))
 
 
 def _with_programs_on_path(environment: Mapping[str, str]) -> Mapping[str, str]:

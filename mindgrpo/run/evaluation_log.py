@@ -66,6 +66,6 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _settings(settings: SamplingParams) -> str:
-    if settings.temperature == 0:
+    if settings.greedy:
         return "the likeliest token each time"
     return f"temperature {settings.temperature:g}, top_p {settings.top_p:g}"

@@ -75,5 +75,5 @@ def open_run(
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
     run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
     notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
-    record.banner(num_steps, inputs, [*notes, *(start.notes if start else [])])
+    record.banner(inputs, [*notes, *(start.notes if start else [])])
     return run

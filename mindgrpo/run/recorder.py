@@ -99,7 +99,7 @@ class RunRecord:
         if seconds is not None:
             self.console.line(f"  compiled {name}: {seconds:.1f} s")
 
-    def banner(self, num_steps: int, inputs: Inputs, notes: Sequence[str] = ()) -> None:
+    def banner(self, inputs: Inputs, notes: Sequence[str] = ()) -> None:
         plan, backend = self._plan, self._backend
         first = inputs.prompts[0]
         name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
@@ -110,9 +110,9 @@ class RunRecord:
         data = [inputs.prompts.report()]
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
-        epochs = num_steps * plan.batch.prompts_per_step / len(inputs.prompts)
-        steps = f"{num_steps} steps ({epochs:.3g} epochs of {len(inputs.prompts)} prompts)"
-        ranks = f"{steps} on {backend.world_size} ranks ({backend.name})"
+        ranks = (
+            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name})"
+        )
         size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
         sections = {
             "run": [ranks, str(self.directory)],

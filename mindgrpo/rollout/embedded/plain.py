@@ -141,7 +141,7 @@ class PlainDecoder:
 
     def _noise(self, batch: GenerationBatch, busy: np.ndarray) -> np.ndarray:
         """float32 [slots, local vocabulary] for the next tokens of the samples in slots `busy`."""
-        if self._sampling.temperature == 0:
+        if self._sampling.greedy:
             return np.zeros((self._cache_config.slots, 1), np.float32)
         shard, samples = self._shard, self._sample[busy]
         noise = np.zeros((self._cache_config.slots, shard.local_vocab), np.float32)

@@ -40,8 +40,8 @@ class Sampler(nn.Cell):
         self, sampling: SamplingParams, local_vocab: int, first_token: int, group: Group
     ) -> None:
         super().__init__()
-        self.greedy = sampling.temperature == 0
-        self.scale = 1.0 / sampling.trainer_temperature
+        self.greedy = sampling.greedy
+        self.scale = sampling.scale
         self.penalty = sampling.repetition_penalty
         self.top_p, self.min_p = sampling.top_p, sampling.min_p
         self.first_token = first_token
