@@ -26,7 +26,7 @@ def end(number, _):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, end)
 print(os.getpid(), flush=True)
-time.sleep(50)
+time.sleep(300)
 """
 
 
@@ -37,9 +37,8 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     job = Started(tmp_path, SAVES, MINDGRPO_FORK="0")
-    time.sleep(0.5)  # the other rank listens as well
     os.killpg(job.launcher.pid, number)
-    shown, errors = job.launcher.communicate(timeout=20)
+    shown, errors = job.launcher.communicate(timeout=90)
     assert job.launcher.returncode == status and job.mine() == []
     assert shown == f"saved by 0 after {number.name}\n"
     assert [line.partition(";")[0] for line in errors.splitlines()[1:]] == [
@@ -60,7 +59,7 @@ if SAVED:
     command = resume_command(sys.argv, sys.orig_argv, os.environ, run)
     health.tell_checkpoint(run / "checkpoints" / "step_000003", command)
 print(os.getpid(), flush=True)
-time.sleep(50)
+time.sleep(300)
 """
 
 
@@ -69,11 +68,10 @@ def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
     tmp_path: Path, has_saved: bool
 ) -> None:
     job = Started(tmp_path, STANDS_STILL.replace("SAVED", str(has_saved)), MINDGRPO_FORK="0")
-    time.sleep(0.5)  # the other rank is told of as well
     os.killpg(job.launcher.pid, signal.SIGINT)
     time.sleep(0.5)
     os.killpg(job.launcher.pid, signal.SIGINT)
-    _, errors = job.launcher.communicate(timeout=20)
+    _, errors = job.launcher.communicate(timeout=90)
     assert job.launcher.returncode == 130 and job.mine() == []
     *lines, last = errors.splitlines()[2:]
     assert last.startswith("mindgrpo: stopped; full logs: ")
@@ -108,7 +106,7 @@ def test_a_job_that_was_started_to_outlive_its_terminal_does(tmp_path: Path) -> 
     source = "print(os.getpid(), flush=True)\ntime.sleep(1.5)\nprint('well')"
     job = Started(tmp_path, source, ignore_hangups, MINDGRPO_FORK="0")
     os.killpg(job.launcher.pid, signal.SIGHUP)
-    assert job.launcher.wait(timeout=20) == 0
+    assert job.launcher.wait(timeout=90) == 0
     assert job.launcher.communicate()[0] == "well\n"
 
 
@@ -126,12 +124,12 @@ def test_ctrl_c_during_the_check_leaves_nothing(tmp_path: Path) -> None:
         preexec_fn=listen_to_ctrl_c,
     )
     status = tmp_path / "logs"
-    until = time.monotonic() + 20.0
+    until = time.monotonic() + 90.0
     while not list(status.glob("*/fork_server.log")):
         assert time.monotonic() < until
         time.sleep(0.05)
     os.killpg(launcher.pid, signal.SIGINT)
-    shown, errors = launcher.communicate(timeout=20)
+    shown, errors = launcher.communicate(timeout=90)
     assert (launcher.returncode, shown) == (130, "")
     assert errors.startswith("mindgrpo: stopped; full logs: ") and errors.count("\n") == 1
     mark = f"MINDGRPO_STATUS_DIR={status}".encode()
@@ -149,7 +147,7 @@ def test_a_screen_that_nobody_reads_any_more_does_not_end_the_job(tmp_path: Path
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
     assert job.launcher.stdout is not None
     job.launcher.stdout.close()
-    assert job.launcher.wait(timeout=20) == 0
+    assert job.launcher.wait(timeout=90) == 0
     assert (tmp_path / "done").exists()
 
 
@@ -158,13 +156,13 @@ def test_a_screen_that_is_held_keeps_neither_a_failure_nor_ctrl_c_from_being_see
 ) -> None:
     source = (
         "print(os.getpid(), flush=True)\nif rank == '0': print('x' * 300_000, flush=True)\n"
-        "time.sleep(1)\nif rank == '1': raise ValueError\ntime.sleep(50)"
+        "time.sleep(1)\nif rank == '1': raise ValueError\ntime.sleep(300)"
     )
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
-    job.wait_until_gone(15.0)  # the failure was seen
+    job.wait_until_gone(90.0)  # the failure was seen
     for _ in range(2):
         job.launcher.send_signal(signal.SIGINT)
         time.sleep(0.3)
-    assert job.launcher.wait(timeout=5) == 1
+    assert job.launcher.wait(timeout=90) == 1
     assert job.launcher.stderr is not None
     assert "rank 1 failed: ValueError" in job.launcher.stderr.read().splitlines()[-1]

@@ -160,8 +160,8 @@ def test_what_is_asked_for_and_not_there_is_told_in_one_line(plain: Run, keyed: 
 
 
 def test_a_run_on_a_full_host_ends_after_its_step_with_its_model_written(tmp_path: Path) -> None:
-    # Full is what the host is now, as far as this run is told.
-    threshold = 0.7 * host_memory().share
+    # Full is what the host is now, as far as this run is told, and stays when another test's processes end.
+    threshold = 0.3 * host_memory().share
     run = Run(
         tmp_path,
         status=1,
