@@ -29,7 +29,7 @@ starts = len(list(here.glob("started_" + rank + "_*")))
 health.at_step(STEP)
 if rank == "1" and starts < FAILURES:
     HOW
-while rank == "0" and starts < FAILURES:
+while rank == "0" and len(list(here.glob("started_1_*"))) <= FAILURES:
     time.sleep(0.1)
 """
 
