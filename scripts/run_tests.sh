@@ -4,7 +4,7 @@
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
-source scripts/setup_env.sh dev,mindformers
+source scripts/setup_env.sh dev
 
 status=0
 check() {

@@ -177,7 +177,7 @@ def test_directories_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
 
 def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
     for name, said in (
-        ("x.csv", "must be a .jsonl, .json"),
+        ("x.txt", "must be a .jsonl, .json"),
         ("x.mindrecord", "cannot be read as a MindRecord"),
         ("x.parquet", "cannot be read as Parquet"),
         ("x.arrow", "cannot be read as Arrow"),
@@ -197,6 +197,80 @@ def test_files_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
         read_rows(tmp_path / "x.json")
     with pytest.raises(UserError, match="does not exist; set rl_config.dataset_file"):
         open_examples(tmp_path / "none.jsonl")
+
+
+# 200 questions, written by pyarrow 26.0.1; pyarrow 19 refuses its column statistics.
+CURRENT = Path(__file__).resolve().parent / "data" / "written_by_pyarrow_26.parquet"
+
+
+def test_parquet_of_a_current_pyarrow_is_read() -> None:
+    examples = open_examples(CURRENT)
+    assert len(examples) == 200
+    assert [(examples[i].question, examples[i].answer) for i in (0, 199)] == [
+        ("q 0 + 1?", "1"),
+        ("q 199 + 1?", "200"),
+    ]
+
+
+def test_parquet_that_is_too_new_for_the_installed_pyarrow_names_both_versions_and_the_cure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError("Repetition level histogram size mismatch")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", refuse)
+    monkeypatch.setattr("pyarrow.__version__", "19.0.0")
+    cure = (
+        r'pyarrow 26.0.1 wrote it and pyarrow 19.0.0 is installed: .*pip install "pyarrow>=26.0.1"'
+    )
+    with pytest.raises(
+        UserError, match=f"26.parquet cannot be read as Parquet: .*mismatch; {cure}"
+    ):
+        open_examples(CURRENT)
+    monkeypatch.setattr("pyarrow.__version__", "26.1.0")
+    with pytest.raises(UserError, match="mismatch; write or download it again"):
+        open_examples(CURRENT)
+
+
+def test_csv_is_text_under_the_names_of_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        '\ufeffanswer,question,level\r\n007,"a, ""b""\nc?",1e3\r\n\r\n-1,d?,\r\n', "utf-8"
+    )
+    rows = [('a, "b"\nc?', "007", "1e3"), ("d?", "-1", "")]
+    assert read_rows(path) == [{"question": q, "answer": a, "level": level} for q, a, level in rows]
+    (tmp_path / "shards").mkdir()
+    for number in (1, 0):
+        (tmp_path / "shards" / f"train-0000{number}-of-00002.csv").write_text(
+            f"question,answer\nq{number},a\n"
+        )
+    assert [row["question"] for row in read_rows(tmp_path / "shards")] == ["q0", "q1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"question,answer\nq,a\nq,1,000\n", "rows.csv:3 has 3 values, but there are 2 columns"),
+        (b"question,question\nq,a\n", "rows.csv:1 has the column names"),
+        (b"question,\nq,a\n", "rows.csv:1 has the column names"),
+        (b"", "rows.csv:1 has the column names"),
+        (b"question,answer\n\xff,a\n", "cannot be read as CSV: 'utf-8'"),
+        (b'question,answer\nq,"a\n', "cannot be read as CSV: unexpected end of data"),
+    ],
+)
+def test_csv_that_is_damaged_is_refused_with_its_line(
+    tmp_path: Path, text: bytes, said: str
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(text)
+    with pytest.raises(UserError, match=said):
+        open_examples(path)
+
+
+def test_the_name_of_a_data_set_on_the_hub_is_met_with_the_command_that_downloads_it() -> None:
+    command = "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"
+    with pytest.raises(UserError, match=f"dataset_file is openai/gsm8k, .*run '{command}' and set"):
+        open_examples("openai/gsm8k")
 
 
 @pytest.fixture

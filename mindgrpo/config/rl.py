@@ -71,7 +71,7 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     """ON: request bit-reproducible kernels from the device"""
 
     dataset_file: OptionalText = None
-    """training prompts and answers: .jsonl, .json, .parquet, .arrow, .mindrecord or a directory of Hugging Face
+    """training prompts and answers: .jsonl, .json, .csv, .parquet, .arrow, .mindrecord or a directory of Hugging Face
     datasets"""
     dataset_split: OptionalText = None
     """split of a directory; null: train, or the only one"""

@@ -1,4 +1,4 @@
-"""Reads rows of JSONL, JSON, Parquet and Arrow files by index, each behind the words that say where it stands.
+"""Reads rows of JSONL, JSON, CSV, Parquet and Arrow files by index, each behind the words that say where it stands.
 
 A row is read from disk whenever it is asked for, so that a rank holds none that it does not use: lines by their
 offsets, tables one row group at a time and only the columns that are wanted. A file that was written to since it was
@@ -7,13 +7,16 @@ opened is refused.
 
 from __future__ import annotations
 
+import csv
 import datetime
 import decimal
+import io
 import json
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -27,6 +30,8 @@ Located = tuple[str, Any]  # file and line, or file and row; then the row
 MAX_DOCUMENT_BYTES = 1 << 32
 CACHE_BYTES = 1 << 28
 ROWS_AT_ONCE = 256
+FOOTER_BYTES = 1 << 20
+WRITER = re.compile(rb"parquet-cpp-arrow version (\d+(?:\.\d+)*)")
 PLAIN = (str, int, float, bool, type(None))
 
 
@@ -165,6 +170,31 @@ def tables_in(content: object) -> list[list[Any]]:
     ]
 
 
+def read_csv(path: Path) -> list[Row]:
+    """The first line names the columns. Every value is text: a number would lose the zeros of 007. Raises UserError."""
+    try:
+        with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+            lines = csv.reader(text, strict=True)
+            names = next(lines, [])
+            rows = [(lines.line_num, values) for values in lines if values]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read as CSV: {error}; write it as UTF-8 with commas between the values and double "
+            "quotes around those that hold commas or line ends"
+        ) from error
+    if not all(names) or len(set(names)) < max(1, len(names)):
+        raise UserError(
+            f"{path}:1 has the column names {names}; the first line must name every column, each name once"
+        )
+    for number, values in rows:
+        if len(values) != len(names):
+            raise UserError(
+                f"{path}:{number} has {len(values)} values, but there are {len(names)} columns; put double quotes "
+                "around values that hold commas"
+            )
+    return [dict(zip(names, values, strict=True)) for _, values in rows]
+
+
 class TableCache:
     """Decoded row groups, up to CACHE_BYTES; the one that was used longest ago goes first."""
 
@@ -248,9 +278,25 @@ def table_file(path: Path) -> Iterator[Any]:
     except Exception as error:  # pyarrow's own kinds, and OSError
         kind = path.suffix[1:].capitalize()
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"{path} cannot be read as {kind}: {reason}; write or download it again"
-        ) from error
+        remedy = _newer_writer(path) or "write or download it again"
+        raise UserError(f"{path} cannot be read as {kind}: {reason}; {remedy}") from error
+
+
+def _newer_writer(path: Path) -> str | None:
+    """What to do about a Parquet file that a newer pyarrow than the installed one wrote: older ones may refuse it."""
+    import pyarrow
+
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - FOOTER_BYTES))
+        if found := WRITER.search(file.read()):
+            version = found.group(1).decode()
+            if int(version.split(".")[0]) > int(pyarrow.__version__.split(".")[0]):
+                return (
+                    f"pyarrow {version} wrote it and pyarrow {pyarrow.__version__} is installed: install the newer "
+                    f"one with 'pip install \"pyarrow>={version}\"' (mindformers 1.9.0 pins 19.0.0: use an "
+                    "environment without it), or write the file as .jsonl"
+                )
+    return None
 
 
 def plain_row(row: Row, where: str) -> Row:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from mindgrpo.data.row_files import (
     TableCache,
     TableFile,
     open_json,
+    read_csv,
 )
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import is_inside, read_object
 
-KINDS = ".jsonl, .json, .parquet, .arrow or .mindrecord"
-SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl")
+KINDS = ".jsonl, .json, .csv, .parquet, .arrow or .mindrecord"
+SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$|-?\d+$")
 SPLIT_WORDS = ("train", "validation", "valid", "val", "test", "dev", "eval")
 OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
@@ -127,6 +130,12 @@ def open_examples(
     """
     source, form = Path(path), form or RowForm()
     if not source.exists():
+        if HUB_ID.fullmatch(str(path)) and not source.suffix and not source.parent.exists():
+            raise UserError(
+                f"{key} is {path}, and no such file or directory exists; to use the data set of that name on the "
+                f"Hugging Face hub, run 'hf download {path} --repo-type dataset --local-dir {source.name}' and set "
+                f"{key} to the directory in {source.name} that holds its {' or '.join(SHARD_SUFFIXES)} files"
+            )
         raise UserError(
             f"the data set {source} does not exist; set {key} to a {KINDS} file or to a directory of "
             "Hugging Face datasets"
@@ -145,6 +154,9 @@ def open_examples(
         return Examples(Blocks([TableFile(file, form.keys_read(), cache) for file in files]), form)
     if suffix == ".json":
         return Examples(ranks.by_one(lambda: open_json(source)), form)
+    if suffix == ".csv":
+        tables = [ListedRows(ranks.by_one(partial(read_csv, file)), file) for file in files]
+        return Examples(Blocks(tables), form)
     if suffix == ".jsonl":
         return Examples(Blocks([JsonLines(file) for file in files]), form)
     raise UserError(f"the data set {source} ends in {suffix!r}; it must be a {KINDS} file")

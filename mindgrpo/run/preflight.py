@@ -194,7 +194,7 @@ def _prompts(
 ) -> PromptSet:
     if not path:
         raise UserError(
-            f"{key} is not set; give a JSONL, JSON, Parquet or MindRecord file of questions and answers, or a "
+            f"{key} is not set; give a JSONL, JSON, CSV, Parquet or MindRecord file of questions and answers, or a "
             "directory of Hugging Face datasets."
         )
     rl = config.rl_config

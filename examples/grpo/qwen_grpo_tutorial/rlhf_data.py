@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--file_path",
         type=path_of,
         required=True,
-        help="a .jsonl, .json, .parquet or .arrow file, or a directory of Hugging Face datasets",
+        help="a .jsonl, .json, .csv, .parquet or .arrow file, or a directory of Hugging Face datasets",
     )
     parser.add_argument("--split", help="of a directory's splits; default: train, or the only one")
     parser.add_argument(
