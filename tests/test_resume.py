@@ -209,6 +209,10 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
     assert "rl_config.max_steps was 5 and is 6" in said
     # A new run in a folder of its own, with the rows that it grew from; the old one stays as it was.
     assert rows(branch)[:STEPS] == rows(whole) and len(rows(branch)) == STEPS + 1
+    for name in ("metrics", "evaluations", "eval_completions", "completions"):
+        theirs = (whole / f"{name}.jsonl").read_bytes()
+        grown = (branch / f"{name}.jsonl").read_bytes()
+        assert grown.startswith(theirs) and len(grown) > len(theirs) > 0, name
     assert steps_in(whole)[-1] == STEPS
 
 

@@ -41,18 +41,17 @@ def cut_after(path: Path, step: int) -> int:
     return count
 
 
-def head(path: Path, step: int) -> bytes:
-    """The rows up to `step`; none where there is no such file."""
-    try:
-        start, count = _first_after(path, step)
-        with path.open("rb") as rows:
-            return rows.read(start if count else -1)
-    except FileNotFoundError:
-        return b""
+def copy_until(path: Path, step: int, target: Path) -> None:
+    """Copies the rows up to `step` to TARGET, if there is such a file and TARGET is free."""
+    if not path.exists() or target.exists():
+        return
+    size, _ = _first_after(path, step)
+    shutil.copyfile(path, target)
+    os.truncate(target, size)
 
 
 def _first_after(path: Path, step: int) -> tuple[int, int]:
-    """(offset of the first row above `step`, how many rows there are from it on)."""
+    """(bytes before the first row above `step`, how many rows there are from it on)."""
     offset = count = 0
     with path.open("rb") as rows:
         for row in rows:

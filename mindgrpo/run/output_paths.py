@@ -91,8 +91,9 @@ def continue_files(
         step, rows_until = state.step, state.step - (state.open_row is not None)
         source = start.source
         if start.output != source or source is None:
-            rows = continuing.head(source / "metrics.jsonl", rows_until) if source else b""
-            (paths.directory / "metrics.jsonl").write_bytes(rows)
+            if source is not None:
+                for path, last in _row_files(paths, rows_until, step):
+                    continuing.copy_until(source / path.name, last, path)
             return []
         return _go_on(paths, step, rows_until, keep_model)
     except OSError as error:
@@ -102,13 +103,18 @@ def continue_files(
         ) from error
 
 
+def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Path, int]]:
+    """Each file of rows, and the last step that it holds at the end of `step`."""
+    completions = (paths.completions or paths.directory) / "completions.jsonl"
+    return [(paths.directory / name, rows_until) for name in continuing.ROWS] + [
+        (completions, step)
+    ]
+
+
 def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
     notes = []
     label = f"until_step_{step}"
-    for path, last in (
-        *((paths.directory / name, rows_until) for name in continuing.ROWS),
-        ((paths.completions or paths.directory) / "completions.jsonl", step),
-    ):
+    for path, last in _row_files(paths, rows_until, step):
         rows = continuing.cut_after(path, last) if path.exists() else 0
         if rows:
             aside = f"{path.name}.after_step_{last}"
