@@ -89,7 +89,8 @@ class GRPOTrainer:
         run.watch.close()
         self.scorer.close()
         engine = self.roles.engine.capabilities.name
-        run.record.close(session.done, engine, ended.reason if ended else None)
+        reason = ended.reason if ended else None
+        run.record.close(session.done, engine, reason, session.checkpoints.best)
         if ended is not None:
             session.tell_how_to_go_on(ended)
         run.backend.close()

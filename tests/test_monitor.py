@@ -136,13 +136,40 @@ def test_a_run_without_a_step_has_no_curve(tmp_path: Path) -> None:
         draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
 
 
-def test_the_step_line_names_the_figures_that_matter() -> None:
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (
+            120,
+            "step 3/60  reward 1.250  accuracy 0.45  format 0.80  kl 0.0100  grad 1.500"
+            "  gap 1.0e-05  length 30.0  3.2 s",
+        ),
+        (80, "step 3/60  reward 1.250  accuracy 0.45  format 0.80  kl 0.0100  3.2 s"),
+        (40, "step 3/60  reward 1.250  3.2 s"),
+    ],
+)
+def test_the_step_line_has_the_figures_that_matter_most_of_those_that_fit(
+    width: int, line: str
+) -> None:
     stream = io.StringIO()
-    Console(True, stream).step_line(a_step(3), num_steps=60)
-    assert stream.getvalue() == (
-        "step 3/60  reward 1.250  accuracy 0.45  format 0.80  kl 0.0100  grad 1.500"
-        "  gap 1.0e-05  length 30.0  time 3.2 s\n"
-    )
+    Console(True, stream, width).step_line(a_step(3), num_steps=60)
+    assert stream.getvalue() == line + "\n"
+
+
+def test_no_divergence_is_shown_where_none_is_computed() -> None:
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(3) | {"kl": None})
+    assert "kl" not in stream.getvalue()
+
+
+def test_the_banner_wraps_what_is_longer_than_the_terminal_and_keeps_paths_whole() -> None:
+    stream, path = io.StringIO(), "/a" * 50
+    words = "0123456789 " * 12
+    console = Console(True, stream, 80)
+    console.banner("run", {"data": [words.strip(), path], "prompt": [console.shortened(words)]})
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 80] == [f"          {path}"]
+    assert "".join(lines).count("0123456789") == 12 + 6 and lines[-2].endswith("…")
 
 
 def test_a_hint_is_given_when_its_cause_begins_and_not_again_while_it_lasts() -> None:
@@ -163,8 +190,10 @@ def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prom
 
 def test_held_out_means_have_a_line_of_their_own() -> None:
     stream = io.StringIO()
-    Console(True, stream).step_line(a_step(3, **{"eval/accuracy_reward/mean": 0.91}))
-    assert "held out:  accuracy 0.91\n" in stream.getvalue()
+    console, figures = Console(True, stream, 40), {"eval/accuracy_reward/mean": 0.91}
+    console.means_line("held out", figures, "eval/")
+    console.means_line("held out", figures | {"eval/a_longer_name/mean": 0.5}, "eval/")
+    assert stream.getvalue() == "  held out  accuracy 0.910\n" * 2
 
 
 def test_a_phase_tells_how_long_it_took_and_that_it_failed() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.checkpoint.folders import find, steps_in
-from mindgrpo.checkpoint.format import MANIFEST, Manifest
+from mindgrpo.checkpoint.folders import find, folder_of, steps_in
+from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.checkpoint.load import ShardReader, read_box
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
@@ -79,6 +79,24 @@ def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
     beside = model or source
     read_config(beside)
     return open_weights(source), beside
+
+
+def best_checkpoint(run: Path) -> Path:
+    """The checkpoint that `rl_config.save_ckpt_best` kept. Raises UserError."""
+    steps = steps_in(run)
+    best = read_manifest(folder_of(run, steps[-1])).state.best if steps else None
+    if best is None:
+        what = "has no checkpoint that was marked as the best" if steps else "holds no checkpoint"
+        raise UserError(
+            f"--best is given, but --from {run} {what}; leave out --best, and set rl_config.save_ckpt_best to a "
+            "reward function before the next run."
+        )
+    folder = folder_of(run, best.step)
+    if not folder.is_dir():
+        raise UserError(
+            f"--best is given, but {folder}, the best checkpoint of the run, is not there now; leave out --best."
+        )
+    return folder
 
 
 def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
@@ -149,6 +167,7 @@ def _write_name_map(target: Path) -> None:
 def main(argv: Sequence[str]) -> None:
     parser = Arguments(prog="mindgrpo export")
     parser.add_argument("--from", dest="source", required=True, type=path_of)
+    parser.add_argument("--best", action="store_true")
     parser.add_argument("--output", required=True, type=path_of)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
@@ -156,5 +175,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model", type=path_of)
     flags = parser.parse_args(list(argv))
     shards = flags.max_shard_bytes
-    for file in convert(flags.source, flags.output, flags.dtype, shards, flags.format, flags.model):
+    source = best_checkpoint(flags.source) if flags.best else flags.source
+    for file in convert(source, flags.output, flags.dtype, shards, flags.format, flags.model):
         print(file)

@@ -39,7 +39,7 @@ USAGE = {
   score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model""",
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
-          [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",
+          [--best] [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",
     "replay": """\
   replay  DUMP [--model DIR] [--output FILE.json]    makes an update again that a run skipped""",
 }

@@ -28,6 +28,7 @@ FLAGS: dict[str, str] = {
     "--save_strategy_dir": "rl_config.save_strategy_dir",
     "--save_checkpoint_dir": "actor_config.save",
     "--output_dir": "output_dir",
+    "--verbose": "verbose",
 }
 
 

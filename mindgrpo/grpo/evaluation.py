@@ -93,17 +93,6 @@ class Outcome:
         figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
         return figures
 
-    def line(self) -> str:
-        """For the console of a run."""
-        columns = []
-        for name, scores in self.by_function.items():
-            text = f"{name} {figure(scores.mean)}"
-            if self.mode.num_samples > 1:
-                best = max(scores.pass_at)
-                text += f" ± {figure(scores.error)} pass@{best} {figure(scores.pass_at[best])}"
-            columns.append(text)
-        return f"{self.mode.title}:  " + "  ".join(columns)
-
     def rows(self) -> Iterator[dict[str, Any]]:
         """One a sample, on rank 0."""
         rows = self.scored.rows(self.rollout, self.prompts)

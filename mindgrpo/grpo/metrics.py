@@ -61,7 +61,8 @@ def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
 
     return {
         "loss": mean(lambda report: report.loss),
-        "kl": mean(lambda report: report.kl),
+        # Without a reference none is computed.
+        "kl": mean(lambda report: report.kl) if outcome.batch.reference_logps is not None else None,
         "entropy": mean(lambda report: report.entropy),
         "grad_norm": mean(lambda report: report.grad_norm),
         "lr": outcome.lr,

@@ -141,6 +141,10 @@ class RunPlan:
         reference = "none (beta is 0)" if self.reference is None else str(self.reference.grid)
         return [*lines, f"reference {reference}"]
 
+    def most_memory(self) -> str:
+        most = max(self.memory(), key=lambda phase: phase.total)
+        return f"at most {most.total / MIB:.1f} MiB a rank, in phase {most.phase}; --verbose shows every phase"
+
     def memory_lines(self) -> list[str]:
         lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:

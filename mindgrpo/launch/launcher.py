@@ -36,7 +36,8 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
     """Runs the job to its end and returns its exit status. Raises UserError before any rank starts."""
     environment = _with_programs_on_path(environment)
     signals, restarts = Signals(), Restarts(options.max_restarts)
-    host = LocalHost(sys.executable, os.getpid(), len(os.sched_getaffinity(0)))
+    columns = shutil.get_terminal_size().columns
+    host = LocalHost(sys.executable, os.getpid(), len(os.sched_getaffinity(0)), columns)
     while True:
         started_at = time.time()
         port = _port(options)

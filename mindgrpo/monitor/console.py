@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-RULE_WIDTH = 78
+WIDTH = 80  # where the terminal's is not known
 MANY = 0.9  # of a step's groups or completions: worth a hint
 
-FIGURES = (  # key in the metrics, word on the line, format
-    ("reward/mean", "reward", ".3f"),
-    ("kl", "kl", ".4f"),
-    ("grad_norm", "grad", ".3f"),
-    ("logprob_gap/max", "gap", ".1e"),
-    ("completion_length/mean", "length", ".1f"),
-    ("time/step", "time", ".1f"),
+FIGURES = (  # key in the metrics, word on the line, format; the least important go first where a line is too long
+    ("reward/mean", "reward", ".3f", 0),
+    ("kl", "kl", ".4f", 4),
+    ("grad_norm", "grad", ".3f", 6),
+    ("logprob_gap/max", "gap", ".1e", 7),
+    ("completion_length/mean", "length", ".1f", 5),
+    ("time/step", "", ".1f", 1),
 )
+OF_FUNCTIONS = 2  # the importance of each function's mean, in the order of FIGURES
 
 HINTS = (
     (
@@ -35,10 +38,13 @@ HINTS = (
 
 
 class Console:
-    """Silent where not enabled, so that every rank may run the same lines."""
+    """Silent where not enabled, so that every rank may run the same lines; `width` in columns, else the terminal's."""
 
-    def __init__(self, enabled: bool, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, enabled: bool, stream: TextIO | None = None, width: int | None = None
+    ) -> None:
         self._stream = (stream or sys.stdout) if enabled else None
+        self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
         self._hinted: set[str] = set()
         self._colour = self._stream is not None and self._stream.isatty()
 
@@ -50,13 +56,28 @@ class Console:
 
     def banner(self, title: str, sections: Mapping[str, Sequence[str]]) -> None:
         """A ruled title, then each section's name in the margin of its lines; none of a section without lines."""
-        self.line(self._bold(f"── {title} ".ljust(RULE_WIDTH, "─")))
+        self.line(self._bold(f"── {title} ".ljust(self._width, "─")))
         margin = max((len(name) for name, lines in sections.items() if lines), default=0)
         for name, lines in sections.items():
-            for number, text in enumerate(lines):
+            wrapped = [part for text in lines for part in self._wrapped(text, margin + 4)]
+            for number, text in enumerate(wrapped):
                 head = name if number == 0 else ""
                 self.line(f"  {self._bold(head.ljust(margin))}  {text}")
-        self.line(self._bold("─" * RULE_WIDTH))
+        self.line(self._bold("─" * self._width))
+
+    def shortened(self, text: str, margin: int = 13) -> str:
+        """What fits on one line beside a margin."""
+        room = self._width - margin
+        return text if len(text) <= room else text[: room - 1] + "…"
+
+    def _wrapped(self, text: str, margin: int) -> list[str]:
+        """Paths stay whole, to be copied; a line's own spaces stay, too, where it fits."""
+        room = max(self._width - margin, 20)
+        if len(text) <= room:
+            return [text]
+        return textwrap.wrap(
+            text, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
@@ -73,19 +94,31 @@ class Console:
     def step_line(self, metrics: Mapping[str, Any], num_steps: int | None = None) -> None:
         """One line with the figures that matter, then a hint where one of them asks for it."""
         total = "" if num_steps is None else f"/{num_steps}"
-        words = [self._bold(f"step {metrics['step']}{total}")]
-        for key, word, style in FIGURES:
-            if key in metrics:
-                words.append(f"{word} {_figure(metrics[key], style)}")
+        words = [(0, f"step {metrics['step']}{total}")]
+        for key, word, style, importance in FIGURES:
+            value = metrics.get(key)
+            if key in metrics and not (value is None and key == "kl"):
+                unit = " s" if key == "time/step" else ""
+                words.append((importance, f"{word} {_figure(value, style)}{unit}".strip()))
             if key == "reward/mean":
-                words += _function_means(metrics, "reward/")
-        if "time/step" in metrics:
-            words[-1] += " s"
-        self.line("  ".join(words))
-        evaluation = _function_means(metrics, "eval/")
-        if evaluation:
-            self.line("  held out:  " + "  ".join(evaluation))
+                words += [(OF_FUNCTIONS, text) for text in _function_means(metrics, "reward/")]
+        first, *others = self._fitting(words)
+        self.line("  ".join([self._bold(first), *others]))
         self._hints(metrics)
+
+    def means_line(self, title: str, figures: Mapping[str, Any], prefix: str) -> None:
+        """One line with the mean of each reward function, as many as fit."""
+        words = [(0, f"  {title}")]
+        words += [(OF_FUNCTIONS, text) for text in _function_means(figures, prefix, ".3f")]
+        self.line("  ".join(self._fitting(words)))
+
+    def _fitting(self, words: Sequence[tuple[int, str]]) -> list[str]:
+        """Words with their importance (0 is most), without the least important ones that make the line too long."""
+        left = list(words)
+        while len("  ".join(text for _, text in left)) > self._width and any(i for i, _ in left):
+            least = max(range(len(left)), key=lambda number: (left[number][0], number))
+            del left[least]
+        return [text for _, text in left]
 
     def _hints(self, metrics: Mapping[str, Any]) -> None:
         # The rewards of a group are equal as well where a function failed on all of it, which is told by itself.
@@ -109,9 +142,9 @@ def _figure(value: Any, style: str) -> str:
     return "-" if value is None else format(float(value), style)
 
 
-def _function_means(metrics: Mapping[str, Any], prefix: str) -> list[str]:
+def _function_means(metrics: Mapping[str, Any], prefix: str, style: str = ".2f") -> list[str]:
     return [
-        f"{key[len(prefix) : -len('/mean')].removesuffix('_reward')} {_figure(value, '.2f')}"
+        f"{key[len(prefix) : -len('/mean')].removesuffix('_reward')} {_figure(value, style)}"
         for key, value in metrics.items()
         if key.startswith(prefix) and key.endswith("/mean") and key.count("/") == 2
     ]

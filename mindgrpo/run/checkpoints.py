@@ -64,6 +64,20 @@ class RunCheckpoints:
         return self._newest
 
     @property
+    def best(self) -> dict[str, Any] | None:
+        """The reward, score, step and path of the best checkpoint; None where none was asked for, or there is none."""
+        if self._best is None:
+            return None
+        path = folders.folder_of(self._record.directory, self._best.step)
+        reward = self._rl.save_ckpt_best
+        return {
+            "reward": reward,
+            "score": self._best.score,
+            "step": self._best.step,
+            "path": str(path),
+        }
+
+    @property
     def resume_command(self) -> str:
         return resume_command(sys.argv, sys.orig_argv, os.environ, self._record.directory)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.evaluation import Outcome, figure, figures_of
-from mindgrpo.monitor.metrics import append_rows
+from mindgrpo.monitor.metrics import append_rows, read_metrics
 
 
 def write_evaluation(
@@ -18,6 +18,36 @@ def write_evaluation(
     append_rows(folder / "evaluations.jsonl", step, [figures_of(outcomes)])
     if with_completions:
         write_completions(folder / "eval_completions.jsonl", step, outcomes)
+
+
+def before_and_after(path: Path) -> list[str]:
+    """Means ± standard errors of the first evaluation, if that was before the first step, and of the last one.
+
+    `path`: evaluations.jsonl. A row for each reward function, and one for the largest k of its pass@k.
+    """
+    evaluations = read_metrics(path)
+    columns = {"after": evaluations[-1]}
+    if evaluations[0]["step"] == 0 and len(evaluations) > 1:
+        columns = {"before": evaluations[0], **columns}
+    rows = [["", *columns]]
+    for key in columns["after"]:
+        name, _, kind = key.rpartition("/")
+        if kind == "mean" or kind == f"pass@{_largest_k(columns['after'], name)}":
+            label = name.removeprefix("eval/") + ("" if kind == "mean" else f" {kind}")
+            rows.append([label, *(_with_error(row, name, kind) for row in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _largest_k(row: dict[str, Any], name: str) -> int:
+    prefix = f"{name}/pass@"
+    ks = [int(key.removeprefix(prefix)) for key in row if key.startswith(prefix)]
+    return max((k for k in ks if k > 1), default=0)
+
+
+def _with_error(row: dict[str, Any], name: str, kind: str) -> str:
+    error = f" ± {figure(row.get(f'{name}/stderr'))}" if kind == "mean" else ""
+    return figure(row.get(f"{name}/{kind}")) + error
 
 
 def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> None:

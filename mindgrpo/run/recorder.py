@@ -17,7 +17,7 @@ from mindgrpo.checkpoint.format import RunState
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
-from mindgrpo.grpo.evaluation import Figure, Outcome, figure, figures_of
+from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
@@ -25,7 +25,7 @@ from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.run.evaluation_log import write_evaluation
+from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
 
@@ -120,10 +120,10 @@ class RunRecord:
             "layouts": plan.layout_lines(),
             "batch": plan.batch.lines(),
             "algorithm": algorithm_lines(plan.config, plan.batch),
-            "memory": plan.memory_lines(),
+            "memory": plan.memory_lines() if plan.config.verbose else [plan.most_memory()],
             "reshard": plan.reshard_lines(),
             "data": data,
-            "prompt": [repr(first.text)],
+            "prompt": [self.console.shortened(repr(first.text))],
             "stops": [stops],
             "kernels": backend.notices,
             "elsewhere": self._paths.elsewhere,
@@ -153,7 +153,8 @@ class RunRecord:
         self._evaluations.append(outcomes[0].means)
         for outcome in outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)
-            self.console.line(f"  {outcome.line()}")
+            prefix = f"{PREFIXES[outcome.mode.name]}/"
+            self.console.means_line(outcome.mode.title, outcome.figures(), prefix)
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
             write_evaluation(self.directory, step, outcomes, keeps)
@@ -196,8 +197,17 @@ class RunRecord:
             self.directory / "metrics.jsonl", picture, next(iter(self._evaluations), {})
         )
 
-    def close(self, num_steps: int, engine: str, ended: str | None = None) -> None:
-        """`engine` drew the samples; `ended`: why the run ends after `num_steps` steps, before its last."""
+    def close(
+        self,
+        num_steps: int,
+        engine: str,
+        ended: str | None = None,
+        best: dict[str, Any] | None = None,
+    ) -> None:
+        """`engine` drew the samples; `ended`: why the run ends after `num_steps` steps, before its last.
+
+        `best` is the best checkpoint's reward, score, step and path.
+        """
         if not self._is_writer:
             return
         self._metrics.close()
@@ -211,6 +221,8 @@ class RunRecord:
             "eval_after": after,
             "engine": engine,
         }
+        if best is not None:
+            summary["best_checkpoint"] = best
         if ended is not None:
             summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -218,10 +230,16 @@ class RunRecord:
             self._draw()
         if ended is None:
             graphs = f"{summary['compiles']} graphs compiled a rank"
-            held_out = f"{_means(before)} -> {_means(after)}"
+            evaluations = self.directory / "evaluations.jsonl"
+            best_lines = (
+                [f"step {best['step']}, {best['reward']} {figure(best['score'])}", best["path"]]
+                if best
+                else []
+            )
             sections = {
                 "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
-                "held out": [held_out] if any(self._evaluations) else [],
+                "held out": before_and_after(evaluations) if any(self._evaluations) else [],
+                "best": best_lines,
                 "model": [str(self.model_directory)],
                 "curve": [str(self.directory / "reward_curve.png")],
             }
@@ -233,7 +251,3 @@ def _lora_lines(plan: RunPlan) -> list[str]:
     if lora is None:
         return []
     return [f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"]
-
-
-def _means(means: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {figure(value)}" for name, value in means.items()) or "-"
