@@ -106,15 +106,18 @@ def test_the_newest_and_the_best_checkpoints_stay(whole: Path) -> None:
     }
 
 
-def test_the_best_checkpoint_is_exported_by_the_runs_name(whole: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_exported_by_the_runs_name(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     best = read_manifest(folder_of(whole, STEPS)).state.best
     assert best is not None
     of_run = ["export", "--from", str(whole), "--best", "--output", str(tmp_path / "a" / "hf")]
     named = ["--from", str(folder_of(whole, best.step)), "--output", str(tmp_path / "b" / "hf")]
     assert main(of_run) == 0 and main(["export", *named]) == 0
     assert model_bits(tmp_path / "a") == model_bits(tmp_path / "b")
-    with pytest.raises(UserError, match=f"--best is given, but --from {tmp_path} holds no"):
-        main(["export", "--from", str(tmp_path), "--best", "--output", str(tmp_path / "c")])
+    wrong = ["export", "--from", str(tmp_path), "--best", "--output", str(tmp_path / "c")]
+    assert main(wrong) == 2
+    assert f"--best is given, but --from {tmp_path} holds no checkpoint" in capsys.readouterr().err
 
 
 def test_damaged_checkpoints_are_passed_over_and_the_run_ends_as_if_nothing_had_happened(
