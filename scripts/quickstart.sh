@@ -8,6 +8,20 @@ ranks=8
 arguments=()
 while [ $# -gt 0 ]; do
     case "$1" in
+    -h | --help)
+        cat <<'HELP'
+usage: quickstart.sh [--ranks 8|4|2|1] [--key value ...]
+
+Makes .venv and trains the example of examples/grpo/tiny_arithmetic with it. Downloads no model and no data.
+
+  --ranks N           number of ranks: 8 (default), 4, 2 or 1; sets the layouts
+  --output_dir DIR    folder of the run (default: output/tiny_arithmetic/<time>)
+  --key value         any key of the configuration, for example --rl_config.max_steps 20
+
+All keys: python -m mindgrpo train --help, or docs/configuration.md.
+HELP
+        exit 0
+        ;;
     --ranks)
         ranks="${2:-}"
         shift

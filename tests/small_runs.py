@@ -80,6 +80,16 @@ def make_inputs(folder: Path) -> None:
     (folder / "small.yaml").write_text(CONFIG)
 
 
+def input_keys(folder: Path) -> dict[str, str]:
+    """Keys that give another configuration the inputs below `folder`."""
+    rows = str(folder / "train.jsonl")
+    return {
+        "actor_config.load": str(folder / "model"),
+        "rl_config.dataset_file": rows,
+        "rl_config.eval_dataset_file": rows,
+    }
+
+
 def spread(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Equal for about half of the groups at first, so that some are replaced."""
     return [float(sum(map(ord, text)) % 7 < 2) for text in completions]

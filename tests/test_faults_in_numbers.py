@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import input_keys, make_inputs
 
 from mindgrpo.errors import UserError
 from mindgrpo.run import batch_dump as dump
@@ -34,13 +35,16 @@ SMALL = {
 
 def run(folder: Path, damage: str, **keys: str) -> tuple[int, str]:
     """The launcher's status and what was said."""
+    make_inputs(folder)
     words = []
     for role, degrees in LAYOUTS.items():
         for name, degree in zip(
             ("data_parallel", "model_parallel", "pipeline_stage"), degrees, strict=True
         ):
             words += [f"--{role}.parallel_config.{name}", str(degree)]
-    for key, value in (SMALL | {"output_dir": str(folder / "run")} | keys).items():
+    for key, value in (
+        SMALL | input_keys(folder) | {"output_dir": str(folder / "run")} | keys
+    ).items():
         words += [f"--{key}", value]
     own = Path(sys.executable).parent
     environment = {"DAMAGE": damage, "DAMAGED_RANK": "1", "PATH": f"{own}:{os.environ['PATH']}"}

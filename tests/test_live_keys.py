@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import input_keys, make_inputs
 
 from mindgrpo.monitor.host_memory import host_memory
 
@@ -37,7 +38,8 @@ FIGURES = ("loss", "kl", "entropy", "grad_norm", "reward/mean", "tokens", "lr")
 class Run:
     def __init__(self, folder: Path, status: int = 0, **keys: str) -> None:
         self.folder = folder
-        given = SMALL | {"output_dir": str(folder / "output")} | keys
+        make_inputs(folder)
+        given = input_keys(folder) | SMALL | {"output_dir": str(folder / "output")} | keys
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
         config = str(EXAMPLE / "grpo_config.yaml")
         ended = subprocess.run(
@@ -73,6 +75,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(
         folder,
         **{
+            "verbose": "true",
             "actor_config.save": str(folder / "saved"),
             "actor_config.optimizer.opt_offload": "true",
             "actor_config.recompute_config.select_recompute": "[mlp]",

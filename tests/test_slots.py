@@ -15,6 +15,7 @@ from small_generators import (
     MAX_PROMPT,
     MAX_TOKENS,
     SETTINGS,
+    STEPS_IN_RUNS,
     VOCAB,
     WITH_C,
     assert_same,
@@ -40,9 +41,7 @@ pytestmark = WITH_C
 DRAWN = {
     "plain": SETTINGS,
     "top_k and top_p": replace(SETTINGS, top_k=12, top_p=0.9),
-    "top_p": replace(SETTINGS, top_p=0.8),
-    "min_p": replace(SETTINGS, min_p=0.1),
-    "penalty": replace(SETTINGS, repetition_penalty=1.3, min_tokens=3),
+    "penalty and min_p": replace(SETTINGS, repetition_penalty=1.3, min_tokens=3, min_p=0.1),
     "greedy": replace(SETTINGS, temperature=0.0, repetition_penalty=1.2),
 }
 
@@ -110,7 +109,7 @@ def test_a_shared_prompt_gives_what_a_prompt_for_each_sample_gives(native: Embed
     assert native.stats.prompt_tokens == GROUP * sum(len(r.prompt) for r in shared)
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [1, STEPS_IN_RUNS])
 def test_the_number_of_tokens_a_call_does_not_show(
     monkeypatch: pytest.MonkeyPatch,
     backend: CpuBackend,

@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from mindgrpo.cli.verbs import USAGE, main
+from mindgrpo.config.command_line import FLAGS
+from mindgrpo.config.schema import LIVE
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
@@ -234,6 +236,18 @@ def test_a_missing_data_set_is_told(refused: Check, tmp_path: Path) -> None:
     assert gone in refused("--rl_config.dataset_file", gone)
 
 
+ACTOR = "--actor_config.parallel_config."
+
+
+def test_layouts_that_the_model_does_not_allow_are_not_proposed(refused: Check) -> None:
+    # 4 heads, 2 layers.
+    sentence = refused(f"{ACTOR}model_parallel", "3", f"{ACTOR}pipeline_stage", "2", ranks="8")
+    assert "start 6" not in sentence and "MP8" not in sentence
+    assert sentence.endswith("to DP1/MP4/PP2, DP2/MP2/PP2 or DP2/MP4/PP1.")
+    sentence = refused(f"{ACTOR}model_parallel", "1", f"{ACTOR}pipeline_stage", "4", ranks="8")
+    assert "start 4" not in sentence and "PP4" not in sentence and "PP8" not in sentence
+
+
 def test_a_device_that_does_not_exist_is_told(refused: Check) -> None:
     sentence = refused("--context.device_target", "Abacus")
     assert "context.device_target is 'Abacus'" in sentence
@@ -246,8 +260,12 @@ def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("verb", USAGE)
 def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--help"]) == 0
-    assert f"\n  {verb} " in capsys.readouterr().out
+    assert main([verb, "--config", "none.yaml", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"\n  {verb} " in said
+    takes_keys = verb in ("train", "eval", "check", "plan")
+    assert takes_keys == all(f"\n  --{key}  (" in said for key in LIVE)
+    assert takes_keys == all(f"\n  {flag} " in said for flag in FLAGS)
 
 
 def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Path) -> None:

@@ -7,6 +7,7 @@ that needs no MindSpore starts without it.
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -49,6 +50,20 @@ def usage(verbs: Sequence[str] = tuple(USAGE)) -> str:
     return "\n".join(["usage: mindgrpo VERB ...", *(USAGE[verb] for verb in verbs)])
 
 
+def _own_words(words: Sequence[str]) -> int:
+    """How many come before those of a program that is launched."""
+    return words.index("--") if "--" in words else len(words)
+
+
+def _help(verb: str, described: str) -> str:
+    parts = [usage([verb]), described.strip()]
+    if "--config FILE" in USAGE[verb]:
+        from mindgrpo.config.reference import keys_by_section
+
+        parts.append(keys_by_section(shutil.get_terminal_size().columns))
+    return "\n\n".join(parts)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that `argv` names; the exit status: 2, and one sentence, where the user's input cannot work."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -59,10 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb not in USAGE:
             raise UserError(f"'{verb}' is no verb; use one of {', '.join(USAGE)}.")
-        if rest[:1] in (["-h"], ["--help"]):
-            print(usage([verb]))
+        module = importlib.import_module(f"mindgrpo.cli.{verb}")
+        if {"-h", "--help"} & set(rest[: _own_words(rest)]):
+            print(_help(verb, str(module.__doc__)))
             return 0
-        importlib.import_module(f"mindgrpo.cli.{verb}").main(rest)
+        module.main(rest)
     except UserError as error:
         print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
         return 2

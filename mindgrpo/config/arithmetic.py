@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindgrpo.config.schema import Config
 from mindgrpo.errors import UserError
 
+Works = Callable[[tuple[int, ...]], bool]
 _AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 # Above this, clipped ratios carry much of the gradient and runs drift from their own samples.
 MANY_UPDATES = 4
@@ -80,8 +82,11 @@ class BatchPlan:
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
 
-def validate_world(config: Config, world_size: int) -> None:
-    """Raises UserError for a role whose layout does not fit the number of ranks that run."""
+def validate_world(config: Config, world_size: int, works: Works = lambda _: True) -> None:
+    """Raises UserError for a role whose layout does not fit the number of ranks that run.
+
+    Proposes layouts for which `works` is true: those that the model allows.
+    """
     for role, parallel, axes in (
         ("actor_config", config.actor_config.parallel_config, _AXES),
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
@@ -90,12 +95,12 @@ def validate_world(config: Config, world_size: int) -> None:
         if parallel is None:
             continue
         layout = tuple(getattr(parallel, axis) for axis in axes)
-        wrong = _wrong_layout(role, layout, world_size)
-        if role == "ref_config" and math.prod(layout) > world_size:
-            raise UserError(f"{wrong}, or ref_config.parallel_config to null for the actor's.")
         # The reference may leave ranks idle.
+        if role == "ref_config" and math.prod(layout) > world_size:
+            wrong = _wrong_layout(role, layout, world_size, works)
+            raise UserError(f"{wrong}, or ref_config.parallel_config to null for the actor's.")
         if role != "ref_config" and math.prod(layout) != world_size:
-            raise UserError(f"{wrong}.")
+            raise UserError(f"{_wrong_layout(role, layout, world_size, works)}.")
 
 
 def schedule_notes(config: Config, updates: int) -> list[str]:
@@ -116,8 +121,10 @@ def schedule_notes(config: Config, updates: int) -> list[str]:
     return notes
 
 
-def nearest_layouts(wanted: tuple[int, ...], world_size: int) -> list[str]:
-    """Returns layouts of exactly `world_size` ranks, those first that change `wanted` least."""
+def nearest_layouts(
+    wanted: tuple[int, ...], world_size: int, works: Works = lambda _: True
+) -> list[str]:
+    """Returns up to three layouts of exactly `world_size` ranks that work, those first that change `wanted` least."""
 
     def distance(layout: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(layout, wanted, strict=True))
@@ -128,7 +135,7 @@ def nearest_layouts(wanted: tuple[int, ...], world_size: int) -> list[str]:
     layouts = sorted((one for one in products if math.prod(one) == world_size), key=distance)
     return [
         "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
-        for layout in layouts[:3]
+        for layout in itertools.islice(filter(works, layouts), 3)
     ]
 
 
@@ -185,16 +192,20 @@ def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) 
     )
 
 
-def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int) -> str:
+def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int, works: Works) -> str:
     axes = _AXES[: len(layout)]
     asked = " x ".join(f"{axis} {size}" for axis, size in zip(axes, layout, strict=True))
     start = math.prod(layout)
-    *first, last = nearest_layouts(layout, world_size)
-    choices = f"{', '.join(first)} or {last}" if first else last
+    remedies = [f"start {start}"] if works(layout) else []
+    choices = nearest_layouts(layout, world_size, works)
+    if choices:
+        *first, last = choices
+        listed = f"{', '.join(first)} or {last}" if first else last
+        remedies.append(f"set {role}.parallel_config ({'/'.join(axes)}) to {listed}")
+    remedy = ", or ".join(remedies) or "no layout of so many ranks fits the model: start others"
     return (
         f"{role}.parallel_config asks for {asked} = {_count(start, 'rank')}, but the run has "
-        f"{_count(world_size, 'rank')}; start {start}, or set {role}.parallel_config "
-        f"({'/'.join(axes)}) to {choices}"
+        f"{_count(world_size, 'rank')}; {remedy}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Describes the configuration, from the schema: one key (`explain`), or every key as a page of Markdown.
+"""Describes the configuration, from the schema: one key (`explain`), or every key as help or as a page of Markdown.
 
 `reference` is docs/configuration.md; `other_trainers` is docs/from_other_trainers.md, from aliases.yaml.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Iterator
 
 from mindgrpo.config.command_line import FLAGS
@@ -122,6 +123,23 @@ def _pending(key: str) -> str:
 def reference() -> str:
     """Returns docs/configuration.md."""
     return "\n".join([_HEAD, *_live(), *_flags(), *_inactive()])
+
+
+def keys_by_section(width: int) -> str:
+    """The help of the programs that take a configuration: its short flags, and every key with its meaning."""
+    lines = ["flags for keys of the file, which can all be written --section.key VALUE:"]
+    lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items()]
+    section = None
+    for key, known in LIVE.items():
+        above = key.rpartition(".")[0]
+        if above != section:
+            section = above
+            lines += ["", f"{section or 'top level'}:"]
+        lines.append(f"  --{key}  ({takes(known.field)}; default {_written(known.field.default)})")
+        indent = " " * 6
+        meaning = known.meaning
+        lines += textwrap.wrap(meaning, width, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join(lines)
 
 
 def other_trainers() -> str:

@@ -174,7 +174,7 @@ def largest_share(layout: Layout) -> int:
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
     """Raises UserError for layouts that the world or the model does not allow."""
     if world_size is not None:
-        validate_world(config, world_size)
+        validate_world(config, world_size, lambda degrees: _fits(Grid(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
     infer = layout_of(generate.parallel_config, model)
@@ -198,6 +198,14 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     return RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
 
 
+def _fits(grid: Grid, model: DecoderConfig) -> bool:
+    try:
+        _layout(grid, model, 0)
+    except UserError:
+        return False
+    return True
+
+
 def check_positions(config: Config, model: DecoderConfig) -> None:
     generate = config.generate_config
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens
@@ -217,6 +225,10 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Of the whole model. Raises UserError."""
     grid = Grid(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
+    return _layout(grid, model, offset)
+
+
+def _layout(grid: Grid, model: DecoderConfig, offset: int | list[int]) -> Layout:
     stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
     layout = Layout(grid, parameter_specs(model), tuple(stages))
     layout.held_by(0)  # cuts every parameter once, so that heads that cannot be split are told now

@@ -15,7 +15,7 @@ WORLDS = (
     (2, "shared_memory"),
     (4, "shared_memory"),
     (8, "shared_memory"),
-    (4, "mccl"),
+    (2, "mccl"),
 )
 
 _SMALL: dict[str, Any] = {
@@ -177,8 +177,8 @@ SPREAD = (
     Case("olmo2", (1, 2, 1), (2, 1), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("two iterations", (1, 4, 2), (2, 4)),
-    Case("low rank", (2, 2, 2), (8, 1)),
-    Case("qk norm", (1, 4, 1), (4, 1), transport="mccl"),
+    Case("low rank", (1, 2, 2), (4, 1)),
+    Case("qk norm", (1, 2, 1), (2, 1), transport="mccl"),
 )
 CASES = ALONE + SPREAD
 
