@@ -39,7 +39,9 @@ class Run:
     def __init__(self, folder: Path, status: int = 0, **keys: str) -> None:
         self.folder = folder
         make_inputs(folder)
-        given = input_keys(folder) | SMALL | {"output_dir": str(folder / "output")} | keys
+        # The example's own model: it has rewards to learn from.
+        few = input_keys(folder) | {"actor_config.load": str(EXAMPLE / "model")}
+        given = few | SMALL | {"output_dir": str(folder / "output")} | keys
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
         config = str(EXAMPLE / "grpo_config.yaml")
         ended = subprocess.run(

@@ -25,6 +25,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
+PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -246,6 +247,37 @@ def test_layouts_that_the_model_does_not_allow_are_not_proposed(refused: Check) 
     assert sentence.endswith("to DP1/MP4/PP2, DP2/MP2/PP2 or DP2/MP4/PP1.")
     sentence = refused(f"{ACTOR}model_parallel", "1", f"{ACTOR}pipeline_stage", "4", ranks="8")
     assert "start 4" not in sentence and "PP4" not in sentence and "PP8" not in sentence
+
+
+def test_an_output_folder_where_none_can_be_made_is_told_by_its_name(refused: Check) -> None:
+    sentence = refused("--output_dir", "/proc/nope")
+    assert "output_dir /proc/nope cannot be used, because /proc holds no files of users" in sentence
+    assert "checkpoint" not in sentence
+
+
+def test_a_value_that_is_nearly_right_is_answered_with_the_right_one(refused: Check) -> None:
+    sentence = refused("--rl_config.advantage_estimator", "reinforce++")
+    assert "; did you mean 'reinforce_plus_plus' (command line" in sentence
+
+
+def test_a_sentence_names_the_flag_that_was_typed(
+    configuration: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--config",
+        str(configuration),
+        "--model",
+        "output/nope",
+        "--data",
+        str(ROOT / "README.md"),
+    ]
+    assert main(["check", "eval", *words]) == 2
+    said = only_sentence(capsys.readouterr().err)
+    assert "'output/nope' does not exist" in said
+    assert "in --model." in said and "actor_config" not in said
+    assert main(["score", "--reward", "nope", "--data", str(PROBLEMS)]) == 2
+    said = only_sentence(capsys.readouterr().err)
+    assert "'nope' is not built in" in said and said.endswith(" in --reward")
 
 
 def test_a_device_that_does_not_exist_is_told(refused: Check) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,6 +18,18 @@ def path(text: str) -> Path:
     if reason is not None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is no path: {reason}")
     return Path(text)
+
+
+@contextmanager
+def naming(flags: Mapping[str, str]) -> Iterator[None]:
+    """A UserError from inside names flags that the user typed instead of the keys that they stand for."""
+    try:
+        yield
+    except UserError as error:
+        sentence = str(error)
+        for key, flag in flags.items():
+            sentence = sentence.replace(key, flag)
+        raise UserError(sentence) from error
 
 
 class Arguments(argparse.ArgumentParser):

@@ -15,6 +15,7 @@ from typing import Any
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
@@ -136,8 +137,9 @@ def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
 
 def check(argv: Sequence[str], world_size: int) -> None:
     """All that can be known of an evaluation without a device. Raises UserError."""
-    _, loaded = load(argv)
-    inputs = read_inputs(loaded.config, world_size)
+    line, loaded = load(argv)
+    with naming(line.flags):
+        inputs = read_inputs(loaded.config, world_size)
     try:
         inputs.check_rewards()
     finally:
@@ -157,7 +159,8 @@ def main(argv: Sequence[str]) -> None:
     context = config.context
     settings = runtime_settings(config)
     backend = connect(context.device_target, context.transport, dict(os.environ), settings)
-    outcomes, inputs = run(config, line.step, backend)
+    with naming(line.flags):
+        outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
         figures = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)

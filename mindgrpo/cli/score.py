@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
 from mindgrpo.errors import UserError
@@ -29,6 +29,12 @@ OF_A_RUN = {
     "token_ids": "completion_ids",
     "length": "completion_lengths",
     "finish_reason": "finish_reasons",
+}
+
+FLAGS = {
+    "reward_config.verifier_function": "--reward",
+    "reward_config.deadline": "--deadline",
+    "reward_config.memory": "--memory",
 }
 
 
@@ -78,9 +84,11 @@ def main(argv: Sequence[str]) -> None:
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
-    scorer = Scorer(flags.reward, limits=limits, facts=facts)
+    with naming(FLAGS):
+        scorer = Scorer(flags.reward, limits=limits, facts=facts)
     try:
-        scorer.dry_run(trial.completions, trial.answers, trial.columns)
+        with naming(FLAGS):
+            scorer.dry_run(trial.completions, trial.answers, trial.columns)
         print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
         show(trial, scorer)
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +99,8 @@ MODES = {"true": "greedy", "false": "sampled"}
 class EvaluationLine:
     """`overrides` are words for load_config. `step` seeds the sampling: an evaluation during a run has its step's.
 
-    `output` gets the figures as JSON, `completions` the completions as JSONL; None: neither is written.
+    `output` gets the figures as JSON, `completions` the completions as JSONL; None: neither is written. `flags` are
+    those that stand for another key, by the key.
     """
 
     config: Path
@@ -107,11 +108,13 @@ class EvaluationLine:
     step: int
     output: Path | None
     completions: Path | None
+    flags: Mapping[str, str]
 
 
 def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
     """Parses `argv` without the verb. Raises UserError."""
     words: list[str] = []
+    flags: dict[str, str] = {}
     own = {"--step": "0", "--output": "", "--completions": ""}
     for flag, value in split_overrides(argv, switches=("--greedy",)):
         if flag in own:
@@ -119,6 +122,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
         elif flag == "--model":
             # Who names a model for all roles has it for the generator, too.
             words += [f"--actor_config.load={_model_in(value)}", "--generate_config.load="]
+            flags["actor_config.load"] = flag
         elif flag == "--greedy":
             if value.lower() not in MODES:
                 raise UserError(
@@ -134,7 +138,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             f"--step is '{step}', but must be a whole number from 0 up; write --step 24."
         )
     output, completions = (Path(name) if name else None for name in files)
-    return EvaluationLine(config, overrides, int(step), output, completions)
+    return EvaluationLine(config, overrides, int(step), output, completions, flags)
 
 
 def configuration_words(argv: Sequence[str]) -> tuple[Path, list[str]]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from mindgrpo.config.checks import Contradiction
+from mindgrpo.config.names import nearest
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 from mindgrpo.config.yaml_file import Sourced, parse_yaml
@@ -91,6 +92,11 @@ def _noun(kind: Any, several: bool = False) -> str:
 
 def _remedy(value: object, field: FieldInfo) -> str:
     wanted = kinds(field.annotation)
+    choices = [text for kind in wanted if get_origin(kind) is Literal for text in get_args(kind)]
+    if isinstance(value, str):
+        spelled = value.lower().replace("++", "_plus_plus").replace("-", "_")
+        if near := nearest(spelled, [text for text in choices if isinstance(text, str)]):
+            return f"did you mean {near!r}"
     if isinstance(value, str) and str not in wanted and _unquoted(value, wanted):
         return f"write {value} without quotes"
     if str in wanted and isinstance(value, (int, float)):

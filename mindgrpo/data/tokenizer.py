@@ -215,13 +215,15 @@ def is_named(entry: object) -> bool:
 
 def ids_of(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> list[int]:
     """Returns the id of the token that `key` names; none where there is no such key. Raises UserError."""
-    ids = [codec.token_to_id(tokens[key])] if key in tokens else []
-    if None in ids:
+    if key not in tokens:
+        return []
+    found = codec.token_to_id(tokens[key])
+    if found is None:
         raise UserError(
             f"{key} {tokens[key]!r} is not in the vocabulary of the tokenizer in {folder}; "
             f"correct {key} in tokenizer_config.json"
         )
-    return ids
+    return [found]
 
 
 def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:

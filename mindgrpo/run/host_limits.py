@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import sys
@@ -59,14 +60,23 @@ def disk(plan: RunPlan) -> Finding:
     output = Path(plan.config.output_dir or "output")
     # The folder itself, or the one in which it would be made.
     folder = next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
+    another = "name another --output_dir"
     try:
-        free = shutil.disk_usage(folder).free
+        space = shutil.disk_usage(folder)
     except OSError as error:
-        what = f"{folder} cannot be looked at ({error.strerror})"
-        return Finding("error", what, "name another --output_dir")
-    what = f"the model and {kept} checkpoints take {format_bytes(needed)}, and {folder} has {format_bytes(free)} free"
-    remedy = "free some, lower rl_config.save_max_ckpt_num, or name an --output_dir on another disk"
-    return Finding("ok" if needed <= free else "error", what, remedy)
+        return Finding("error", f"{folder} cannot be looked at ({error.strerror})", another)
+    if space.total == 0 or not os.access(folder, os.W_OK | os.X_OK):
+        why = "holds no files of users" if space.total == 0 else "cannot be written"
+        what = f"output_dir {output} cannot be used, because {folder} {why}"
+        return Finding("error", what, another)
+    checkpoints = f" and {kept} checkpoints" if kept else ""
+    what = (
+        f"output_dir {output} gets the model{checkpoints}, {format_bytes(needed)}, and {folder} has "
+        f"{format_bytes(space.free)} free"
+    )
+    fewer = "lower rl_config.save_max_ckpt_num, " if kept else ""
+    remedy = f"free some, {fewer}or name an --output_dir on another disk"
+    return Finding("ok" if needed <= space.free else "error", what, remedy)
 
 
 def descriptors(ranks: int) -> Finding:
