@@ -5,12 +5,13 @@ What a step is stands in grpo/step.py: sync, rollout, score, reference, old log-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config, Loaded
+from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.hf_export import ModelExport
@@ -26,6 +27,7 @@ from mindgrpo.run.resume import restored_roles
 from mindgrpo.run.reward_guard import RewardGuard
 from mindgrpo.run.session import Session
 from mindgrpo.run.stop_signals import Stop
+from mindgrpo.run.trl_arguments import Rows, with_arguments
 
 
 class GRPOTrainer:
@@ -34,15 +36,34 @@ class GRPOTrainer:
     `reward_functions` (callables, built-in names, module:function or file.py:function) replace
     those of reward_config, each with weight 1.0 unless `reward_weights` says. `name` names the
     output folder. Raises UserError for whatever the configuration gets wrong.
+
+    In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
+    `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, and
+    `config` is a mapping of its sections, or left out.
     """
 
     def __init__(
         self,
-        config: Config | Loaded,
+        config: Config | Loaded | Mapping[str, Any] | None = None,
         reward_functions: Sequence[Reward] | None = None,
         name: str = "run",
         reward_weights: Sequence[float] | None = None,
+        *,
+        model: str | Path | None = None,
+        reward_funcs: Reward | Sequence[Reward] | None = None,
+        train_dataset: str | Path | Rows | None = None,
+        eval_dataset: str | Path | Rows | None = None,
     ) -> None:
+        if reward_funcs is not None:
+            if reward_functions is not None:
+                raise UserError(
+                    "reward_functions and reward_funcs are both given; leave one of them out."
+                )
+            if isinstance(reward_funcs, str) or not isinstance(reward_funcs, Sequence):
+                reward_functions = [reward_funcs]
+            else:
+                reward_functions = reward_funcs
+        config = with_arguments(config, model, train_dataset, eval_dataset)
         self.run = run = open_run(config, name, reward_functions, reward_weights)
         inputs, backend, record = run.inputs, run.backend, run.record
         with run.watch.phase("load"):

@@ -101,8 +101,8 @@ def test_the_lines_hold_the_users_numbers() -> None:
     assert lines[2].startswith("rows: 1024 tokens, at most 1 sample; 1 row a micro-batch")
 
 
-@pytest.mark.parametrize(("updates", "warned"), [(4, False), (5, True)])
-def test_more_than_four_updates_a_rollout_are_warned_of(updates: int, warned: bool) -> None:
+@pytest.mark.parametrize(("updates", "warned"), [(16, False), (17, True)])
+def test_more_updates_a_rollout_than_dapos_are_warned_of(updates: int, warned: bool) -> None:
     plan = BatchPlan.of(config_of(prompts_per_step=4, updates_per_rollout=updates))
     assert bool(plan.warnings()) is warned
     assert any(line.startswith("warning: ") for line in plan.lines()) is warned

@@ -181,6 +181,17 @@ def test_a_hint_is_given_when_its_cause_begins_and_not_again_while_it_lasts() ->
     assert "max_tokens" not in stream.getvalue()
 
 
+def test_a_policy_that_has_diverged_draws_that_hint_and_none_that_would_mislead() -> None:
+    stream = io.StringIO()
+    shares = {"truncated_fraction": 1.0, "zero_std_fraction": 1.0, "padding_share": 0.54}
+    Console(True, stream).step_line(a_step(1) | shares | {"kl": 9.8})
+    hints = [line for line in stream.getvalue().splitlines() if "hint: " in line]
+    assert [hint.partition("hint: ")[2].partition(",")[0].partition(":")[0] for hint in hints] == [
+        "KL to the reference is 9.8",
+        "54% of the positions that the update computes are padding",
+    ]
+
+
 def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:
     stream = io.StringIO()
     step = a_step(1, zero_std_fraction=1.0) | {"reward/accuracy_reward/mean": None}

@@ -105,6 +105,7 @@ def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[...
     scores = score(given, ["a"] * 20)
     assert scores.figures()["reward/slow_together/errors"] == 0
     assert scores.figures()["reward/slow_together/restarts"] == 1
+    assert scores.figures()["reward/slow_together/together_failures"] == 1
     assert "raise reward_config.together_deadline" in scores.messages["slow_together"]
 
 

@@ -11,7 +11,13 @@ from mindgrpo.config.command_line import (
     parse_command_line,
     split_overrides,
 )
-from mindgrpo.config.load import Loaded, load_config, require_run_keys, write_resolved
+from mindgrpo.config.load import (
+    Loaded,
+    config_with,
+    load_config,
+    require_run_keys,
+    write_resolved,
+)
 from mindgrpo.config.schema import Config, values_by_key
 from mindgrpo.config.section import memory_bytes
 
@@ -20,6 +26,7 @@ __all__ = [
     "BatchPlan",
     "Config",
     "Loaded",
+    "config_with",
     "configuration_words",
     "load_config",
     "memory_bytes",

@@ -16,7 +16,7 @@ from mindgrpo.errors import UserError
 Works = Callable[[tuple[int, ...]], bool]
 _AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 # Above this, clipped ratios carry much of the gradient and runs drift from their own samples.
-MANY_UPDATES = 4
+MANY_UPDATES = 16  # as many as DAPO's paper has
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ RUN_KEYS: dict[str, str] = {
     "rl_config.dataset_file": "the training data",
     "reward_config.verifier_function": "the reward functions",
 }
+IN_CODE = "given in code"
 _IS_PATH = re.compile(r"(load|dir|file|path|save|model_config|resume_training|chat_template)$")
 _PLACEHOLDER = "/path/"
 # One that separates words, not arguments in brackets.
@@ -54,6 +55,31 @@ def load_config(
     for flag, text in split_overrides(overrides):
         key = key_of(flag)
         _override(entries, key, _value_of(text, key), f"command line {flag}")
+    return _loaded(entries)
+
+
+def config_with(
+    config: Config | Loaded | Mapping[str, Any] | None, values: Mapping[str, object]
+) -> Loaded:
+    """`config` with other `values` by key. A mapping is read as a file is; None has the defaults. Raises UserError."""
+    entries: dict[str, Sourced] = {}
+    if isinstance(config, Loaded):
+        for key, value in values_by_key(config.config).items():
+            if config.origins[key] != "default":
+                entries[key] = Sourced(value, config.origins[key])
+    else:
+        if isinstance(config, Config):
+            if not values:
+                return Loaded(config, dict.fromkeys(LIVE, IN_CODE), [])
+            config = config.model_dump(by_alias=True, exclude_unset=True)
+        for section, inner in (config or {}).items():
+            entries |= flatten(inner, str(section), IN_CODE)
+    for key, value in values.items():
+        _override(entries, key, value, IN_CODE)
+    return _loaded(entries)
+
+
+def _loaded(entries: dict[str, Sourced]) -> Loaded:
     notices: dict[str, str] = {}
     live = {key: entry for key, entry in entries.items() if _is_live(key, entry, notices)}
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 WIDTH = 80  # where the terminal's is not known
-MANY = 0.9  # of a step's groups or completions: worth a hint
+DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints would mislead
 
 FIGURES = (  # key in the metrics, word on the line, format; the least important go first where a line is too long
     ("reward/mean", "reward", ".3f", 0),
@@ -23,16 +23,24 @@ FIGURES = (  # key in the metrics, word on the line, format; the least important
 )
 OF_FUNCTIONS = 2  # the importance of each function's mean, in the order of FIGURES
 
-HINTS = (
+HINTS = (  # key in the metrics, the share above which it is worth a hint, the hint
     (
         "zero_std_fraction",
+        0.9,
         "of the groups have equal rewards, so their advantages are 0: "
         "try easier or harder prompts, a higher temperature or more generations",
     ),
     (
         "truncated_fraction",
-        "of the completions were cut at max_tokens: "
-        "raise generate_config.sampling_config.max_tokens or check the stop ids",
+        0.9,
+        "of the completions were cut at max_tokens: raise generate_config.sampling_config.max_tokens or check the "
+        "stop ids; if the completions make no sense, lower actor_config.lr_schedule.lr",
+    ),
+    (
+        "padding_share",
+        0.5,
+        "of the positions that the update computes are padding: lower rl_config.batch_size (rows a micro-batch), or "
+        "seq_length if the samples are much shorter",
     ),
 )
 
@@ -126,13 +134,28 @@ class Console:
             value is None and key.startswith("reward/") and key.endswith("/mean")
             for key, value in metrics.items()
         )
-        for key, advice in HINTS:
-            share = None if has_failed and key == "zero_std_fraction" else metrics.get(key)
-            many = share is not None and share > MANY
-            # Told when it begins: a policy that has learnt its task stays there for long.
-            if many and key not in self._hinted:
-                self.line(f"  hint: {share:.0%} {advice}")
-            (self._hinted.add if many else self._hinted.discard)(key)
+        divergence = metrics.get("kl")
+        has_diverged = divergence is not None and divergence > DIVERGED
+        self._hint(
+            "kl",
+            has_diverged,
+            f"KL to the reference is {_figure(divergence, '.2g')}, so the policy has diverged: lower "
+            "actor_config.lr_schedule.lr or raise rl_config.beta",
+        )
+        for key, threshold, advice in HINTS:
+            misleads = (has_failed and key == "zero_std_fraction") or (
+                has_diverged and key != "padding_share"
+            )
+            share = None if misleads else metrics.get(key)
+            many = share is not None and share > threshold
+            self._hint(key, many, f"{share:.0%} {advice}" if many else "")
+
+    def _hint(self, key: str, applies: bool, advice: str) -> None:
+        """Told when it begins: a policy that has learnt its task stays there for long."""
+        if applies and key not in self._hinted:
+            for text in self._wrapped(f"hint: {advice}", 2):
+                self.line(f"  {text}")
+        (self._hinted.add if applies else self._hinted.discard)(key)
 
     def _bold(self, text: str) -> str:
         return f"\033[1m{text}\033[0m" if self._colour and text.strip() else text

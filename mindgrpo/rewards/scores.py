@@ -43,6 +43,7 @@ class Report:
         counts = {**own, "errors": len(result.failures), **{kind: by_kind[kind] for kind in KINDS}}
         counts[RAISED] += by_kind[REFUSED]
         counts |= {"restarts": result.restarts, "printed_bytes": result.printed_bytes}
+        counts["together_failures"] = int(result.together_failure is not None)
         counts["none"] = sum(value is None for value in result.values.values())
         examples = {failure.kind: failure for failure in reversed(result.failures.values())}
         line = "; ".join(

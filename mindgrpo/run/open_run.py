@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import Start
-from mindgrpo.config import Config, Loaded, schedule_notes
-from mindgrpo.config.schema import LIVE
+from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.prompt_source import PromptSource
@@ -56,9 +55,7 @@ def open_run(
 ) -> OpenRun:
     """All ranks together; shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
-    loaded = config
-    if not isinstance(loaded, Loaded):
-        loaded = Loaded(loaded, dict.fromkeys(LIVE, "given in code"), [])
+    loaded = config if isinstance(config, Loaded) else config_with(config, {})
     config = loaded.config
     context, rl = config.context, config.rl_config
     settings = runtime_settings(config)

@@ -1,0 +1,88 @@
+"""Arguments of GRPOTrainer as TRL has them, made keys of the configuration: a model, and data sets in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.backend.kernels.native.library import cache_directory
+from mindgrpo.config import Config, Loaded, config_with
+from mindgrpo.errors import UserError
+
+Rows = Iterable[Mapping[str, Any]]
+# In TRL a row has its prompt here, and what rewards compare with in a column of any name.
+PROMPT = "prompt"
+ANSWERS = ("answer", "solution", "ground_truth")
+
+
+def with_arguments(
+    config: Config | Loaded | Mapping[str, Any] | None,
+    model: str | Path | None,
+    train_dataset: str | Path | Rows | None,
+    eval_dataset: str | Path | Rows | None,
+) -> Config | Loaded:
+    """The configuration with a model and data sets of its own. Raises UserError.
+
+    A data set is a path, or rows, which are written to a file of the user's cache that is named by their content: ranks
+    and a resumed run find them there. `config` may also be a mapping, as a file has it; None has the defaults.
+    """
+    values: dict[str, object] = {}
+    if model is not None:
+        values["actor_config.load"] = str(model)
+    for name, key, data in (
+        ("train_dataset", "rl_config.dataset_file", train_dataset),
+        ("eval_dataset", "rl_config.eval_dataset_file", eval_dataset),
+    ):
+        if isinstance(data, str | Path):
+            values[key] = str(data)
+        elif data is not None:
+            values[key] = str(_written(name, data))
+    if isinstance(config, Config | Loaded) and not values:
+        return config
+    return config_with(config, values)
+
+
+def _written(name: str, rows: Rows) -> Path:
+    lines = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise UserError(
+                f'{name}: row {number} is {row!r:.60}; give rows such as {{"prompt": "...", "answer": "..."}}.'
+            )
+        try:
+            lines.append(
+                json.dumps(_under_our_names(row), ensure_ascii=False, allow_nan=False) + "\n"
+            )
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{name}: row {number} cannot be kept as JSON: {error}; leave such columns out."
+            ) from None
+    if not lines:
+        raise UserError(f"{name} has no rows; give at least one.")
+    content = "".join(lines).encode()
+    folder = cache_directory() / "data_sets"
+    path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
+            partial.replace(path)
+        except OSError as error:
+            raise UserError(
+                f"{name} cannot be written to {folder} ({error.strerror}); make it writable, or set XDG_CACHE_HOME."
+            ) from None
+    return path
+
+
+def _under_our_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """TRL's row as ours: its prompt is the question; the answer is a copy, as rewards may know it by its own name."""
+    if PROMPT not in row or "question" in row:
+        return dict(row)
+    others = {key: value for key, value in row.items() if key != PROMPT}
+    answer = next((row[name] for name in ANSWERS if name in row), "")
+    return {"question": row[PROMPT], "answer": answer, **others}

@@ -1,0 +1,89 @@
+"""GRPOTrainer(model=..., reward_funcs=..., train_dataset=...) trains what the same configuration file trains.
+
+Does not prove anything of several ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_runs import CONFIG, completions, make_inputs, model_bits, rows, run, spread
+
+from mindgrpo import GRPOTrainer
+from mindgrpo.config import load_config, values_by_key
+from mindgrpo.errors import UserError
+from mindgrpo.run.trl_arguments import with_arguments
+
+ONE_STEP = ("--rl_config.max_steps", "1")
+
+
+def in_trls_form(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    assert len(prompts) == len(completions) == len(columns["ground_truth"])
+    return spread(completions, columns["ground_truth"])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_rows_in_memory_train_what_the_same_rows_in_a_file_train(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    from_file = run(tmp_path, tmp_path / "a", *ONE_STEP, reward=spread)
+    given = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    data = [
+        {
+            "prompt": [{"role": "user", "content": row["question"]}],
+            "ground_truth": row["answer"],
+        }
+        for row in given
+    ]
+    config = yaml.safe_load(CONFIG) | {"output_dir": str(tmp_path / "b")}
+    config["rl_config"]["max_steps"] = 1
+    model = tmp_path / "model"
+    trainer = GRPOTrainer(
+        config, model=model, reward_funcs=in_trls_form, train_dataset=data, eval_dataset=data
+    )
+    in_memory = trainer.train()
+    (found,), (expected,) = rows(in_memory), rows(from_file)
+    assert {key.replace("in_trls_form", "spread"): found[key] for key in found} == expected
+    assert model_bits(in_memory) == model_bits(from_file)
+    drawn = [
+        [json.loads(row)["completion"] for row in completions(each)]
+        for each in (in_memory, from_file)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+def test_arguments_change_their_keys_of_a_loaded_configuration_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(CONFIG)
+    loaded = load_config(tmp_path / "small.yaml", ["--rl_config.eval_steps", "0"])
+    changed = with_arguments(loaded, "the/model", [{"question": "q", "answer": "a"}], None)
+    before, after = values_by_key(loaded.config), values_by_key(changed.config)
+    assert {key for key in before if before[key] != after[key]} == {
+        "actor_config.load",
+        "rl_config.dataset_file",
+    }
+    assert Path(after["rl_config.dataset_file"]).read_text() == '{"question": "q", "answer": "a"}\n'
+    assert with_arguments(loaded, None, None, None) is loaded
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"train_dataset": []}, "train_dataset has no rows"),
+        ({"train_dataset": ["a text"]}, "train_dataset: row 0 is 'a text'"),
+        ({"eval_dataset": [{"prompt": object()}]}, "eval_dataset: row 0 cannot be kept as JSON"),
+        ({"config": {"rl_config": {"max_step": 3}}}, "max_steps"),
+        ({"reward_funcs": spread, "reward_functions": [spread]}, "both given"),
+        ({"train_dataset": [{"prompt": "a"}]}, "actor_config.load is empty"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        GRPOTrainer(**({"reward_funcs": [spread]} | arguments))
