@@ -253,7 +253,7 @@ def test_an_evaluation_is_checked_without_a_device_and_without_training_data(
     assert "the held-out data, also --data" in capsys.readouterr().err
     (tmp_path / "there.json").write_text("{}")
     assert main(["eval", *words, "--output", str(tmp_path / "there.json")]) == 2
-    assert "nothing is written over" in capsys.readouterr().err
+    assert "exists and is not overwritten" in capsys.readouterr().err
 
 
 def config_of(*words: str) -> Config:

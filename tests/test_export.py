@@ -131,5 +131,5 @@ def test_a_folder_that_holds_something_is_not_written_into(
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert main(["export", "--from", str(FOLDER / "qwen2"), "--output", str(tmp_path)]) == 2
-    assert "nothing is written over" in capsys.readouterr().err
+    assert "exists and is not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

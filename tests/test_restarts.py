@@ -54,7 +54,7 @@ def test_a_job_that_failed_goes_on_with_its_run_as_often_as_allowed(tmp_path: Pa
     goes_on = f"--a.b c --resume_training true --output_dir {tmp_path / 'run'}"
     assert started(tmp_path) == ["--a.b c", goes_on, goes_on]
     assert "rank 1 was killed by signal 9 in phase start of step 1" in ended.stderr
-    assert f"start 2, 1 more after it, goes on with the run in {tmp_path / 'run'}" in ended.stderr
+    assert f"start 2, 1 more after it, resumes the run in {tmp_path / 'run'}" in ended.stderr
     assert len(list((tmp_path / "logs").iterdir())) == 3
 
 

@@ -257,5 +257,7 @@ def test_adapters_go_on_over_the_same_base_only(inputs: Path, tmp_path: Path) ->
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(UserError, match=r"cannot go on as it was: weights\.base was '"):
+    with pytest.raises(
+        UserError, match=r"cannot be resumed with these changes: weights\.base was '"
+    ):
         run(other, tmp_path / "c", *lora, GO_ON, str(again))

@@ -77,7 +77,7 @@ def check(changes: list[Difference], allowed: Collection[str], source: str) -> l
     if refused and "all" not in allowed:
         keys = ",".join(one.key for one in refused)
         raise UserError(
-            f"The run of {source} cannot go on as it was: {'; '.join(map(str, refused))}; give it its own "
-            f"configuration, or allow this with --rl_config.resume_changed {keys}."
+            f"The run of {source} cannot be resumed with these changes: {'; '.join(map(str, refused))}; give it its "
+            f"own configuration, or allow this with --rl_config.resume_changed {keys}."
         )
     return [f"changed since {source}: {one}" for one in changes]

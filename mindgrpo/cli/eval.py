@@ -129,9 +129,7 @@ def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
     require_run_keys(loaded, needed=EVALUATION_KEYS)
     for flag, path in (("--output", line.output), ("--completions", line.completions)):
         if path is not None and path.exists():
-            raise UserError(
-                f"{flag} {path} exists, and nothing is written over; name another file."
-            )
+            raise UserError(f"{flag} {path} exists and is not overwritten; name another file.")
     return line, loaded
 
 

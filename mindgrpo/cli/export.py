@@ -1,6 +1,6 @@
 """A run's model, one of its checkpoints or any model directory, as a directory of another dtype, cut or naming.
 
-One process, without a device, a tensor at a time; nothing is written over.
+One process, without a device, a tensor at a time; no file is overwritten.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def convert(
     """The files of the new directory. `model` gives a checkpoint's config.json and tokenizer. Raises UserError."""
     files, beside = open_source(source, model)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(
-            f"'{target}' exists and is not an empty folder, and nothing is written over; choose another --output."
-        )
+        raise UserError(f"'{target}' exists and is not an empty folder; choose another --output.")
     is_mindformers = names == "mindformers"
     family = read_config(beside).model_type
     if is_mindformers and family not in FAMILIES:

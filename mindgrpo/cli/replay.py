@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     flags = parser.parse_args(list(argv))
     if flags.output and flags.output.exists():
         raise UserError(
-            f"--output '{flags.output}' exists, and nothing is written over; name a new file."
+            f"--output '{flags.output}' exists and is not overwritten; name a new file."
         )
     kept = dump.read(flags.dump)
     report = _report(kept)

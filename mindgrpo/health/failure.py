@@ -79,7 +79,7 @@ def describe_code(code: int) -> str:
 def failure_of_code(folder: Path, rank: int, code: int, when: float) -> Failure:
     """A rank that ended without a word, as the process that started it saw it; see `describe_code`."""
     position = position_of(folder, rank) or " before its first phase"
-    out_of_memory = "if nobody did that, the system was short of memory: see dmesg, and use less"
+    out_of_memory = "if it was not killed on purpose, the system was out of memory: see dmesg, and use less memory"
     remedy = out_of_memory if code == -SIGKILL else ""
     message = f"rank {rank} {describe_code(code)}{position}"
     return Failure(rank, when, max(1, code), message, remedy)

@@ -88,7 +88,7 @@ class Restarts:
         directory = ""
         with suppress(OSError):
             directory = (status_folder / "directory").read_text(encoding="utf-8").strip()
-        goes_on = f", goes on with the run in {directory}" if directory else ""
+        goes_on = f", resumes the run in {directory}" if directory else ""
         say(f"start {self.num_restarts + 1}, {self.num_left} more after it{goes_on}")
         if not directory:
             return options

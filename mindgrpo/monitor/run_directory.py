@@ -43,7 +43,7 @@ def create(
         if output_dir is None:
             raise UserError(
                 f"{root / 'latest'} must be a link that a run can renew, but renewing it "
-                f"failed ({error.strerror}): move away what stands there."
+                f"failed ({error.strerror}): remove or rename that file."
             ) from error
     return directory
 

@@ -98,7 +98,7 @@ def continue_files(
         return _go_on(paths, step, rows_until, keep_model)
     except OSError as error:
         raise UserError(
-            f"The run in {paths.directory} cannot be gone on with: {error.filename or ''}: {error.strerror}; make it "
+            f"The run in {paths.directory} cannot be resumed: {error.filename or ''}: {error.strerror}; make it "
             "writable or name another --output_dir."
         ) from error
 

@@ -133,7 +133,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     rl, save = config.rl_config, config.actor_config.save
     if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(
-            f"actor_config.save '{save}' is a file, and nothing is written over; name a folder or leave it out."
+            f"actor_config.save '{save}' is a file and is not overwritten; name a folder or leave it out."
         )
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     prompts = _prompts(config, tokenizer, ranks, rl.dataset_file, choice)
@@ -174,7 +174,7 @@ def scorer_of(
         functions, weights = reward_functions, reward_weights
     if not functions:
         raise UserError(
-            "reward_config.verifier_function is empty, so nothing would be learnt; name a reward, such as "
+            "reward_config.verifier_function is empty, so there is no reward to train with; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
         )
     limits = Limits(

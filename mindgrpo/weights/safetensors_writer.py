@@ -48,7 +48,7 @@ class SafetensorsWriter:
         old = sorted(p.name for p in self.directory.glob("*.safetensors*") if p.name[0] != ".")
         if old:
             raise UserError(
-                f"{self.directory} already holds {old[0]}, which is not written over; "
+                f"{self.directory} already holds {old[0]}, which is not overwritten; "
                 f"choose another directory or remove it."
             )
 

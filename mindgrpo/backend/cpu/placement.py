@@ -111,7 +111,7 @@ def _deadline(environment: Mapping[str, str]) -> float:
         seconds = 0.0
     if not SHORTEST_SECONDS <= seconds <= LONGEST_SECONDS:
         raise UserError(
-            f"{DEADLINE_KEY} is '{text}', but a host is given up after {SHORTEST_SECONDS:.0f} to "
-            f"{LONGEST_SECONDS:.0f} seconds of silence; set such a number or unset it."
+            f"{DEADLINE_KEY} is '{text}', but must be a number of seconds from {SHORTEST_SECONDS:.0f} to "
+            f"{LONGEST_SECONDS:.0f}, after which a silent host counts as unreachable; correct or unset it."
         )
     return seconds
