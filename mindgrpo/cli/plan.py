@@ -64,8 +64,8 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
     if flags.link is None:
         if flags.per_host or flags.local:
             raise UserError(
-                f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth of "
-                "a host's network link."
+                f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth "
+                "of a host's network link."
             )
         return None, rest
     local = flags.local and flags.local * GIGA

@@ -56,12 +56,12 @@ def _own_words(words: Sequence[str]) -> int:
 
 
 def _help(verb: str, described: str) -> str:
-    parts = [usage([verb]), described.strip()]
+    sections = [usage([verb]), described.strip()]
     if "--config FILE" in USAGE[verb]:
         from mindgrpo.config.reference import keys_by_section
 
-        parts.append(keys_by_section(shutil.get_terminal_size().columns))
-    return "\n\n".join(parts)
+        sections.append(keys_by_section(shutil.get_terminal_size().columns))
+    return "\n\n".join(sections)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

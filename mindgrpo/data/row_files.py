@@ -288,8 +288,8 @@ def _newer_writer(path: Path) -> str | None:
 
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - FOOTER_BYTES))
-        if found := WRITER.search(file.read()):
-            version = found.group(1).decode()
+        if match := WRITER.search(file.read()):
+            version = match.group(1).decode()
             if int(version.split(".")[0]) > int(pyarrow.__version__.split(".")[0]):
                 return (
                     f"pyarrow {version} wrote it and pyarrow {pyarrow.__version__} is installed: install the newer "

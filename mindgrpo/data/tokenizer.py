@@ -217,13 +217,13 @@ def ids_of(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> l
     """Returns the id of the token that `key` names; none where there is no such key. Raises UserError."""
     if key not in tokens:
         return []
-    found = codec.token_to_id(tokens[key])
-    if found is None:
+    token_id = codec.token_to_id(tokens[key])
+    if token_id is None:
         raise UserError(
             f"{key} {tokens[key]!r} is not in the vocabulary of the tokenizer in {folder}; "
             f"correct {key} in tokenizer_config.json"
         )
-    return [found]
+    return [token_id]
 
 
 def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:
