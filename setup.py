@@ -27,7 +27,7 @@ INSTALL_REQUIRES = [
     "pyyaml",
     "transformers>=4.52,<6",  # its chat templates; without torch
     "jinja2>=3.1.6",
-    "pyarrow",
+    "pyarrow<26",  # 26 does not import beside numpy 1, and its metadata does not say so
     "jsonlines",
     "matplotlib",
     "tensorboardX",

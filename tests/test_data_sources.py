@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import sys
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_parquet_that_is_too_new_for_the_installed_pyarrow_names_both_versions_a
     monkeypatch.setattr("pyarrow.parquet.ParquetFile", refuse)
     monkeypatch.setattr("pyarrow.__version__", "19.0.0")
     cure = (
-        r'pyarrow 26.0.1 wrote it and pyarrow 19.0.0 is installed: .*pip install "pyarrow>=26.0.1"'
+        r'pyarrow 26.0.1 wrote it and pyarrow 19.0.0 is installed: .*pip install "pyarrow>=20,<26"'
     )
     with pytest.raises(
         UserError, match=f"26.parquet cannot be read as Parquet: .*mismatch; {cure}"
@@ -229,6 +230,12 @@ def test_parquet_that_is_too_new_for_the_installed_pyarrow_names_both_versions_a
         open_examples(CURRENT)
     monkeypatch.setattr("pyarrow.__version__", "26.1.0")
     with pytest.raises(UserError, match="mismatch; write or download it again"):
+        open_examples(CURRENT)
+
+
+def test_a_pyarrow_that_does_not_import_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r'cannot be imported: .*pip install "pyarrow>=20,<26"'):
         open_examples(CURRENT)
 
 

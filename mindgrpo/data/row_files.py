@@ -30,6 +30,8 @@ Located = tuple[str, Any]  # file and line, or file and row; then the row
 MAX_DOCUMENT_BYTES = 1 << 32
 CACHE_BYTES = 1 << 28
 ROWS_AT_ONCE = 256
+# From 20 on it reads what 26 writes; 26 itself does not import beside MindSpore's numpy 1.
+PYARROW = "pyarrow>=20,<26"
 FOOTER_BYTES = 1 << 20
 WRITER = re.compile(rb"parquet-cpp-arrow version (\d+(?:\.\d+)*)")
 PLAIN = (str, int, float, bool, type(None))
@@ -261,8 +263,13 @@ class TableFile:
 def table_file(path: Path) -> Iterator[Any]:
     """A ParquetFile, or an Arrow file's table in mapped memory, of which nothing is copied until a row is read."""
     # Late, as rows of JSON need none of it.
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs pyarrow, which cannot be imported: {error}; install it with 'pip install \"{PYARROW}\"'"
+        ) from error
 
     try:
         if path.suffix == ".parquet":
@@ -292,9 +299,9 @@ def _newer_writer(path: Path) -> str | None:
             version = match.group(1).decode()
             if int(version.split(".")[0]) > int(pyarrow.__version__.split(".")[0]):
                 return (
-                    f"pyarrow {version} wrote it and pyarrow {pyarrow.__version__} is installed: install the newer "
-                    f"one with 'pip install \"pyarrow>={version}\"' (mindformers 1.9.0 pins 19.0.0: use an "
-                    "environment without it), or write the file as .jsonl"
+                    f"pyarrow {version} wrote it and pyarrow {pyarrow.__version__} is installed: install a newer one "
+                    f"with 'pip install \"{PYARROW}\"' (mindformers 1.9.0 pins 19.0.0: use an environment without "
+                    "it), or write the file as .jsonl"
                 )
     return None
 
