@@ -42,7 +42,7 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.noise import EVALUATION
-from mindgrpo.run.evaluation_log import write_evaluation
+from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
@@ -310,3 +310,30 @@ def test_an_evaluation_uses_all_ranks_whatever_the_run_used(
 ) -> None:
     found = grid_for(GenerateParallelConfig(data_parallel=2, model_parallel=ways), ranks)
     assert (found.data_parallel, found.model_parallel) == expected
+
+
+def evaluation(step: int, mean: float) -> dict[str, Any]:
+    return {"step": step, "eval/format_reward/mean": mean, "eval/format_reward/stderr": 0.0125}
+
+
+def test_the_last_lines_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    later = evaluation(24, 0.985) | {
+        "eval/format_reward/pass@1": 0.985,
+        "eval/format_reward/pass@8": 1.0,
+    }
+    first = evaluation(0, 0.335) | {"eval/format_reward/pass@8": 0.75}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, evaluation(12, 0.7), later)))
+    assert before_and_after(path) == [
+        "                      before         after",
+        "format_reward         0.335 ± 0.013  0.985 ± 0.013",
+        "format_reward pass@8  0.750          1.000",
+    ]
+
+
+def test_without_an_evaluation_before_the_first_step_there_is_nothing_to_compare_with(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text("".join(json.dumps(evaluation(step, 0.5)) + "\n" for step in (12, 24)))
+    assert before_and_after(path) == ["               after", "format_reward  0.500 ± 0.013"]
