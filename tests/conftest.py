@@ -6,12 +6,16 @@ together, as they share what they have built.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from config_files import Loader
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+# Lines would be wrapped for the terminal of whoever runs the tests.
+os.environ.pop("COLUMNS", None)
 
 # Those that take longest first: the two processes then end at about the same time.
 STARTS_RANKS = (

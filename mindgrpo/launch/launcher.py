@@ -36,7 +36,7 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
     """Runs the job to its end and returns its exit status. Raises UserError before any rank starts."""
     environment = _with_programs_on_path(environment)
     signals, restarts = Signals(), Restarts(options.max_restarts)
-    columns = shutil.get_terminal_size().columns
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     host = LocalHost(sys.executable, os.getpid(), len(os.sched_getaffinity(0)), columns)
     while True:
         started_at = time.time()

@@ -34,13 +34,13 @@ DEFAULTS = {
 class LocalHost:
     """What a plan depends on besides options and environment: this launcher's Python, its id, and the cores.
 
-    `columns` is the width of its terminal, which ranks cannot see.
+    `columns` is the width of its terminal, if it has one, which ranks cannot see.
     """
 
     python: str
     pid: int
     num_cores: int
-    columns: int = 80
+    columns: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ def _environment(
     num_threads = max(1, host.num_cores // options.num_local_ranks)
     ours = {**DEFAULTS, "OMP_NUM_THREADS": str(num_threads)}
     ours |= {name: value for name, value in environment.items() if value or name not in ours}
-    ours |= {"PYTHONUNBUFFERED": "1", "COLUMNS": str(host.columns)}
+    ours["PYTHONUNBUFFERED"] = "1"
+    if host.columns is not None:
+        ours["COLUMNS"] = str(host.columns)
     root = PACKAGE_FOLDER.parent
     if root.name not in ("site-packages", "dist-packages"):
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), ours.get("PYTHONPATH"))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -46,7 +47,10 @@ HINTS = (  # key in the metrics, the share above which it is worth a hint, the h
 
 
 class Console:
-    """Silent where not enabled, so that every rank may run the same lines; `width` in columns, else the terminal's."""
+    """Silent where not enabled, so that every rank may run the same lines; `width` in columns, else the terminal's.
+
+    Sentences are wrapped for a terminal only (or where COLUMNS tells of one), so that logs can be searched by line.
+    """
 
     def __init__(
         self, enabled: bool, stream: TextIO | None = None, width: int | None = None
@@ -55,6 +59,7 @@ class Console:
         self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
         self._hinted: set[str] = set()
         self._colour = self._stream is not None and self._stream.isatty()
+        self._wraps = self._colour or width is not None or "COLUMNS" in os.environ
 
     def line(self, text: str = "") -> None:
         if self._stream is not None:
@@ -81,7 +86,7 @@ class Console:
     def _wrapped(self, text: str, margin: int) -> list[str]:
         """Paths stay whole, to be copied; a line's own spaces stay, too, where it fits."""
         room = max(self._width - margin, 20)
-        if len(text) <= room:
+        if len(text) <= room or not self._wraps:
             return [text]
         return textwrap.wrap(
             text, room, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
