@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
+
+# MindSpore 2.9.0 does not import after another library has loaded protobuf's C implementation, as tensorboardX does.
+os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 __version__ = "0.1.0"
 __all__ = ["GRPOTrainer", "__version__", "load_config"]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -306,3 +309,11 @@ def test_a_file_in_a_folders_place_is_told_with_the_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="the.key '.*file' cannot be made or read as a folder"):
         run_directory.own_folder(tmp_path / "file", "mine", "*", "the.key")
+
+
+def test_mindspore_imports_after_what_writes_tensorboards_files() -> None:
+    order = "import mindgrpo, tensorboardX, mindspore"
+    ended = subprocess.run(
+        [sys.executable, "-c", order], cwd=Path(__file__).resolve().parent.parent, timeout=200
+    )
+    assert ended.returncode == 0
