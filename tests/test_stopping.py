@@ -63,13 +63,18 @@ def test_a_signal_that_the_launcher_passes_on_has_the_launchers_name(tmp_path: P
     assert stop.value.status == 130
 
 
-def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:
+@pytest.mark.parametrize("has_launcher", [False, True])
+def test_the_first_signal_is_a_wish_and_the_second_ends_the_process_unless_a_launcher_does(
+    tmp_path: Path, has_launcher: bool
+) -> None:
     program = (
-        "import os, signal, sys\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
         "from ranks_as_threads import World, ThreadBackend\n"
         "from mindgrpo.run.stop_signals import Stop, Stopping\n"
-        "stopping = Stopping(ThreadBackend(World(1), 0), 0.0, None)\n"
+        "backend = ThreadBackend(World(1), 0)\n"
+        f"backend.health.folder = Path({str(tmp_path)!r}) if {has_launcher} else None\n"
+        "stopping = Stopping(backend, 0.0, None)\n"
         "with stopping.listening():\n"
         "    stopping.check()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -78,7 +83,7 @@ def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:
         "    except Stop as stop:\n"
         "        print(stop.status, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('never')\n"
+        "    print('goes on')\n"
     )
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
@@ -89,10 +94,11 @@ def test_the_first_signal_is_a_wish_and_the_second_ends_the_process() -> None:
         text=True,
         timeout=60,
     )
-    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert done.returncode == (0 if has_launcher else -signal.SIGTERM), done.stderr
     assert done.stdout.splitlines() == [
         "  SIGTERM: the run ends after this phase; a second one ends it at once",
         "143",
+        *(["goes on"] if has_launcher else []),
     ]
 
 

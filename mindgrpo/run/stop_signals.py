@@ -1,7 +1,8 @@
 """When a run ends before its last step: a signal, or its time is up; agreed by all ranks where a phase begins.
 
 A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
-ends the process at once.
+ends the process at once. Under a launcher it is the launcher that ends it: schedulers signal every process of a job,
+and a rank then hears of one signal twice.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Stopping:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or self._backend.health.signal_of_launcher() or number
         # Without Python, which a long graph may keep from running.
-        signal.signal(number, signal.SIG_DFL)
+        has_launcher = self._backend.health.folder is not None
+        signal.signal(number, signal.SIG_IGN if has_launcher else signal.SIG_DFL)
         if self._rank == 0:
             name = signal.Signals(self._received).name
             words = f"  {name}: the run ends after this phase; a second one ends it at once\n"
