@@ -238,7 +238,7 @@ class RunRecord:
             )
             sections = {
                 "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
-                "held out": before_and_after(evaluations) if any(self._evaluations) else [],
+                "held out": before_and_after(evaluations) if evaluations.exists() else [],
                 "best": best_lines,
                 "model": [str(self.model_directory)],
                 "curve": [str(self.directory / "reward_curve.png")],
