@@ -214,6 +214,7 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "json": Kind(3, of_file("rows.json", hostile.mutated_json, DATA, "rows.json")),
+    "csv": Kind(3, of_file("rows.csv", hostile.mutated_text, DATA, "rows.csv")),
     "directory": Kind(2, of_file("saved/state.json", hostile.mutated_json, DATA, "saved")),
     "mindrecord": Kind(10, mindrecord),
     "safetensors": Kind(10, of_file("model/model.safetensors", header)),

@@ -94,6 +94,8 @@ def make_data(folder: Path) -> None:
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rows.json").write_text(json.dumps({"data": rows}))
+    lines = [f'"{row["question"]}",{row["answer"]},"a, ""b"""\n' for row in rows]
+    (folder / "rows.csv").write_text("question,answer,kind\n" + "".join(lines))
     chats = [
         {"messages": [{"role": "user", "content": row["question"]}], "answer": "1"} for row in rows
     ]
