@@ -96,6 +96,12 @@ class GRPOTrainer:
 
         Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
         """
+        try:
+            return self._train()
+        finally:
+            self.run.backend.health.end_checks()
+
+    def _train(self) -> Path:
         run, session, ended = self.run, self.session, None
         with run.stopping.listening():
             try:

@@ -69,6 +69,10 @@ class RankHealth:
         """Calls `check` from the heartbeat's thread, twice a second until the process ends."""
         self._checks.append(check)
 
+    def end_checks(self) -> None:
+        """Where a run is over, but perhaps not the process, which may be a notebook's."""
+        self._checks.clear()
+
     def enter(self, phase: str) -> None:
         self._update(phase=phase, since=time.monotonic(), serial=self._state.serial + 1)
 
