@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -56,6 +57,12 @@ def _last_words(folder: Path) -> str:
     return "\n".join(tails)
 
 
+def _crashed_at_its_end(folder: Path) -> bool:
+    """Whether one rank was ended by SIGSEGV, as MindSpore 2.9.0's cluster was seen to do once after all had written."""
+    codes = re.findall(r"Error code: (-?\d+)", (folder / "output.log").read_text())
+    return codes == [str(-signal.SIGSEGV)]
+
+
 def _launch(which: Which, folder: Path) -> World:
     environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
     if which[1] == "mccl":
@@ -82,8 +89,7 @@ def _launch(which: Which, folder: Path) -> World:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     results = [folder / f"rank_{rank}.json" for rank in range(which[0])]
-    # Once in ten runs a rank of MindSpore 2.9.0 crashes at the interpreter's end, in the tear-down of its own cluster.
-    ended_well = status == 0 or which[1] == "mccl"
+    ended_well = status == 0 or (which[1] == "mccl" and _crashed_at_its_end(folder))
     if not ended_well or not all(path.exists() for path in results):
         pytest.fail(
             f"{which[0]} ranks over {which[1]} ended with {status}\n{_last_words(folder)}",

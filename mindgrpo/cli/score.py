@@ -86,13 +86,12 @@ def main(argv: Sequence[str]) -> None:
     facts = {} if longest is None else {"max_completion_length": longest}
     with naming(FLAGS):
         scorer = Scorer(flags.reward, limits=limits, facts=facts)
-    try:
-        with naming(FLAGS):
+        try:
             scorer.dry_run(trial.completions, trial.answers, trial.columns)
-        print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
-        show(trial, scorer)
-    finally:
-        scorer.close()
+            print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
+            show(trial, scorer)
+        finally:
+            scorer.close()
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.error_messages import takes
@@ -129,17 +130,18 @@ def keys_by_section(width: int) -> str:
     """The help of the programs that take a configuration: its short flags, and every key with its meaning."""
     lines = ["flags for keys of the file, which can all be written --section.key VALUE:"]
     lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items()]
-    section = None
-    for key, known in LIVE.items():
-        above = key.rpartition(".")[0]
-        if above != section:
-            section = above
-            lines += ["", f"{section or 'top level'}:"]
-        lines.append(f"  --{key}  ({takes(known.field)}; default {_written(known.field.default)})")
-        indent = " " * 6
-        meaning = known.meaning
-        lines += textwrap.wrap(meaning, width, initial_indent=indent, subsequent_indent=indent)
+    indent = " " * 6
+    for section, keys in groupby(LIVE, _section_of):
+        lines += ["", f"{section or 'top level'}:"]
+        for key in keys:
+            field, meaning = LIVE[key].field, LIVE[key].meaning
+            lines.append(f"  --{key}  ({takes(field)}; default {_written(field.default)})")
+            lines += textwrap.wrap(meaning, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
+
+
+def _section_of(key: str) -> str:
+    return key.rpartition(".")[0]
 
 
 def other_trainers() -> str:
@@ -148,16 +150,14 @@ def other_trainers() -> str:
 
 
 def _live() -> Iterator[str]:
-    section = None
-    for key, known in LIVE.items():
-        above, _, leaf = key.rpartition(".")
-        if above != section:
-            section = above
-            yield from ("", f"## {section or 'Top level'}", "")
-            yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
-        default = _written(known.field.default)
-        cells = (f"`{leaf}`", takes(known.field), f"`{default}`", known.meaning)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    for section, keys in groupby(LIVE, _section_of):
+        yield from ("", f"## {section or 'Top level'}", "")
+        yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
+        for key in keys:
+            field = LIVE[key].field
+            default = f"`{_written(field.default)}`"
+            cells = (f"`{leaf_of(key)}`", takes(field), default, LIVE[key].meaning)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> Iterator[str]:
