@@ -54,9 +54,9 @@ def filled(backend: Any, place: Layout, empty: bool = False) -> dict[str, Weight
     roles = {role: Weights(place, backend.rank, backend) for role in ROLES}
     for role, weights in roles.items():
         for spec in weights.specs():
-            if spec.name in weights.hf_views and not empty:
+            if spec.name in weights.arrays.hf_views and not empty:
                 whole = value(role, spec.name, spec.shape)
-                weights.hf_views[spec.name][...] = whole[weights.boxes[spec.name].slices]
+                weights.arrays.hf_views[spec.name][...] = whole[weights.boxes[spec.name].slices]
     return roles
 
 
@@ -73,6 +73,6 @@ def save(
     saver.begin(step, roles, lambda stored: manifest_of(stored, step), background)
     if background:  # what happens after the copy must not reach the file
         for weights in roles.values():
-            for part in weights.hf_views.values():
+            for part in weights.arrays.hf_views.values():
                 part[...] = 0.0
     return saver.commit()

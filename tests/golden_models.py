@@ -118,7 +118,7 @@ def all_in_one_row(rollout: Rollout) -> list[Row]:
 def logits_of(golden: Golden, backend: Backend) -> np.ndarray:
     """float32 [rows, row length, vocabulary] of the golden input ids."""
     num_rows, length = golden.values["input_ids"].shape
-    shard = Shard(golden.config, loaded_weights(golden, backend), backend, "golden")
+    shard = Shard(golden.config, loaded_weights(golden, backend), backend)
     tokens = golden.values["input_ids"].astype(np.int32)
     # Rows leave the last token out, as it predicts nothing; its logits are wanted here.
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape).copy()

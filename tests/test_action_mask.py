@@ -147,7 +147,7 @@ def test_loss_and_gradient_are_those_of_the_tokens_that_the_policy_wrote(
     before = log_probs(policy)
     assert report.loss == pytest.approx(written(loss, given, before), rel=1e-5, abs=1e-6)
 
-    gradient = [part.copy() for part in policy.gradients.hf_views.values()]
+    gradient = [part.copy() for part in policy.gradients.arrays.hf_views.values()]
     size = math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in gradient))
     assert report.grad_norm == pytest.approx(size, rel=1e-5) and size > 0.05
     rng = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def test_loss_and_gradient_are_those_of_the_tokens_that_the_policy_wrote(
         slope = sum(float((g * d).sum()) for g, d in zip(gradient, direction, strict=True))
         ends = []
         for step in (0.002, -0.004):
-            for part, d in zip(policy.weights.hf_views.values(), direction, strict=True):
+            for part, d in zip(policy.weights.arrays.hf_views.values(), direction, strict=True):
                 part += (step / length) * d
             ends.append(written(loss, given, log_probs(policy)))
         assert (ends[0] - ends[1]) / 0.004 == pytest.approx(slope / length, rel=5e-3)

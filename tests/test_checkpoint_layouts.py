@@ -37,10 +37,10 @@ def load_and_compare(backend: Any, folder: Path, grid: tuple[int, int, int]) -> 
     for role, weights in roles.items():
         load_role(folder, manifest, role, weights)
         for spec in weights.specs():
-            if spec.name in weights.hf_views:
+            if spec.name in weights.arrays.hf_views:
                 whole = value(role, spec.name, spec.shape)
                 expected = whole[weights.boxes[spec.name].slices]
-                assert bits(weights.hf_views[spec.name]) == bits(expected), (role, spec.name)
+                assert bits(weights.arrays.hf_views[spec.name]) == bits(expected), (role, spec.name)
     return {role: values_digest(weights, backend) for role, weights in roles.items()}
 
 

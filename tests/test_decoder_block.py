@@ -105,7 +105,7 @@ class Model:
         self.generator = EmbeddedEngine(config, self.layout, backend, SETTINGS, room)
         self.generator.publish(self._fill, VERSION)
         weights = self.generator.weights
-        shard = Shard(config, weights, backend, "policy")
+        shard = Shard(config, weights, backend)
         self.pipeline = ForwardPipeline(
             shard, backend, "policy", MicroShape(4, ROW), ROW, SETTINGS.temperature
         )
@@ -113,7 +113,7 @@ class Model:
     def _fill(self) -> None:
         weights = self.generator.weights
         fill_random(weights, seed=1, scale=0.25)
-        for name, part in weights.hf_views.items():
+        for name, part in weights.arrays.hf_views.items():
             if part.ndim == 1:
                 part += 0.3 * np.random.default_rng(len(name)).normal(size=part.shape)
         weights.pool.push()

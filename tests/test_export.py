@@ -74,7 +74,7 @@ def test_an_exported_policy_is_its_source_bit_for_bit(
     assert_same_bits(tensors(tmp_path / "hf"), tensors(golden.directory))
     assert dtypes(tmp_path / "hf") == {"F32"}
     # The weights are still there after what was gathered has been given up.
-    assert_same_bits(dict(weights.hf_views), tensors(golden.directory))
+    assert_same_bits(dict(weights.arrays.hf_views), tensors(golden.directory))
 
 
 def test_an_export_has_the_sources_configuration_in_the_dtype_written(
@@ -92,7 +92,7 @@ def test_an_export_has_the_sources_configuration_in_the_dtype_written(
 def test_export_takes_what_was_trained_and_not_the_source(backend: Backend, tmp_path: Path) -> None:
     golden = read_golden("llama")
     weights = loaded_weights(golden, backend)
-    for part in weights.hf_views.values():
+    for part in weights.arrays.hf_views.values():
         part += np.float32(0.125)
     export_policy(weights, backend, str(golden.directory), tmp_path / "hf", Residency())
     expected = {name: a + np.float32(0.125) for name, a in tensors(golden.directory).items()}

@@ -81,7 +81,7 @@ def generator_of(backend: CpuBackend, weights: Weights, kernels: Kernels) -> Mak
 
 @pytest.fixture(scope="module")
 def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
-    shard = Shard(CONFIG, weights, backend, "policy")
+    shard = Shard(CONFIG, weights, backend)
     shape = MicroShape(4, ROW)
     pipeline = ForwardPipeline(shard, backend, "policy", shape, ROW, SETTINGS.temperature)
 
@@ -292,10 +292,10 @@ def test_other_weights_in_the_same_memory_are_used_at_once(
 ) -> None:
     generator, requests = generator_of(), requests_of()
     before = run(generator, requests)
-    for target in generator.weights.flat_buffers:
+    for target in generator.weights.arrays.flat_buffers:
         target *= 1.5
     changed = run(generator, requests)
-    for target, source in zip(generator.weights.flat_buffers, weights.flat_buffers, strict=True):
+    for target, source in zip(generator.weights.arrays.flat_buffers, weights.arrays.flat_buffers, strict=True):
         target[...] = source
     assert [c.tokens.tobytes() for c in changed] != [c.tokens.tobytes() for c in before]
     assert_same(run(generator, requests), before)

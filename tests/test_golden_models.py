@@ -61,7 +61,7 @@ def check_training(golden: Golden, backend: Backend, rows: Sequence[Row]) -> Non
     policy, logps = train(golden, backend, rows)
     assert np.abs(np.stack(logps) - golden.values["logps"]).max() < LOGPS
     for name, expected in golden.gradients.items():
-        gap = np.abs(policy.gradients.hf_views[name] - expected).max()
+        gap = np.abs(policy.gradients.arrays.hf_views[name] - expected).max()
         assert gap < GRADIENTS * np.abs(expected).max(), name
 
 

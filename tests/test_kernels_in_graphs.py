@@ -81,7 +81,7 @@ def test_every_step_of_the_decoding_graph_runs_once_where_all_steps_have_equal_v
 ) -> None:
     """With weights of zero every kernel of every step gets the numbers that it got the step before."""
     weights = random_weights(backend)
-    for target in weights.flat_buffers:
+    for target in weights.arrays.flat_buffers:
         target[...] = 0
     settings = replace(SETTINGS, stop_ids=())
     generator = generator_with(weights, backend, kernels_named("native"), settings, slots=4)

@@ -42,7 +42,7 @@ def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = 
     fill_adapters(policy.adapters.weights, seed=5)
     if random_b:
         rng = np.random.default_rng(1)
-        for name, part in policy.adapters.weights.hf_views.items():
+        for name, part in policy.adapters.weights.arrays.hf_views.items():
             if "lora_B" in name:
                 part[...] = rng.normal(0, 0.1, part.shape)
     return policy
@@ -66,11 +66,11 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     WeightSyncer(adapted.weights, adapted.adapters, merged.weights, backend).run()
     changed = {
-        n for n, p in merged.weights.hf_views.items() if (p != adapted.weights.hf_views[n]).any()
+        n for n, p in merged.weights.arrays.hf_views.items() if (p != adapted.weights.arrays.hf_views[n]).any()
     }
     assert changed == {
         name
-        for name in merged.weights.hf_views
+        for name in merged.weights.arrays.hf_views
         if name.split(".")[-2] in targets and name.endswith("weight")
     }
     ours = log_probs_of(adapted)
@@ -87,14 +87,14 @@ def test_fresh_adapters_change_nothing_and_an_update_changes_only_them(backend: 
     plain = log_probs_of(base)
     for one, other in zip(ours, plain, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
-    before = {name: part.copy() for name, part in policy.weights.hf_views.items()}
+    before = {name: part.copy() for name, part in policy.weights.arrays.hf_views.items()}
     assert policy.adapters is not None
-    start = {name: part.copy() for name, part in policy.adapters.weights.hf_views.items()}
+    start = {name: part.copy() for name, part in policy.adapters.weights.arrays.hf_views.items()}
     for _ in range(2):  # the first moves only B, for B is zero
         one_update(policy, batch())
-    for name, part in policy.weights.hf_views.items():
+    for name, part in policy.weights.arrays.hf_views.items():
         np.testing.assert_array_equal(part, before[name])
-    for name, part in policy.adapters.weights.hf_views.items():
+    for name, part in policy.adapters.weights.arrays.hf_views.items():
         assert np.abs(part - start[name]).max() > 1e-4, name
 
 
@@ -117,14 +117,14 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
         policy.accumulate(batches, extras, False)
     assert adapted.adapters is not None
     scale = adapted.adapters.settings.scale
-    parts = adapted.adapters.weights.hf_views
-    for name, dw in whole.gradients.hf_views.items():
+    parts = adapted.adapters.weights.arrays.hf_views
+    for name, dw in whole.gradients.arrays.hf_views.items():
         a, b = adapter_names(name)
         if a not in parts:
             continue
         for found, expected in (
-            (adapted.gradients.hf_views[a], scale * parts[b].T @ dw),
-            (adapted.gradients.hf_views[b], scale * dw @ parts[a].T),
+            (adapted.gradients.arrays.hf_views[a], scale * parts[b].T @ dw),
+            (adapted.gradients.arrays.hf_views[b], scale * dw @ parts[a].T),
         ):
             size = np.abs(expected).max()
             np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * size + 1e-8)
@@ -139,12 +139,12 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
     WeightSyncer(policy.weights, policy.adapters, merged, backend).run()
-    pairs = [n for n in merged.hf_views if n.endswith(("q_proj.weight", "o_proj.weight"))]
+    pairs = [n for n in merged.arrays.hf_views if n.endswith(("q_proj.weight", "o_proj.weight"))]
     assert len(tensors) == 2 * len(pairs) == 8
     for name in pairs:
         a, b = (tensors[f"base_model.model.{n}"] for n in adapter_names(name))
-        expected = policy.weights.hf_views[name] + 2.0 * b @ a
-        np.testing.assert_allclose(merged.hf_views[name], expected, rtol=0, atol=1e-6)
+        expected = policy.weights.arrays.hf_views[name] + 2.0 * b @ a
+        np.testing.assert_allclose(merged.arrays.hf_views[name], expected, rtol=0, atol=1e-6)
 
 
 def test_adapters_are_cut_where_their_matrix_is() -> None:

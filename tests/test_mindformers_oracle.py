@@ -51,7 +51,7 @@ def test_mindformers_computes_the_same_logits_loss_and_gradients() -> None:
     policy, logps = train(golden, backend, each_in_its_row(golden.rollout))
     count = sum(len(part) for part in logps)
     assert abs(theirs["loss"].item() + np.concatenate(logps).mean()) < LOGPS
-    assert len(policy.gradients.hf_views) == sum(name.startswith("gradient/") for name in theirs)
-    for name, ours in policy.gradients.hf_views.items():
+    assert len(policy.gradients.arrays.hf_views) == sum(name.startswith("gradient/") for name in theirs)
+    for name, ours in policy.gradients.arrays.hf_views.items():
         expected = -count * theirs[f"gradient/{mindformers_name(name)}"]
         assert np.abs(ours - expected).max() < GRADIENTS * np.abs(expected).max(), name

@@ -164,8 +164,8 @@ def test_one_changed_bit_changes_one_sum(degrees: tuple[int, int, int]) -> None:
     before, _ = sums(ranks)
     name = "model.layers.1.mlp.down_proj.weight"
     for weights in ranks:
-        if name in weights.hf_views:
-            weights.hf_views[name].view(np.uint32)[3, 5] ^= 1 << 31
+        if name in weights.arrays.hf_views:
+            weights.arrays.hf_views[name].view(np.uint32)[3, 5] ^= 1 << 31
     after, _ = sums(ranks)
     assert [key for key in before if before[key] != after[key]] == [name]
 
@@ -174,7 +174,7 @@ def test_rows_or_columns_that_changed_places_change_the_sum() -> None:
     (weights,) = weights_of((1, 1, 1))
     name = "model.layers.0.mlp.down_proj.weight"
     before = part_sums(weights)[name]
-    part = weights.hf_views[name]
+    part = weights.arrays.hf_views[name]
     part[[0, 1]] = part[[1, 0]]
     swapped = part_sums(weights)[name]
     part[[0, 1]] = part[[1, 0]]
@@ -185,8 +185,8 @@ def test_rows_or_columns_that_changed_places_change_the_sum() -> None:
 def test_a_replica_that_differs_is_named() -> None:
     ranks = weights_of((2, 2, 2))
     name = "model.layers.3.self_attn.k_proj.weight"
-    holders = [rank for rank, weights in enumerate(ranks) if name in weights.hf_views]
-    ranks[holders[-1]].hf_views[name][0, 0] += 1.0
+    holders = [rank for rank, weights in enumerate(ranks) if name in weights.arrays.hf_views]
+    ranks[holders[-1]].arrays.hf_views[name][0, 0] += 1.0
     totals, wrong = sums(ranks)
     assert wrong == {name: [holders[-1]]}
     assert totals == sums(weights_of((1, 1, 1)))[0]

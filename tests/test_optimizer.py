@@ -48,11 +48,11 @@ class Setting:
     def reset(self) -> None:
         fill_random(self.weights, seed=3)
         for moments in (self.optimizer.first, self.optimizer.second):
-            for run in moments.flat_buffers:
+            for run in moments.arrays.flat_buffers:
                 run[...] = 0.0
 
     def copies(self) -> dict[str, np.ndarray]:
-        return {name: part.astype(np.float64) for name, part in self.weights.hf_views.items()}
+        return {name: part.astype(np.float64) for name, part in self.weights.arrays.hf_views.items()}
 
 
 # With plain kernels the device's way is a graph, and the host's is numpy's.
@@ -108,14 +108,14 @@ def test_five_steps_are_those_of_adamw_in_numpy(setting: Setting) -> None:
     scale = 0.5
     for update in range(1, 6):
         rate = 1e-2 / update
-        for name, part in setting.gradients.hf_views.items():
+        for name, part in setting.gradients.arrays.hf_views.items():
             gradient = rng.normal(0, 10.0 ** rng.uniform(-4, 1), part.shape).astype(np.float32)
             part[...] = gradient
             expected[name].step(gradient.astype(np.float64) * scale, rate)
         setting.optimizer.step(update, rate, scale)
-    for name, part in setting.weights.hf_views.items():
+    for name, part in setting.weights.arrays.hf_views.items():
         np.testing.assert_allclose(part, expected[name].weight, rtol=0, atol=1e-6, err_msg=name)
-        moment = setting.optimizer.second.hf_views[name]
+        moment = setting.optimizer.second.arrays.hf_views[name]
         np.testing.assert_allclose(moment, expected[name].second, rtol=2e-5, err_msg=name)
 
 
@@ -123,19 +123,19 @@ def test_without_gradients_matrices_shrink_by_the_decay_and_norms_and_biases_sta
     setting: Setting,
 ) -> None:
     before = setting.copies()
-    for run in setting.gradients.flat_buffers:
+    for run in setting.gradients.arrays.flat_buffers:
         run[...] = 0.0
     setting.optimizer.step(1, 0.5, 1.0)
-    for name, part in setting.weights.hf_views.items():
+    for name, part in setting.weights.arrays.hf_views.items():
         factor = 1 - 0.5 * SETTINGS.weight_decay if is_matrix(name) else 1.0
         np.testing.assert_allclose(part, before[name] * factor, rtol=1e-6, err_msg=name)
 
 
 def test_the_gradients_are_zero_after_a_step(setting: Setting) -> None:
-    for run in setting.gradients.flat_buffers:
+    for run in setting.gradients.arrays.flat_buffers:
         run[...] = 2.0
     setting.optimizer.step(1, 1e-3, 0.25)
-    for run in setting.gradients.flat_buffers:
+    for run in setting.gradients.arrays.flat_buffers:
         np.testing.assert_array_equal(run, 0.0)
 
 
@@ -158,12 +158,12 @@ class Distant:
 def test_on_the_host_weights_come_from_the_device_and_go_back_with_empty_gradients() -> None:
     setting = Setting(PlainKernels(), on_host=True)
     setting.reset()
-    before = [run.copy() for run in setting.weights.flat_buffers]
-    weights = setting.weights.pool = Distant(setting.weights.flat_buffers)  # type: ignore[assignment]
-    for run in setting.gradients.flat_buffers:
+    before = [run.copy() for run in setting.weights.arrays.flat_buffers]
+    weights = setting.weights.pool = Distant(setting.weights.arrays.flat_buffers)  # type: ignore[assignment]
+    for run in setting.gradients.arrays.flat_buffers:
         run[...] = 1.0
-    gradients = setting.gradients.pool = Distant(setting.gradients.flat_buffers)  # type: ignore[assignment]
-    for run in setting.weights.flat_buffers:
+    gradients = setting.gradients.pool = Distant(setting.gradients.arrays.flat_buffers)  # type: ignore[assignment]
+    for run in setting.weights.arrays.flat_buffers:
         run[...] = np.nan
     setting.optimizer.step(1, 1e-2, 1.0)
     for device, old in zip(weights.device, before, strict=True):

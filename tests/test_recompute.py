@@ -58,7 +58,7 @@ def products(recompute: Recompute, folder: Path) -> dict[str, int]:
     backend = CpuBackend({}, "shared_memory")
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)
-    shard = Shard(config, weights, backend, "policy")
+    shard = Shard(config, weights, backend)
     cell = Backward(Stage(shard, TOKENS, recompute), list(shard.parameters.values()))
     tokens = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
     spans = Tensor(np.zeros((1, TOKENS, 3), np.int32))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.schedule import Action, learning_rate, one_forward_one_backward
+from mindgrpo.algorithm.schedule import Exchange, Pass, learning_rate, one_forward_one_backward
 
 
 def rates(style: str, warmup: int = 4, decay: int = 20, floor: float = 0.1) -> list[float]:
@@ -43,45 +43,101 @@ def test_a_run_shorter_than_its_warm_up_has_a_finite_rate() -> None:
     assert learning_rate(5, "cosine", 1.0, 0.0, warmup=5, decay=3) == 1.0
 
 
-SCHEDULES = [(s, n, m) for n in (1, 2, 4) for s in range(n) for m in (1, 2, 3, 8)]
+SCHEDULES = [(s, n, m) for n in (1, 2, 3, 4, 8) for s in range(n) for m in (1, 2, 3, 8)]
+
+
+def passes(actions: list[Pass | Exchange]) -> list[Pass]:
+    return [action for action in actions if isinstance(action, Pass)]
 
 
 @pytest.mark.parametrize("stage, num_stages, count", SCHEDULES)
 def test_every_micro_batch_goes_each_way_once_and_in_order(
     stage: int, num_stages: int, count: int
 ) -> None:
-    actions = one_forward_one_backward(stage, num_stages, count)
+    actions = passes(one_forward_one_backward(stage, num_stages, count))
     for kind in ("forward", "backward"):
         assert [a.micro_batch for a in actions if a.kind == kind] == list(range(count))
     waiting = 0
     most = min(num_stages - stage, count)
-    for place, (kind, micro_batch) in enumerate(actions):
+    for index, (kind, micro_batch) in enumerate(actions):
         waiting += 1 if kind == "forward" else -1
         assert 0 <= waiting <= most
         if kind == "backward":
-            assert Action("forward", micro_batch) in actions[:place]
+            assert Pass("forward", micro_batch) in actions[:index]
     assert waiting == 0
 
 
+@pytest.mark.parametrize("stage, num_stages, count", SCHEDULES)
+def test_what_a_pass_needs_has_come_and_what_goes_on_was_computed(
+    stage: int, num_stages: int, count: int
+) -> None:
+    come: set[tuple[str, int]] = set()
+    computed: set[tuple[str, int]] = set()
+    gone: list[tuple[str, int]] = []
+    for action in one_forward_one_backward(stage, num_stages, count):
+        if isinstance(action, Exchange):
+            sent, received = ("forward", "backward")
+            if action.neighbour == "previous":
+                sent, received = received, sent
+            if action.sends is not None:
+                assert (sent, action.sends) in computed
+                gone.append((sent, action.sends))
+            if action.receives is not None:
+                come.add((received, action.receives))
+            continue
+        at_end = stage == 0 if action.kind == "forward" else stage == num_stages - 1
+        assert at_end or tuple(action) in come
+        computed.add(tuple(action))
+    expected = count * ((stage > 0) + (stage + 1 < num_stages))
+    assert len(gone) == len(set(gone)) == expected
+
+
 def test_the_last_stage_alternates() -> None:
-    kinds = [action.kind for action in one_forward_one_backward(3, 4, 5)]
+    kinds = [action.kind for action in passes(one_forward_one_backward(3, 4, 5))]
     assert kinds == ["forward", "backward"] * 5
 
 
-def test_neighbouring_stages_never_wait_for_each_other_in_a_ring() -> None:
-    """Runs all stages' lists together; an action waits until what it needs has arrived."""
-    num_stages, count = 4, 6
-    left = [one_forward_one_backward(stage, num_stages, count) for stage in range(num_stages)]
-    done: set[tuple[int, str, int]] = set()
+def ends(schedules: list[list[Pass | Exchange]]) -> bool:
+    """Whether stages end whose exchanges wait until the neighbour is at the exchange that matches."""
+    left = [list(actions) for actions in schedules]
     while any(left):
-        before = len(done)
+        before = sum(map(len, left))
         for stage, actions in enumerate(left):
             if not actions:
                 continue
-            kind, i = actions[0]
-            other = stage - 1 if kind == "forward" else stage + 1
-            at_end = not 0 <= other < num_stages
-            if at_end or (other, kind, i) in done:
-                done.add((stage, kind, i))
+            action = actions[0]
+            if isinstance(action, Pass):
                 actions.pop(0)
-        assert len(done) > before, "every stage waits"
+                continue
+            other = left[stage + (1 if action.neighbour == "next" else -1)]
+            back = "previous" if action.neighbour == "next" else "next"
+            if other and other[0] == Exchange(back, action.receives, action.sends):  # type: ignore[arg-type]
+                actions.pop(0)
+                other.pop(0)
+        if sum(map(len, left)) == before:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
+def test_stages_whose_transfers_block_never_wait_for_each_other(
+    num_stages: int, count: int
+) -> None:
+    assert ends([one_forward_one_backward(s, num_stages, count) for s in range(num_stages)])
+
+
+def unpaired(stage: int, num_stages: int, count: int) -> list[Pass | Exchange]:
+    """The same passes, with each transfer by itself: a send after its pass, a receive before its pass."""
+    actions: list[Pass | Exchange] = []
+    for kind, i in passes(one_forward_one_backward(stage, num_stages, count)):
+        before, after = ("previous", "next") if kind == "forward" else ("next", "previous")
+        at = {"previous": stage > 0, "next": stage + 1 < num_stages}
+        actions += [Exchange(before, None, i)] * at[before]  # type: ignore[arg-type]
+        actions.append(Pass(kind, i))
+        actions += [Exchange(after, i, None)] * at[after]  # type: ignore[arg-type]
+    return actions
+
+
+def test_single_transfers_that_block_would_wait_for_ever() -> None:
+    assert not ends([unpaired(stage, 2, 2) for stage in range(2)])

@@ -167,7 +167,7 @@ def test_weights_that_are_no_numbers_give_log_probs_that_are_none(
 ) -> None:
     for rules in (SETTINGS, replace(SETTINGS, top_k=5, top_p=0.9), replace(SETTINGS, top_p=0.9)):
         broken = generator_with(weights, backend, kernels_named("native"), rules, slots=4)
-        for target in broken.weights.flat_buffers:
+        for target in broken.weights.arrays.flat_buffers:
             target[...] = np.nan
         completions = run(broken, requests_of()[:1])
         assert all(np.isnan(completion.logps).all() for completion in completions)

@@ -94,7 +94,7 @@ def policy_of() -> PolicyOf:
         policy = made[settings]
         fill_random(policy.weights, seed=2, scale=0.1)
         for past in (policy.optimizer.first, policy.optimizer.second):
-            for run in past.flat_buffers:
+            for run in past.arrays.flat_buffers:
                 run[...] = 0.0
         policy.clear_gradients()
         policy.updates = policy.version = 0
@@ -106,7 +106,7 @@ def policy_of() -> PolicyOf:
 def one_update(policy: Policy, given: TrainBatch, members: range | None = None) -> Outcome:
     packed = PackedRollout(given.rollout)
     report = update(policy, given, packed, members or range(len(given)), 1e-2)
-    return Outcome(report, {name: part.copy() for name, part in policy.weights.hf_views.items()})
+    return Outcome(report, {name: part.copy() for name, part in policy.weights.arrays.hf_views.items()})
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def test_the_update_is_large_enough_to_tell_arrangements_apart(
     policy_of: PolicyOf, packed: Outcome
 ) -> None:
-    before = policy_of(SETTINGS).weights.hf_views
+    before = policy_of(SETTINGS).weights.arrays.hf_views
     moved = max(float(np.abs(packed.weights[n] - part).max()) for n, part in before.items())
     assert moved > 1e-3 and packed.report.grad_norm > 0.1
     assert packed.report.padding_share < 0.4
@@ -302,19 +302,19 @@ def test_log_probs_and_updates_of_a_step_pack_its_rollout_once(
 def test_gradients_are_zero_after_an_update_and_versions_count_up(policy_of: PolicyOf) -> None:
     policy = policy_of(SETTINGS)
     one_update(policy, batch())
-    assert not any(run.any() for run in policy.gradients.flat_buffers)
+    assert not any(run.any() for run in policy.gradients.arrays.flat_buffers)
     one_update(policy, batch())
     assert (policy.version, policy.updates) == (2, 2)
 
 
 def test_an_infinite_gradient_leaves_weights_and_moments_untouched(policy_of: PolicyOf) -> None:
     policy = policy_of(SETTINGS)
-    before = {name: part.copy() for name, part in policy.weights.hf_views.items()}
+    before = {name: part.copy() for name, part in policy.weights.arrays.hf_views.items()}
     given = batch()
     given.advantages[0] = np.inf
     with pytest.raises(NonFiniteUpdate, match="the update was not made"):
         one_update(policy, given)
-    for name, part in policy.weights.hf_views.items():
+    for name, part in policy.weights.arrays.hf_views.items():
         np.testing.assert_array_equal(part, before[name])
-    assert not any(run.any() for run in policy.optimizer.first.flat_buffers)
+    assert not any(run.any() for run in policy.optimizer.first.arrays.flat_buffers)
     assert (policy.version, policy.updates) == (0, 0)

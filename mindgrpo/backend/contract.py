@@ -61,52 +61,60 @@ class Group(ABC):
 
 
 class Link(ABC):
-    """One direction between two ranks, in order; holds a few arrays so that the sender runs ahead."""
+    """Two neighbours of a pipeline, which hand tensors of one shape to each other."""
 
     @abstractmethod
-    def send(self, array: np.ndarray) -> None: ...
+    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
+        """Sends the float32 tensor `outgoing` and returns the neighbour's, each where there is one.
 
-    @abstractmethod
-    def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray: ...
+        Both ends make the matching calls in one order: a call may block until the other end makes its own.
+        """
+
+
+class HostArrays(Protocol):
+    """Host memory as arrays."""
+
+    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
+        """float32 [shape] starting `offset` elements into the memory."""
 
 
 class Pool(ABC):
-    """One block of device memory that a role's tensors are views of, and its copy on the host.
+    """One role's memory on the device, and its copy on the host.
 
-    `view` gives float32 arrays that parameters share; `offload` moves the bytes to the host, `load` brings them
-    back, `release` gives the device bytes up without keeping them.
+    `offload` moves the bytes to the host; `load` brings them back, or gives zeros after `release`, which gives the
+    device's bytes up without keeping them. A graph must not use parameters of a pool that is not on the device.
     """
 
     num_bytes: int
+    # Whether the device's memory is the host's own, so that reading it on the host copies nothing.
+    is_host_memory: bool
 
     @abstractmethod
-    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        """float32 [shape] starting `offset` elements into the pool."""
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
+        """A float32 Parameter [shape] that starts `offset` elements into the pool; one for each range.
+
+        Raises ValueError for a range that has a parameter: of two, each could hold other values.
+        """
 
     @abstractmethod
-    def pull(self) -> None:
-        """Makes the views show what graphs have written; nothing to do where both are one memory."""
-
-    @abstractmethod
-    def push(self) -> None:
-        """Makes graphs see what was written to the views; nothing to do where both are one memory."""
+    def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
+        """The pool's bytes as arrays of the host, valid inside; with `write`, what was written goes to the device."""
 
     @abstractmethod
     def offload(self) -> None: ...
 
     @abstractmethod
-    def load(self) -> None: ...
+    def load(self) -> None:
+        """Nothing to do where the pool is on the device already."""
 
     @abstractmethod
     def release(self) -> None: ...
 
 
-class PeerView(Protocol):
+class PeerView(HostArrays, Protocol):
     """Another rank's pool, read only."""
 
     num_bytes: int
-
-    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray: ...
 
     def forget(self) -> None:
         """What was read need not be kept at hand."""
@@ -125,8 +133,11 @@ class Backend(ABC):
     health: RankHealth
     # What the user should hear of how this device computes.
     notices: tuple[str, ...] = ()
-    # True where parameters that share one pool may also be updated through one flat view of it.
+    # True where the device's memory is the host's own, and ranks read each other's.
     shares_memory: bool
+    # Bytes of pools and activations that passed between device and host since the start; inputs of graphs, such as
+    # token ids, are left out.
+    host_device_bytes = 0
     kernels: Kernels
     # What was asked of the device that it does not have, a sentence each.
     unmet: Sequence[str] = ()
@@ -142,40 +153,33 @@ class Backend(ABC):
         """The group of exactly these ranks; made on first use, by all its members alike."""
 
     @abstractmethod
-    def link(self, source: int, target: int, slot_bytes: int) -> Link: ...
+    def link(self, peer: int, shape: Sequence[int]) -> Link:
+        """To neighbour `peer`, for float32 tensors [shape]; both ends make their links in one order."""
 
     @abstractmethod
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
         """`shared`: other ranks may want to read it (`peer_pools`)."""
 
-    def peer_pools(self, pool: Pool) -> Mapping[int, PeerView] | None:
+    def peer_pools(self, pool: Pool) -> Mapping[int, PeerView]:
         """The pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
 
-        None, on all ranks alike, where ranks cannot read each other's memory.
+        Raises NotImplementedError unless the backend `shares_memory`.
         """
-        return None
+        raise NotImplementedError
+
+    def exchange(
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]]
+    ) -> dict[int, Any]:
+        """Sends float32 tensors to ranks and returns those of the ranks in `receives`, which gives their shapes.
+
+        Device to device, as one; the ranks named make matching calls. Raises NotImplementedError where the backend
+        `shares_memory`: there ranks read each other's pools.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def host_pool(self, num_bytes: int) -> Pool:
         """A pool of the host's memory, on any device, that no graph works on."""
-
-    @abstractmethod
-    def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Any:
-        """A Parameter on `array`'s memory (a view of a pool)."""
-
-    @abstractmethod
-    def transfer(
-        self,
-        bucket_bytes: int,
-        fill: Callable[[np.ndarray], int],
-        drain: Callable[[Callable[[int], np.ndarray]], None],
-    ) -> None:
-        """One round between graphs, all ranks together.
-
-        `fill` writes this rank's bucket (uint8 [bucket_bytes]) from its start and returns how many bytes; when all
-        are filled, `drain` gets a function rank ->
-        that rank's bucket and takes out what is its own. Buckets of one size are the same memory every time.
-        """
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool
 
@@ -40,8 +42,12 @@ def _address(pages: mmap.mmap) -> int:
 
 
 class HostPool(Pool):
+    is_host_memory = True
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self._ranges: set[tuple[int, int]] = set()
+        self._is_offloaded = False
         self._length = max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
         self._device = self._pages()
         self._host: mmap.mmap | None = None
@@ -53,23 +59,32 @@ class HostPool(Pool):
         count = int(np.prod(shape, dtype=np.int64))
         return np.frombuffer(self._device, np.float32, count, 4 * offset).reshape(shape)
 
-    def pull(self) -> None:
-        """The views and the graphs share one memory."""
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Parameter:
+        count = int(np.prod(shape, dtype=np.int64))
+        if (offset, count) in self._ranges:
+            raise ValueError(f"{count} elements from {offset} on have a parameter: {name} is another")
+        self._ranges.add((offset, count))
+        parameter = Parameter(Tensor(np.zeros(1, np.float32)), name)
+        parameter.set_data(Tensor.from_numpy(self.view(offset, shape)), slice_shape=True)
+        return parameter
 
-    def push(self) -> None:
-        """The views and the graphs share one memory."""
+    @contextmanager
+    def on_host(self, write: bool = False) -> Iterator[HostPool]:
+        yield self
 
     def offload(self) -> None:
         if self._host is None:
             self._host = self._pages()
         self._move(self._device, self._host)
+        self._is_offloaded = True
 
     def load(self) -> None:
-        if self._host is None:
-            raise RuntimeError("this pool was never offloaded")
-        self._move(self._host, self._device)
+        if self._is_offloaded and self._host is not None:
+            self._move(self._host, self._device)
+            self._is_offloaded = False
 
     def release(self) -> None:
+        self._is_offloaded = False
         self._device.madvise(mmap.MADV_DONTNEED)
         if self._host is not None:
             self._host.madvise(mmap.MADV_DONTNEED)

@@ -85,9 +85,9 @@ def _changed(path: Path, what: str) -> DamagedCheckpoint:
 def load_role(folder: Path, manifest: Manifest, role: str, weights: Weights) -> None:
     """Fills `weights`, which must be in memory. Raises DamagedCheckpoint."""
     reader = ShardReader(folder, manifest.files)
-    for name, view in weights.hf_views.items():
-        read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
-    weights.pool.push()
+    with weights.on_host(write=True) as host:
+        for name, view in host.hf_views.items():
+            read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
 
 
 def read_box(reader: ShardReader, tensor: StoredTensor, box: Box, out: np.ndarray) -> None:

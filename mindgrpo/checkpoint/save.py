@@ -10,6 +10,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,31 @@ class _Work:
             self.error = f"{path.name}: {type(error).__name__}: {error}"
 
 
+class _RoleReader:
+    """Values of chunks, of one role after the other: each is brought, and kept as arrays until the next is wanted."""
+
+    def __init__(self, roles: Mapping[str, Weights], bring: Callable[[str], None]) -> None:
+        self._roles, self._bring = roles, bring
+        self._open = ExitStack()
+        self._role = ""
+
+    def __enter__(self) -> _RoleReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def values(self, chunk: Chunk) -> np.ndarray:
+        weights = self._roles[chunk.role]
+        if chunk.role != self._role:
+            self._open.close()
+            self._bring(chunk.role)
+            self._arrays = self._open.enter_context(weights.on_host())
+            self._role = chunk.role
+        box = chunk.box.within(weights.boxes[chunk.name])
+        return self._arrays.hf_views[chunk.name][box.slices]
+
+
 class Saver:
     """Saves one run's checkpoints: `begin` one, then `commit` it before the next. Both raise NotWritten."""
 
@@ -104,21 +130,13 @@ class Saver:
         chunks = self._plan[self._backend.rank]
         work = self._work = _Work(step, complete)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
-        in_memory = ""
-
-        def live(chunk: Chunk) -> np.ndarray:
-            nonlocal in_memory
-            if chunk.role != in_memory:
-                bring(chunk.role)
-                in_memory = chunk.role
-            weights = roles[chunk.role]
-            return weights.hf_views[chunk.name][chunk.box.within(weights.boxes[chunk.name]).slices]
-
         if chunks and not background:
-            work.write(path, chunks, live)
+            with _RoleReader(roles, bring) as reader:
+                work.write(path, chunks, reader.values)
         elif chunks:
             try:
-                copies = {chunk: by_rows(live(chunk)) for chunk in chunks}
+                with _RoleReader(roles, bring) as reader:
+                    copies = {chunk: by_rows(reader.values(chunk)) for chunk in chunks}
             except MemoryError:
                 work.error = f"{path.name}: the host has no memory for a copy"
                 return total

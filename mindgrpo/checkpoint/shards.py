@@ -165,5 +165,6 @@ def joined(sums: Mapping[str, int]) -> str:
 
 def values_digest(weights: Weights, backend: Backend) -> str:
     """Digests a role's values, the same under every layout; all ranks together. `weights` must be in memory."""
-    own = {name: word_sum(view) for name, view in weights.hf_views.items()}
+    with weights.on_host() as host:
+        own = {name: word_sum(view) for name, view in host.hf_views.items()}
     return joined(total_sums(weights.layout, backend.world.gather_objects(own))[0])

@@ -125,7 +125,8 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     batch, members = kept.batch, kept.about.members
     packed = PackedRollout(batch.rollout)
     outcome: dict[str, Any] = {"weights": str(weights)}
-    bad = non_finite.in_arrays(policy.weights.hf_views.items())
+    with policy.weights.on_host() as host:
+        bad = non_finite.in_arrays(host.hf_views.items())
     if bad is not None:
         outcome["first number not finite in the weights"] = str(bad)
     logps = compute_log_probs(policy.pipeline, plan.train.grid, backend, packed)

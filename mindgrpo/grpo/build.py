@@ -104,13 +104,13 @@ def _make_reference(
 ) -> Reference | None:
     if plan.reference is None:
         return None
-    weights = Weights(plan.reference, backend.rank, backend)
+    weights = Weights(plan.reference, backend.rank, backend, "reference")
     pipeline = None
     if plan.reference.grid.holds(backend.rank):
         if not is_restored:
             _fill(weights, plan.config, plan.config.reference_load, random_weights)
         pipeline = ForwardPipeline(
-            Shard(plan.model, weights, backend, "reference"),
+            Shard(plan.model, weights, backend),
             backend,
             "reference",
             _micro_shape(plan, plan.config.ref_config.ref_model_batch_size, backend),
@@ -135,7 +135,8 @@ def _fill(weights: Weights, config: Config, directory: str, random_weights: bool
         fill_random(weights, config.rl_config.seed)
         return
     load_weights(weights, directory)
-    bad = in_arrays(weights.hf_views.items())
+    with weights.on_host() as host:
+        bad = in_arrays(host.hf_views.items())
     if bad is not None:
         raise UserError(
             f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "

@@ -82,14 +82,14 @@ def export_policy(
 
     Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
     """
-    full = Weights(_whole(weights.layout), backend.rank, backend, on_host=True)
+    full = Weights(_whole(weights.layout), backend.rank, backend, "export", on_host_only=True)
     syncer = WeightSyncer(weights, adapters, full, backend)
     with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
         syncer.run()
         if backend.rank == 0:
             with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
                 for spec in full.layout.specs:
-                    writer.add(spec.name, full.hf_views[spec.name])
+                    writer.add(spec.name, full.arrays.hf_views[spec.name])
             write_companions(Path(source), target, "float32")
     backend.world.barrier()
 
@@ -99,7 +99,7 @@ def export_adapters(
 ) -> None:
     """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
     own = adapters.weights
-    full = Weights(_whole(own.layout), backend.rank, backend, on_host=True)
+    full = Weights(_whole(own.layout), backend.rank, backend, "export", on_host_only=True)
     with memory.temporary_host("export_copy", [full.pool]):
         Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
         if backend.rank == 0:
@@ -110,7 +110,7 @@ def export_adapters(
 def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
     target.mkdir(parents=True)
     tensors = {
-        f"base_model.model.{spec.name}": np.ascontiguousarray(full.hf_views[spec.name])
+        f"base_model.model.{spec.name}": np.ascontiguousarray(full.arrays.hf_views[spec.name])
         for spec in full.layout.specs
     }
     save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -16,7 +16,7 @@ from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.syncer import WeightSyncer, mix
 from mindgrpo.weight_sync.verify import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 
@@ -58,7 +58,9 @@ class Roles:
         if reference is not None and reference_mixup is not None:
             target = reference.weights
             if reference_mixup < 1.0:
-                self._reference_copy = target = Weights(target.layout, backend.rank, backend)
+                self._reference_copy = target = Weights(
+                    target.layout, backend.rank, backend, "reference_copy"
+                )
             self._to_reference = self._syncer_to(target)
         self._register_memory()
 
@@ -127,8 +129,4 @@ class Roles:
         self.enter("sync_reference")
         self._to_reference.run()
         if self._reference_copy is not None and self._mixup is not None:
-            old, new = self.reference.weights, self._reference_copy
-            for run, fresh in zip(old.flat_buffers, new.flat_buffers, strict=True):
-                run *= 1.0 - self._mixup
-                run += self._mixup * fresh
-            old.pool.push()
+            mix(self.reference.weights, self._reference_copy, self._mixup)

@@ -18,26 +18,32 @@ from mindgrpo.weights.pretrained import generator_of
 
 def fill_adapters(adapters: Weights, seed: int) -> None:
     """A uniform in +-1 / sqrt(in), B zero: the model is the base at first, under every layout the same."""
-    for spec in adapters.specs():
-        part = adapters.hf_views.get(spec.name)
-        if part is None:
-            continue
-        part[...] = 0.0
-        if f".{A}." in spec.name:
-            values = generator_of(spec.name, seed).random(spec.shape, dtype=np.float32)
-            bound = np.float32(spec.shape[1] ** -0.5)
-            part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
-    adapters.pool.push()
+    with adapters.on_host(write=True) as host:
+        for spec in adapters.specs():
+            part = host.hf_views.get(spec.name)
+            if part is None:
+                continue
+            part[...] = 0.0
+            if f".{A}." in spec.name:
+                values = generator_of(spec.name, seed).random(spec.shape, dtype=np.float32)
+                bound = np.float32(spec.shape[1] ** -0.5)
+                part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
 
 
 def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
-    """Adds scale * B A to each adapted part of `weights`; both of one layout, on one rank."""
-    for name, part in weights.hf_views.items():
-        a_name, b_name = adapter_names(name)
-        if b_name in adapters.hf_views:
-            low_rank = adapters.hf_views[b_name] @ adapters.hf_views[a_name]
-            part += np.float32(settings.scale) * low_rank
-    weights.pool.push()
+    """Adds scale * B A to each adapted part of `weights`, where they are; both of one layout, on one rank."""
+    adapted = [name for name in weights.names if adapter_names(name)[1] in adapters.boxes]
+    scale = np.float32(settings.scale)
+    if weights.pool.is_host_memory:
+        views, low_rank = weights.arrays.hf_views, adapters.arrays.hf_views
+        for name in adapted:
+            a_name, b_name = adapter_names(name)
+            views[name] += scale * (low_rank[b_name] @ low_rank[a_name])
+        return
+    for name in adapted:
+        # Stored [in, out]: the transpose of B A.
+        a, b = (adapters.part(factor) for factor in adapter_names(name))
+        weights.set_part(name, weights.part(name) + float(scale) * ops.matmul(a, b))
 
 
 class LowRankLinear(nn.Cell):

@@ -48,28 +48,14 @@ class ForwardPipeline:
         self.forward = backend.graph(self.net or self.stage, f"{name} forward")
         self.stage_index = grid.coordinates(rank).stage
         self.num_stages = grid.pipeline_stage
-        self.activation_shape = (shape.tokens, shard.config.hidden_size)
         ranks = grid.stage_group(rank)
-        slot = int(np.prod(self.activation_shape)) * 4
+        activations = (shape.tokens, shard.config.hidden_size)
         self.links: dict[str, Link] = {}
-        # Both ends of a pair make its two links in one order, or each would wait for the other's first.
-        for pair in range(self.num_stages - 1):
-            if self.stage_index in (pair, pair + 1):
-                down = backend.link(ranks[pair], ranks[pair + 1], slot)
-                up = backend.link(ranks[pair + 1], ranks[pair], slot)
-                if self.stage_index == pair:
-                    self.links |= {"to_next": down, "from_next": up}
-                else:
-                    self.links |= {"from_previous": down, "to_previous": up}
-
-    def inputs(self, batch: MicroBatch) -> np.ndarray:
-        """Token ids on the first stage, the previous stage's activations elsewhere."""
-        if self.stage_index == 0:
-            return batch.tokens
-        return self.links["from_previous"].receive(self.activation_shape, np.float32)
-
-    def pass_on(self, y: Any) -> None:
-        self.links["to_next"].send(y.asnumpy())
+        # The earlier pair first, as on the neighbour: each end waits for the other's.
+        if self.stage_index > 0:
+            self.links["previous"] = backend.link(ranks[self.stage_index - 1], activations)
+        if self.stage_index + 1 < self.num_stages:
+            self.links["next"] = backend.link(ranks[self.stage_index + 1], activations)
 
     def log_probs(
         self, batches: Sequence[MicroBatch]
@@ -77,10 +63,13 @@ class ForwardPipeline:
         """(log p, entropy), float32 [M] each, of every micro-batch's labels; None where this is not the last stage."""
         results = []
         for batch in batches:
-            x = Tensor(self.inputs(batch))
+            if self.stage_index == 0:
+                x = Tensor(batch.tokens)
+            else:
+                x = self.links["previous"].exchange(None, receives=True)
             where = Tensor(batch.positions), Tensor(batch.spans)
             if self.net is None:
-                self.pass_on(self.forward(x, *where))
+                self.links["next"].exchange(self.forward(x, *where), receives=False)
                 continue
             logp, entropy = self.forward(x, *where, Tensor(batch.picks), Tensor(batch.labels))
             results.append((logp.asnumpy(), entropy.asnumpy()))

@@ -36,7 +36,6 @@ class Shard:
         config: DecoderConfig,
         weights: Weights,
         backend: Backend,
-        prefix: str,
         adapters: Adapters | None = None,
     ) -> None:
         layout = weights.layout
@@ -54,11 +53,11 @@ class Shard:
         self.kernels = backend.kernels
         self.first_token = self.local_vocab * layout.grid.coordinates(weights.rank).model
         # Trained roles have gradients for exactly these, in this order.
-        self.parameters = parameters_of(weights, prefix, backend)
+        self.parameters = weights.parameters
         self._adapters = adapters
         self.adapter_parameters: dict[str, Any] = {}
         if adapters is not None:
-            self.adapter_parameters = parameters_of(adapters.weights, prefix, backend)
+            self.adapter_parameters = adapters.weights.parameters
 
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""
@@ -113,8 +112,3 @@ class Shard:
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
         return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)
-
-
-def parameters_of(weights: Weights, prefix: str, backend: Backend) -> dict[str, Any]:
-    tensors = weights.tensors.items()
-    return {key: backend.parameter(tensor, f"{prefix}.{key}") for key, tensor in tensors}

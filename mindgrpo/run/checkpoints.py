@@ -146,7 +146,6 @@ class RunCheckpoints:
     def _bring(self, role: str) -> None:
         # The roles of an update are those that a checkpoint holds; after an update they are there already.
         self._roles.enter("reference" if role == "reference" else "update")
-        self._saved[role].pool.pull()
 
     def step_done(self) -> dict[str, Any]:
         """Between steps: gives a checkpoint that was written meanwhile its name; figures for the next row."""

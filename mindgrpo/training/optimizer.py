@@ -1,76 +1,21 @@
-"""AdamW with decoupled weight decay (arXiv:1711.05101) over a rank's runs of parameters: a kernel, or one graph.
+"""The optimizer of a rank's trained parameters: gradients summed over ranks, their norm, AdamW, and zeroing.
 
-Gradients arrive summed over ranks; the factor that clipping asks for is an argument.
+Everything happens where the gradients are; only moments that stay on the host bring AdamW there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, nn, ops
-
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.graph import Graph
-from mindgrpo.backend.kernels.contract import AdamWNumbers
+from mindgrpo.training.adamw import AdamWSettings, HostAdamW
+from mindgrpo.training.device_update import DeviceAdamW, DeviceGradientSync, clear
+from mindgrpo.training.gradient_sync import GradientSync, HostGradientSync
 from mindgrpo.weights.local_weights import Weights
 
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-class _AdamWGraph(nn.Cell):
-    """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
-
-    def __init__(
-        self, runs: list[tuple[Any, Any, Any, Any, bool]], settings: AdamWSettings
-    ) -> None:
-        super().__init__()
-        self.weights = ms.ParameterTuple([run[0] for run in runs])
-        self.grads = ms.ParameterTuple([run[1] for run in runs])
-        self.first = ms.ParameterTuple([run[2] for run in runs])
-        self.second = ms.ParameterTuple([run[3] for run in runs])
-        self.decays = tuple(run[4] and settings.weight_decay > 0 for run in runs)
-        self.beta1 = Tensor(settings.beta1, ms.float32)
-        self.beta2 = Tensor(settings.beta2, ms.float32)
-        self.adam = ops.Adam()
-
-    def construct(self, lr: Any, power1: Any, power2: Any, eps: Any, keep: Any, scale: Any) -> Any:
-        done = lr
-        for i in range(len(self.weights)):
-            weight = self.weights[i]
-            if self.decays[i]:
-                done = ops.depend(done, ops.assign(weight, weight * keep))
-            gradient = ops.depend(self.grads[i] * scale, done)
-            updated = self.adam(
-                weight,
-                self.first[i],
-                self.second[i],
-                power1,
-                power2,
-                lr,
-                self.beta1,
-                self.beta2,
-                eps,
-                gradient,
-            )
-            done = ops.depend(done, updated)
-        return done
+__all__ = ["AdamW", "AdamWSettings"]
 
 
 class AdamW:
-    """`first` and `second` are the moments, arranged like the weights. `update` counts from 1.
-
-    `on_host`: they stay in the host's memory and the weights are updated there, whatever the device; what travels
-    then is weights and gradients, half as much as the moments would, and the device has room for other things.
-    """
+    """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory."""
 
     def __init__(
         self,
@@ -80,57 +25,30 @@ class AdamW:
         settings: AdamWSettings,
         on_host: bool = False,
     ) -> None:
-        self.first = Weights(weights.layout, weights.rank, backend, on_host=on_host)
-        self.second = Weights(weights.layout, weights.rank, backend, on_host=on_host)
-        self._weights = weights
-        self._settings, self._kernels = settings, backend.kernels
+        layout, rank = weights.layout, weights.rank
+        self.first = Weights(layout, rank, backend, "first_moment", on_host_only=on_host)
+        self.second = Weights(layout, rank, backend, "second_moment", on_host_only=on_host)
         self._gradients = gradients
-        self._graph: Graph | None = None
-        self._runs: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        if on_host or (backend.kernels.has_adamw and backend.shares_memory):
-            arrays = [role.flat_buffers for role in (weights, gradients, self.first, self.second)]
-            self._runs = list(zip(*arrays, strict=True))
-            return
-        roles = {"weight": weights, "grad": gradients, "m": self.first, "v": self.second}
-        # What one operation updates at once: a whole run where memory is shared, else each tensor.
-        by_role: dict[str, Any] = {label: role.tensors for label, role in roles.items()}
-        names: list[tuple[Any, bool]] = [(entry.key, entry.decay) for entry in weights.fused]
-        if backend.shares_memory:
-            by_role = {label: role.flat_buffers for label, role in roles.items()}
-            names = [(i, i == 0) for i, run in enumerate(weights.flat_buffers) if run.size]
-        graph_runs = []
-        for name, decays in names:
-            tensors = [
-                backend.parameter(arrays_of_role[name], f"{label}.{name}", False)
-                for label, arrays_of_role in by_role.items()
-            ]
-            graph_runs.append((*tensors, decays))
-        self._graph = backend.graph(_AdamWGraph(graph_runs, settings), "optimizer")
+        in_host_memory = gradients.pool.is_host_memory
+        self._sync: GradientSync = (
+            HostGradientSync(gradients, backend)
+            if in_host_memory
+            else DeviceGradientSync(gradients, backend)
+        )
+        adamw = HostAdamW if on_host or in_host_memory else DeviceAdamW
+        self._adamw = adamw(weights, gradients, self.first, self.second, backend, settings)
+
+    def sum_gradients(self) -> float:
+        """Makes the accumulated gradients those of the whole batch; their 2-norm over the model."""
+        return self._sync.sum()
 
     def step(self, update: int, lr: float, scale: float) -> None:
-        """Applies `scale` times the gradients, which are zero afterwards."""
-        settings = self._settings
-        if self._graph is None:
-            self._weights.pool.pull()
-            for decays, arrays in zip((True, False), self._runs, strict=True):
-                decay = settings.weight_decay if decays else 0.0
-                beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
-                self._kernels.adamw(
-                    *arrays, AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale)
-                )
-            self._weights.pool.push()
-            self._gradients.pool.push()
+        """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
+        self._adamw.step(update, lr, scale)
+
+    def clear_gradients(self) -> None:
+        if not self._gradients.pool.is_host_memory:
+            clear(self._gradients)
             return
-        power1, power2 = settings.beta1**update, settings.beta2**update
-        numbers = (
-            lr,
-            power1,
-            power2,
-            settings.eps * float(np.sqrt(1.0 - power2)),
-            1.0 - lr * settings.weight_decay,
-            scale,
-        )
-        self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()
-        for gradients in self._gradients.flat_buffers:
-            gradients[...] = 0.0
-        self._gradients.pool.push()
+        for run in self._gradients.arrays.flat_buffers:
+            run[...] = 0.0

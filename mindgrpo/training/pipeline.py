@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
-from mindgrpo.algorithm.schedule import one_forward_one_backward
+from mindgrpo.algorithm.schedule import Exchange, one_forward_one_backward
 from mindgrpo.models.pipeline import ForwardPipeline
 
 
@@ -34,26 +34,66 @@ def forward_backward(
     `loss_inputs[i]` are what the loss takes [M] after the entropy, for the last stage, whose ranks get results; the
     others None.
     """
-    kept: dict[int, np.ndarray] = {}
-    results: dict[int, StepResult] = {}
-    stage, num_stages = pipeline.stage_index, pipeline.num_stages
-    for kind, i in one_forward_one_backward(stage, num_stages, len(batches)):
-        batch = batches[i]
-        where = Tensor(batch.positions), Tensor(batch.spans)
-        if kind == "forward":
-            kept[i] = pipeline.inputs(batch)
-            if pipeline.net is None:
-                pipeline.pass_on(pipeline.forward(Tensor(kept[i]), *where))
-            continue
-        x = Tensor(kept.pop(i))
-        if pipeline.net is None:
-            dy = pipeline.links["from_next"].receive(pipeline.activation_shape, np.float32)
-            dx = backward(x, *where, Tensor(dy))
+    stage = _StageRun(pipeline, batches, backward, loss_inputs)
+    for action in one_forward_one_backward(
+        pipeline.stage_index, pipeline.num_stages, len(batches)
+    ):
+        if isinstance(action, Exchange):
+            stage.exchange(action)
+        elif action.kind == "forward":
+            stage.forward(action.micro_batch)
         else:
-            numbers = (Tensor(values) for values in loss_inputs[i])
+            stage.backward(action.micro_batch)
+    return None if pipeline.net is None else [stage.results[i] for i in range(len(batches))]
+
+
+class _StageRun:
+    """What a stage holds on the device between the passes of one batch, by micro-batch."""
+
+    def __init__(
+        self,
+        pipeline: ForwardPipeline,
+        batches: Sequence[MicroBatch],
+        backward: Callable[..., Any],
+        loss_inputs: Sequence[tuple[Any, ...]],
+    ) -> None:
+        self._pipeline, self._batches = pipeline, batches
+        self._backward, self._loss_inputs = backward, loss_inputs
+        self.results: dict[int, StepResult] = {}
+        # Activations that came and the gradients that go back for them; activations that go on and theirs.
+        self._inputs: dict[int, Any] = {}
+        self._input_gradients: dict[int, Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._output_gradients: dict[int, Any] = {}
+
+    def exchange(self, action: Exchange) -> None:
+        is_next = action.neighbour == "next"
+        outgoing = self._outputs if is_next else self._input_gradients
+        incoming = self._output_gradients if is_next else self._inputs
+        sent = None if action.sends is None else outgoing.pop(action.sends)
+        link = self._pipeline.links[action.neighbour]
+        arrived = link.exchange(sent, receives=action.receives is not None)
+        if action.receives is not None:
+            incoming[action.receives] = arrived
+
+    def forward(self, i: int) -> None:
+        if self._pipeline.stage_index == 0:
+            self._inputs[i] = Tensor(self._batches[i].tokens)
+        # The last stage's forward pass is part of its backward graph.
+        if self._pipeline.net is None:
+            self._outputs[i] = self._pipeline.forward(self._inputs[i], *self._where(i))
+
+    def backward(self, i: int) -> None:
+        x, batch = self._inputs.pop(i), self._batches[i]
+        if self._pipeline.net is None:
+            dx = self._backward(x, *self._where(i), self._output_gradients.pop(i))
+        else:
+            numbers = (Tensor(values) for values in self._loss_inputs[i])
             marks = Tensor(batch.picks), Tensor(batch.labels)
-            loss, logp, entropy, dx = backward(x, *where, *marks, *numbers)
-            results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
-        if stage > 0:
-            pipeline.links["to_previous"].send(dx.asnumpy())
-    return None if pipeline.net is None else [results[i] for i in range(len(batches))]
+            loss, logp, entropy, dx = self._backward(x, *self._where(i), *marks, *numbers)
+            self.results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
+        if self._pipeline.stage_index > 0:
+            self._input_gradients[i] = dx
+
+    def _where(self, i: int) -> tuple[Any, Any]:
+        return Tensor(self._batches[i].positions), Tensor(self._batches[i].spans)

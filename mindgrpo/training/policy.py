@@ -18,7 +18,6 @@ from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.gradient_sync import GradientSync
 from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import StepResult, forward_backward
@@ -51,15 +50,16 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.backend = backend
-        self.weights = Weights(layout, backend.rank, backend, shared=True)
+        self.weights = Weights(layout, backend.rank, backend, "policy", shared=True)
         self.adapters: Adapters | None = None
         if lora is not None:
             specs = adapter_specs(layout.specs, lora)
-            adapted = Weights(replace(layout, specs=specs), backend.rank, backend)
+            adapted = Weights(
+                replace(layout, specs=specs), backend.rank, backend, "adapters", shared=True
+            )
             self.adapters = Adapters(adapted, lora)
-        self.gradients = Weights(self.trained.layout, backend.rank, backend)
-        self.shard = Shard(config, self.weights, backend, "policy", self.adapters)
-        self._gradient_shard = Shard(config, self.gradients, backend, "gradient")
+        self.gradients = Weights(self.trained.layout, backend.rank, backend, "gradient")
+        self.shard = Shard(config, self.weights, backend, self.adapters)
         self.pipeline = ForwardPipeline(
             self.shard,
             backend,
@@ -72,7 +72,6 @@ class Policy:
         self.optimizer = AdamW(
             self.trained, self.gradients, backend, settings.adamw, settings.moments_on_host
         )
-        self._sync = GradientSync(self.gradients, backend)
         self._backward: dict[bool, Any] = {}
         self.version = 0
         self.updates = 0
@@ -87,7 +86,7 @@ class Policy:
         if has_old not in self._backward:
             trained = self.shard.adapter_parameters if self.adapters else self.shard.parameters
             parameters = list(trained.values())
-            accumulators = list(self._gradient_shard.parameters.values())
+            accumulators = list(self.gradients.parameters.values())
             net = self.pipeline.net
             if net is not None:
                 loss = PolicyLoss(self.settings.loss_config, has_old)
@@ -109,15 +108,12 @@ class Policy:
 
     def gradient_norm(self) -> float:
         """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
-        return self._sync.sum()
+        return self.optimizer.sum_gradients()
 
     def bad_gradient(self) -> NonFinite | None:
         """Of this rank's gradients."""
-        self.gradients.pool.pull()
-        named = (
-            (f"the gradient of {name}", part) for name, part in self.gradients.hf_views.items()
-        )
-        return in_arrays(named)
+        with self.gradients.on_host() as host:
+            return in_arrays((f"the gradient of {name}", g) for name, g in host.hf_views.items())
 
     def apply(self, norm: float, lr: float) -> None:
         """One optimizer step from the gradients that `norm` was taken of, which are then zero."""
@@ -128,6 +124,4 @@ class Policy:
         self.version += 1
 
     def clear_gradients(self) -> None:
-        for run in self.gradients.flat_buffers:
-            run[...] = 0.0
-        self.gradients.pool.push()
+        self.optimizer.clear_gradients()

@@ -105,3 +105,8 @@ def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
             f"a reshard bucket of {bucket_bytes} bytes cannot hold one row of {widest.name}; "
             f"raise it to {need} bytes or more."
         )
+
+
+def largest_row(plan: Plan) -> int:
+    """Elements of the longest row that moves."""
+    return max((part.size // part.box.shape[0] for part in plan.segments), default=1)

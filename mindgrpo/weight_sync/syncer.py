@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mindspore import ops
+
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.models.lora import merge
 from mindgrpo.models.shard import Adapters
@@ -34,7 +36,9 @@ class WeightSyncer:
         if adapters is not None:
             own = adapters.weights
             layout = replace(target.layout, specs=own.layout.specs)
-            self._copy = Weights(layout, backend.rank, backend, on_host=target.on_host)
+            self._copy = Weights(
+                layout, backend.rank, backend, "adapters_copy", on_host_only=target.on_host_only
+            )
             self.copies.append(self._copy.pool)
             self._low_rank = Resharder(plan_reshard(own.layout, layout), own, self._copy, backend)
 
@@ -46,3 +50,14 @@ class WeightSyncer:
         more = self._low_rank.run()
         merge(self._target, self._copy, self._adapters.settings)
         return Traffic(traffic.bytes_received + more.bytes_received, traffic.seconds + more.seconds)
+
+
+def mix(old: Weights, new: Weights, share: float) -> None:
+    """old = share * new + (1 - share) * old, where they are; both of one layout."""
+    if old.pool.is_host_memory:
+        for run, fresh in zip(old.arrays.flat_buffers, new.arrays.flat_buffers, strict=True):
+            run *= 1.0 - share
+            run += share * fresh
+        return
+    for key, parameter in old.parameters.items():
+        ops.assign(parameter, parameter * (1.0 - share) + new.parameters[key] * share)

@@ -19,7 +19,10 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 def part_sums(weights: Weights) -> dict[str, int]:
     """Returns the sum of this rank's slice of each parameter."""
-    return {name: _sum(part, weights.boxes[name]) for name, part in weights.hf_views.items()}
+    if weights.pool.is_host_memory:
+        views = weights.arrays.hf_views
+        return {name: _sum(part, weights.boxes[name]) for name, part in views.items()}
+    return device_part_sums(weights)
 
 
 def _sum(part: np.ndarray, box: Box) -> int:

@@ -1,17 +1,20 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
 Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up concatenated in one
-matrix; `hf_views` has each as a view of its Hugging Face tensor's slice, [out, in].
+matrix; on the host each can be had as a view of its Hugging Face tensor's slice, [out, in].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.contract import Backend, PeerView, Pool
+from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 FUSED = (
@@ -37,6 +40,13 @@ class FusedParameter:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+    def columns(self) -> Iterator[tuple[ParameterSpec, int, int]]:
+        """Each parameter with its first column and its number of columns."""
+        start = 0
+        for spec, width in zip(self.specs, self.widths, strict=True):
+            yield spec, start, width
+            start += width
 
 
 def _fused_key(name: str) -> str:
@@ -72,12 +82,52 @@ def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
     return tuple(stored)
 
 
-class Weights:
-    """Arrays of `layout` on `rank`; also used for gradients and moments, which have the same arrangement.
+@dataclass(frozen=True)
+class Region:
+    """Part of a tensor as it is stored."""
+
+    key: str
+    slices: tuple[slice, ...]
+
+
+class WeightArrays:
+    """Arrays of `layout` on `rank`, in host memory.
 
     `tensors[key]` float32 as stored; `hf_views[name]` float32 [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `flat_buffers` two 1-dim ranges of the pool, with and without weight decay. `shared` lets
-    other ranks read them; `on_host` keeps all of it in the host's memory, where no graph works on it.
+    Hugging Face tensor; `flat_buffers` two 1-dim ranges of the memory, with and without weight decay.
+    """
+
+    def __init__(
+        self, layout: Layout, rank: int, fused: Sequence[FusedParameter], memory: HostArrays
+    ) -> None:
+        self.boxes: Mapping[str, Box] = layout.held_by(rank)
+        self.tensors = {e.key: memory.view(e.offset, e.shape) for e in fused}
+        self.hf_views = dict(self._views(fused))
+        size = sum(entry.size for entry in fused)
+        decaying = sum(entry.size for entry in fused if entry.decay)
+        self.flat_buffers = memory.view(0, (decaying,)), memory.view(decaying, (size - decaying,))
+
+    @classmethod
+    def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> WeightArrays:
+        """The weights that another rank of this host holds in shared memory, without a copy."""
+        return cls(layout, rank, arrange(layout, rank), pool)
+
+    def _views(self, fused: Sequence[FusedParameter]) -> Iterator[tuple[str, np.ndarray]]:
+        for entry in fused:
+            for spec, start, width in entry.columns():
+                view = self.tensors[entry.key][..., start : start + width]
+                if is_transposed(spec.name, len(spec.shape)):
+                    view = view.T
+                box = self.boxes.get(spec.name)
+                if box is not None:
+                    yield spec.name, view[tuple(slice(0, extent) for extent in box.shape)]
+
+
+class Weights:
+    """The pool of `layout`'s parameters on `rank`; also of gradients and moments, which are arranged alike.
+
+    `name` is the role's, the start of its parameters' names. `shared` lets other ranks read the pool; `on_host_only`
+    keeps all of it in the host's memory, where no graph works on it.
     """
 
     def __init__(
@@ -85,50 +135,84 @@ class Weights:
         layout: Layout,
         rank: int,
         backend: Backend,
+        name: str = "weights",
         shared: bool = False,
-        on_host: bool = False,
+        on_host_only: bool = False,
     ) -> None:
-        self.on_host = on_host
+        self.layout, self.rank, self.name = layout, rank, name
+        self.on_host_only = on_host_only
         self.fused = arrange(layout, rank)
         num_bytes = sum(entry.size for entry in self.fused) * FLOAT_BYTES
         self.pool: Pool = (
-            backend.host_pool(num_bytes) if on_host else backend.pool(num_bytes, shared)
+            backend.host_pool(num_bytes) if on_host_only else backend.pool(num_bytes, shared)
         )
-        self._arrange(layout, rank, self.pool)
-
-    @classmethod
-    def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> Weights:
-        """Views the weights that another rank of this host holds in shared memory, without a copy."""
-        weights = cls.__new__(cls)
-        weights.fused = arrange(layout, rank)
-        weights._arrange(layout, rank, pool)
-        return weights
-
-    def _arrange(self, layout: Layout, rank: int, pool: Pool | PeerView) -> None:
-        self.layout = layout
-        self.rank = rank
-        size = sum(entry.size for entry in self.fused)
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
-        self.tensors = {e.key: pool.view(e.offset, e.shape) for e in self.fused}
-        self.hf_views = dict(self._views())
-        decaying = sum(entry.size for entry in self.fused if entry.decay)
-        self.flat_buffers = pool.view(0, (decaying,)), pool.view(decaying, (size - decaying,))
+
+    @cached_property
+    def parameters(self) -> dict[str, Any]:
+        """A float32 Parameter for each stored tensor, by key."""
+        return {
+            entry.key: self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
+            for entry in self.fused
+        }
+
+    @contextmanager
+    def on_host(self, write: bool = False) -> Iterator[WeightArrays]:
+        """The values as arrays, valid inside; with `write`, what was written goes to the device."""
+        if self.pool.is_host_memory:
+            yield self.arrays
+            return
+        with self.pool.on_host(write) as memory:
+            yield WeightArrays(self.layout, self.rank, self.fused, memory)
+
+    @cached_property
+    def arrays(self) -> WeightArrays:
+        """The weights themselves. Raises ValueError where the device's memory is not the host's."""
+        if not self.pool.is_host_memory:
+            raise ValueError(f"the {self.name}'s weights are in a device's memory: use on_host()")
+        with self.pool.on_host() as memory:
+            return WeightArrays(self.layout, self.rank, self.fused, memory)
 
     @property
     def num_bytes(self) -> int:
         return self.pool.num_bytes
 
-    def _views(self) -> Iterator[tuple[str, np.ndarray]]:
-        for entry in self.fused:
-            start = 0
-            for spec, width in zip(entry.specs, entry.widths, strict=True):
-                view = self.tensors[entry.key][..., start : start + width]
-                start += width
-                if is_transposed(spec.name, len(spec.shape)):
-                    view = view.T
-                box = self.boxes.get(spec.name)
-                if box is not None:
-                    yield spec.name, view[tuple(slice(0, extent) for extent in box.shape)]
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters that this rank holds a part of."""
+        return [spec.name for spec in self.specs() if spec.name in self.boxes]
+
+    def region(self, name: str, box: Box | None = None) -> Region:
+        """Where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
+        entry, start = self._stored_at[name]
+        own = self.boxes[name]
+        slices = (own if box is None else box).within(own).slices
+        if is_transposed(name, len(slices)):
+            slices = slices[::-1]
+        last = slices[-1]
+        return Region(entry.key, (*slices[:-1], slice(last.start + start, last.stop + start)))
+
+    def is_transposed(self, name: str) -> bool:
+        """Whether parameter `name` is stored [in, out]."""
+        return is_transposed(name, len(self.boxes[name].start))
+
+    def part(self, name: str, box: Box | None = None) -> Any:
+        """A copy of `box` of parameter `name` on the device, as it is stored."""
+        region = self.region(name, box)
+        return self.parameters[region.key][region.slices]
+
+    def set_part(self, name: str, values: Any, box: Box | None = None) -> None:
+        """Writes a tensor of the device, as it is stored, into `box` of parameter `name`."""
+        region = self.region(name, box)
+        self.parameters[region.key][region.slices] = values
+
+    @cached_property
+    def _stored_at(self) -> dict[str, tuple[FusedParameter, int]]:
+        return {
+            spec.name: (entry, start)
+            for entry in self.fused
+            for spec, start, _ in entry.columns()
+        }
 
     def specs(self) -> Iterator[ParameterSpec]:
         for entry in self.fused:

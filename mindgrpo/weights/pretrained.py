@@ -67,9 +67,9 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
     files = check_tensors(directory, weights.layout.specs)
-    for name, part in weights.hf_views.items():
-        part[...] = files.read(name, weights.boxes[name])
-    weights.pool.push()
+    with weights.on_host(write=True) as host:
+        for name, part in host.hf_views.items():
+            part[...] = files.read(name, weights.boxes[name])
 
 
 def generator_of(name: str, seed: int) -> np.random.Generator:
@@ -80,13 +80,13 @@ def generator_of(name: str, seed: int) -> np.random.Generator:
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
     """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
-    for spec in weights.specs():
-        part = weights.hf_views.get(spec.name)
-        if part is None:
-            continue
-        if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
-            part[...] = 1.0
-            continue
-        values = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32)
-        part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)
-    weights.pool.push()
+    with weights.on_host(write=True) as host:
+        for spec in weights.specs():
+            part = host.hf_views.get(spec.name)
+            if part is None:
+                continue
+            if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
+                part[...] = 1.0
+                continue
+            values = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32)
+            part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)

@@ -122,9 +122,9 @@ def measure(given: argparse.Namespace) -> None:
     measured |= turns.medians(load=(moving.nothing, load))
     expected = roles_in(backend, given, given.infer, True)
     same = all(
-        np.array_equal(part, expected[name].hf_views[key])
+        np.array_equal(part, expected[name].arrays.hf_views[key])
         for name, weights in taken.items()
-        for key, part in weights.hf_views.items()
+        for key, part in weights.arrays.hf_views.items()
     )
     every = backend.world.gather_objects((same, sum(w.num_bytes for w in taken.values())))
     if backend.rank == 0:

@@ -37,7 +37,7 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     load_weights(weights, model)
     drawn = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens)
     tokens = np.array([ids or drawn], np.int32)
-    shard = Shard(config, weights, backend, "compared")
+    shard = Shard(config, weights, backend)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
     spans = np.zeros((*tokens.shape, 3), np.int32)
     stage = Stage(shard, tokens.shape[1])

@@ -67,8 +67,8 @@ def measure(given: argparse.Namespace) -> None:
     sampling = assembly.sampling_of(plan)
     roles = assembly.roles_of(plan, backend, sampling)
     weights = roles.policy.weights
-    if "model.embed_tokens.weight" in weights.hf_views:
-        weights.hf_views["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
+    if "model.embed_tokens.weight" in weights.arrays.hf_views:
+        weights.arrays.hf_views["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
         weights.pool.push()
     roles.refresh_engine()
     version = roles.enter_rollout()

@@ -41,7 +41,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     ]
     for seed, role in enumerate(roles):
         fill_random(role, seed)
-    kept = [np.concatenate(role.flat_buffers) for role in roles]
+    kept = [np.concatenate(role.arrays.flat_buffers) for role in roles]
 
     def offload() -> None:
         for role in roles:
@@ -66,7 +66,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
         swap=(moving.nothing, cycle), memcpy=(moving.nothing, both_ways)
     )
     same = all(
-        np.array_equal(np.concatenate(r.flat_buffers), k) for r, k in zip(roles, kept, strict=True)
+        np.array_equal(np.concatenate(r.arrays.flat_buffers), k) for r, k in zip(roles, kept, strict=True)
     )
     told = backend.world.gather_objects((2 * bytes_a_way, same))
     if backend.rank == 0:

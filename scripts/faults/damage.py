@@ -92,7 +92,7 @@ def nan_gradient(at: int) -> None:
 
     def changed(policy: Policy) -> float:
         if Clock.step == at:
-            next(iter(policy.gradients.hf_views.values()))[0] = np.nan
+            next(iter(policy.gradients.arrays.hf_views.values()))[0] = np.nan
             policy.gradients.pool.push()
         return original(policy)
 
@@ -103,7 +103,7 @@ def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
     def change(traffic: Any, syncer: Any) -> Any:
-        part = next(iter(syncer._target.hf_views.values()))
+        part = next(iter(syncer._target.arrays.hf_views.values()))
         part.view(np.uint32)[0, 0] ^= 1
         syncer._target.pool.push()
         return traffic
@@ -115,7 +115,7 @@ def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
     def change(traffic: Any, syncer: Any) -> Any:
-        part = syncer._target.hf_views["model.layers.0.mlp.down_proj.weight"]
+        part = syncer._target.arrays.hf_views["model.layers.0.mlp.down_proj.weight"]
         part[[0, 1]] = part[[1, 0]]
         syncer._target.pool.push()
         return traffic
@@ -127,7 +127,7 @@ def replica_weight(at: int) -> None:
     """One weight of the policy, after an update."""
 
     def change(result: Any, policy: Policy, *_: Any) -> Any:
-        policy.weights.flat_buffers[0][7] += 1e-3
+        policy.weights.arrays.flat_buffers[0][7] += 1e-3
         policy.weights.pool.push()
         return result
 

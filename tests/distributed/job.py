@@ -181,7 +181,7 @@ class Run:
         weights = Weights(self.infer, self.backend.rank, self.backend)
         fill_random(weights, SEED + 1, c.INITIAL_SCALE)
         return ForwardPipeline(
-            Shard(self.config, weights, self.backend, "reference"),
+            Shard(self.config, weights, self.backend),
             self.backend,
             "reference",
             MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
@@ -230,7 +230,7 @@ class Run:
         weights = Weights(whole, self.backend.rank, self.backend)
         plan = plan_reshard(self.train, whole)
         WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
-        return {name: np.array(part) for name, part in weights.hf_views.items()}
+        return {name: np.array(part) for name, part in weights.arrays.hf_views.items()}
 
 
 def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class Mover:
     def move(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> dict[str, Any]:
         given = self.filled[source]
         taken = Weights(self.filled[target].layout, self.backend.rank, self.backend)
-        for run in taken.flat_buffers:
+        for run in taken.arrays.flat_buffers:
             run[...] = np.nan
         plan = plan_reshard(given.layout, taken.layout)
         traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()

@@ -39,7 +39,7 @@ def saved_and_loaded(
         checkpoint = saver.commit()
         manifest = read_manifest(checkpoint)
         taken = Weights(expected.layout, backend.rank, backend)
-        for run in taken.flat_buffers:
+        for run in taken.arrays.flat_buffers:
             run[...] = np.nan
         load_role(checkpoint, manifest, "first_moments", taken)
         found[c.pair_name(source, target)] = {

@@ -45,7 +45,7 @@ class EmbeddedEngine:
         kernels: Kernels | None = None,
     ) -> None:
         self.sampling = sampling
-        self.weights = Weights(layout, backend.rank, backend)
+        self.weights = Weights(layout, backend.rank, backend, "generator")
         self.version: int | None = None
         self.stats = RolloutStats(0, 0, 0, 0)
         if sampling.max_tokens > cache_config.max_tokens:
@@ -53,7 +53,7 @@ class EmbeddedEngine:
                 f"completions of {sampling.max_tokens} tokens in a cache for {cache_config.max_tokens}"
             )
         self._max_prompt = cache_config.max_prompt
-        shard = Shard(config, self.weights, backend, "generator")
+        shard = Shard(config, self.weights, backend)
         shard.kernels = kernels or backend.kernels
         in_slots = shard.kernels.has_slots and not missing_options(config)
         decoder = SlotDecoder if in_slots else PlainDecoder

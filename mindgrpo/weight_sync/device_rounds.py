@@ -1,0 +1,85 @@
+"""Moves weights from device to device, in rounds of bounded size, without the host."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindspore import ops
+
+from mindgrpo.backend.contract import Backend
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.rounds import Piece, largest_row, rounds
+from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights
+
+SMALLEST_BUCKET_BYTES = 1 << 16
+
+
+@dataclass
+class _Round:
+    """What goes to each rank and what comes from each, in the order in which both sides lay it out."""
+
+    sends: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+
+
+class DeviceRounds:
+    """A sender's bucket of a round goes, to each rank, with what that rank wants of it.
+
+    `extra_bytes` bounds what a rank sends or receives from one other rank in a round.
+    """
+
+    def __init__(
+        self, plan: Plan, source: Weights, target: Weights, backend: Backend, bucket_bytes: int
+    ) -> None:
+        self._source, self._target, self._backend = source, target, backend
+        self._keep = plan.of(backend.rank).keep
+        # The largest row of all decides, so that every rank chooses alike.
+        size = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, plan.bytes_moved))
+        self.extra_bytes = max(size, largest_row(plan) * FLOAT_BYTES)
+        self._rounds: list[_Round] = []
+        for moved in rounds(plan, self.extra_bytes, rank=backend.rank):
+            own = _Round()
+            for piece in moved:
+                if piece.move.source == backend.rank:
+                    own.sends[piece.move.target].append(piece)
+                else:
+                    own.receives[piece.move.source].append(piece)
+            self._rounds.append(own)
+
+    def run(self) -> int:
+        for move in self._keep:
+            self._write(move.name, move.box, self._source.part(move.name, move.box))
+        return sum(move.size for move in self._keep) + sum(map(self._run, self._rounds))
+
+    def _run(self, moved: _Round) -> int:
+        sends = {rank: self._packed(own) for rank, own in moved.sends.items()}
+        sizes = {rank: (sum(p.box.size for p in own),) for rank, own in moved.receives.items()}
+        arrived = self._backend.exchange(sends, sizes)
+        for rank, own in moved.receives.items():
+            start = 0
+            for piece in own:
+                flat = arrived[rank][start : start + piece.box.size]
+                self._write(piece.move.name, piece.box, flat)
+                start += piece.box.size
+        return sum(size for (size,) in sizes.values())
+
+    def _packed(self, sent: Sequence[Piece]) -> Any:
+        flat = [self._source.part(p.move.name, p.box).reshape(-1) for p in sent]
+        return flat[0] if len(flat) == 1 else ops.concat(flat)
+
+    def _write(self, name: str, box: Box, values: Any) -> None:
+        if not self._target.on_host_only:
+            region = self._target.region(name, box)
+            shape = [one.stop - one.start for one in region.slices]
+            self._target.set_part(name, values.reshape(shape), box)
+            return
+        self._backend.host_device_bytes += box.size * FLOAT_BYTES
+        arrays = self._target.arrays
+        view = arrays.hf_views[name][box.within(arrays.boxes[name]).slices]
+        if self._target.is_transposed(name):
+            view = view.T
+        view[...] = values.asnumpy().reshape(view.shape)
