@@ -100,6 +100,37 @@ def test_options_come_from_the_command_line_first_and_then_from_the_environment(
         read_options(words, {"MINDGRPO_STOP_SECONDS": "soon"})
 
 
+MASTER = ("--master", "10.0.0.1:17000")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--hosts", "0"), "--hosts 0 is not a positive whole number"),
+        (("--hosts", "3", "--host_index", "0", *MASTER), "8 ranks cannot be shared by 3 hosts"),
+        (("--hosts", "2", "--host_index", "2", *MASTER), "--host_index 2 is none of 2 hosts"),
+        (("--hosts", "2", "--host_index", "x", *MASTER), "--host_index x is none of 2 hosts"),
+        (("--hosts", "2"), "--master '' is not ADDRESS:PORT"),
+        (("--hosts", "2", "--master", "10.0.0.1:99999"), "'10.0.0.1:99999' is not ADDRESS:PORT"),
+        (("--hosts", "2", "--master", ":17000"), "--master ':17000' is not ADDRESS:PORT"),
+        (("--hosts", "2", *MASTER, "--max_restarts", "2"), "--max_restarts 2 is for one host"),
+        (("--hosts", "2", "--where", "here"), "usage: "),
+    ],
+)
+def test_hosts_that_cannot_work_are_refused_in_a_sentence(
+    words: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        read_options(["--ranks", "8", *words, "--", PROGRAM], {})
+    assert sentence in str(refused.value)
+
+
+def test_hosts_need_no_secret_and_the_highest_port_will_do() -> None:
+    words = ["--ranks", "8", "--hosts", "2", "--host_index", "1", "--master", "node1:65535"]
+    options = read_options([*words, "--", PROGRAM], {})
+    assert options.hosts == Hosts(2, 1, ("node1", 65535))
+
+
 def test_the_launcher_itself_imports_no_heavy_library() -> None:
     ask = "import sys, mindgrpo.cli.launch, mindgrpo.cli.verbs; print(*sys.modules)"
     ended = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True)

@@ -20,7 +20,7 @@ from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
 from mindgrpo.backend.cpu import host as host_module
-from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.host import RANKS_PER_HOST, Host, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
 from mindgrpo.errors import UserError
@@ -343,3 +343,24 @@ def test_what_killed_jobs_left_is_removed_by_the_next(
     monkeypatch.setattr(host_module, "BOARD_FOLDERS", (tmp_path,))
     assert Host("job", 0, 1).board is not None
     assert sorted(tmp_path.iterdir()) == sorted([fresh, alive])
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({}, "RANK_ID is '', but must be this process's number among MS_WORKER_NUM=8"),
+        ({"RANK_ID": "0", "DEVICE_ID": "0", RANKS_PER_HOST: "4"}, "set context.backend: device"),
+        # msrun's second node, without our launcher.
+        ({"RANK_ID": "5", "DEVICE_ID": "1"}, "rank 5 of 8 is on one of several hosts"),
+    ],
+)
+def test_ranks_of_several_hosts_are_refused_with_the_backend_that_joins_them(
+    environment: dict[str, str], words: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        own_rank(environment, 8)
+    assert words in str(refused.value)
+
+
+def test_a_rank_is_known_by_the_number_that_msrun_gave_it() -> None:
+    assert own_rank({"RANK_ID": "5", "DEVICE_ID": "5", RANKS_PER_HOST: "8"}, 8) == 5

@@ -13,7 +13,6 @@ USAGE = (
     "PROGRAM [ARGUMENTS]"
 )
 FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master")
-MIN_TOKEN_LENGTH = 16
 STOP_SECONDS = "60"
 POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
 
@@ -86,7 +85,7 @@ def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options
     num_hosts = _whole(text, POSITIVE, f"--hosts {text} {positive}")
     hosts = _read_hosts(values, num_hosts, num_ranks)
     if num_hosts > 1:
-        _check_several_hosts(hosts, restarts, environment)
+        _check_several_hosts(hosts, restarts)
     text = environment.get("MINDGRPO_PORT", "")
     wrong = f"MINDGRPO_PORT={text} is not a port from 1024 to 65535: set such a one or unset it."
     port = _whole(text, PORTS, wrong) if text else None
@@ -120,19 +119,13 @@ def _read_hosts(values: Mapping[str, str], num_hosts: int, num_ranks: int) -> Ho
     master = values.get("--master", "")
     address, _, port = master.rpartition(":")
     wrong = (
-        f"--master '{master}' is not ADDRESS:PORT: give the first host's address and a port from 1024 to 65534 that "
-        "is free there, and the one after it too."
+        f"--master '{master}' is not ADDRESS:PORT: give the first host's address and a port from 1024 to 65535 that "
+        "is free there."
     )
-    return Hosts(num_hosts, host_index, (address, _whole(address and port, PORTS[:-1], wrong)))
+    return Hosts(num_hosts, host_index, (address, _whole(address and port, PORTS, wrong)))
 
 
-def _check_several_hosts(hosts: Hosts, restarts: int, environment: Mapping[str, str]) -> None:
-    length = len(environment.get("MINDGRPO_JOB_TOKEN", ""))
-    if length < MIN_TOKEN_LENGTH:
-        raise UserError(
-            f"MINDGRPO_JOB_TOKEN has {length} characters, but the ranks of several hosts know each other by a secret "
-            f"of at least {MIN_TOKEN_LENGTH}: set the same on every host, such as from 'openssl rand -hex 16'."
-        )
+def _check_several_hosts(hosts: Hosts, restarts: int) -> None:
     if restarts:
         raise UserError(
             f"--max_restarts {restarts} is for one host: leave it out, and start all {hosts.num_hosts} hosts again "

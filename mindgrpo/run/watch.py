@@ -6,7 +6,6 @@ What was asked for and is not there is told in a note, and the run goes on.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -49,7 +48,7 @@ class Watch:
         settings = self._config.monitor_config
         if settings.seconds is None:
             return None
-        here, rank = socket.gethostname(), self._backend.rank
+        here, rank = os.uname().nodename, self._backend.rank
         hosts = enumerate(self._backend.world.gather_objects((here, os.getpid())))
         processes = {other: pid for other, (host, pid) in hosts if host == here}
         if rank != min(processes):

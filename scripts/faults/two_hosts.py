@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -38,7 +37,11 @@ PORT = 17800
 # From the deadline to the end of the last process: the launcher gives ranks 2 s to end by themselves.
 MARGIN_SECONDS = 8.0
 LONGEST_RUN = 300.0
-ARGUMENTS: dict[str, Any] = {"rl_config.eval_steps": 1000, "rl_config.eval_samples": 32}
+ARGUMENTS: dict[str, Any] = {
+    "context.backend": "device",
+    "rl_config.eval_steps": 1000,
+    "rl_config.eval_samples": 32,
+}
 
 
 def missing() -> str:
@@ -244,8 +247,7 @@ def main() -> int:
         print(f"mindgrpo: two hosts cannot be played here: {why}.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ["MINDGRPO_JOB_TOKEN"] = secrets.token_hex(16)
-    os.environ["MINDGRPO_UNREACHABLE_SECONDS"] = f"{given.seconds:g}"
+    os.environ["MS_NODE_TIMEOUT"] = f"{math.ceil(given.seconds)}"
     arguments = [*words(ARGUMENTS | {"rl_config.max_steps": given.steps}), *more]
     folder = given.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
     good = True

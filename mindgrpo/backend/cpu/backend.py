@@ -1,8 +1,8 @@
-"""CPU: MindSpore's own kernels, ranks joined by msrun; between and inside graphs shared memory, and TCP between hosts.
+"""CPU: MindSpore's own kernels, ranks of one host joined by msrun; between and inside graphs shared memory.
 
 `transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
-memory is held equal to; between graphs ranks always use shared memory and our own TCP, and where nothing else is
-used they never form MindSpore's cluster, which takes seconds to join and to leave.
+memory is held equal to; between graphs ranks always use shared memory, and where nothing else is used they never form
+MindSpore's cluster, which takes seconds to join and to leave.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ from mindgrpo.backend.contract import (
     Link,
     Pool,
 )
-from mindgrpo.backend.cpu.far_group import check_library, far_group
-from mindgrpo.backend.cpu.far_hosts import FarHosts
-from mindgrpo.backend.cpu.far_memory import FarBuckets, FarLink
-from mindgrpo.backend.cpu.host import Host, job_name
-from mindgrpo.backend.cpu.placement import Placement, placement_of
+from mindgrpo.backend.cpu.host import Host, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import SharedBuckets, SharedLink
 from mindgrpo.backend.graph import CompileLog, Graph
@@ -37,7 +33,6 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import needs_cluster
-from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
@@ -109,7 +104,7 @@ class CpuGraph(Graph):
 
 
 class CpuLink(Link):
-    def __init__(self, shared: SharedLink | FarLink) -> None:
+    def __init__(self, shared: SharedLink) -> None:
         self._shared = shared
 
     def send(self, array: np.ndarray) -> None:
@@ -117,16 +112,6 @@ class CpuLink(Link):
 
     def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         return self._shared.receive(shape, dtype)
-
-
-def _rank_told(environment: dict[str, str]) -> int:
-    rank = environment.get("RANK_ID", "")
-    if not rank.isdecimal():
-        raise UserError(
-            f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM="
-            f"{environment['MS_WORKER_NUM']}; start the ranks with msrun, which sets both."
-        )
-    return int(rank)
 
 
 def _notices() -> tuple[str, ...]:
@@ -147,9 +132,8 @@ class CpuBackend(Backend):
         self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = 0
-        self._placement = Placement(0, 1, 1)
         if self.world_size > 1:
-            self._placement = placement_of(environment, _rank_told(environment), self.world_size)
+            self.rank = own_rank(environment, self.world_size)
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._share_cores()
         ms.set_device("CPU")
@@ -160,9 +144,8 @@ class CpuBackend(Backend):
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
         self._host = self._make_host()
-        self._far = self._meet_hosts()
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
-        self._buckets: list[SharedBuckets | FarBuckets] = []
+        self._buckets: list[SharedBuckets] = []
         self._num_links: Counter[tuple[int, int]] = Counter()
 
     def _share_cores(self) -> None:
@@ -172,7 +155,7 @@ class CpuBackend(Backend):
         beside it.
         """
         if self.world_size > 1:
-            threads = max(1, num_cores() // self._placement.per_host)
+            threads = max(1, num_cores() // self.world_size)
             # The names that replace these two do not accept 0.
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
@@ -188,9 +171,7 @@ class CpuBackend(Backend):
         return NativeKernels()
 
     def _join(self, environment: dict[str, str]) -> None:
-        if not needs_cluster(self.name, self._transport):
-            self.rank = self._placement.rank
-        else:
+        if needs_cluster(self.name, self._transport):
             from mindspore.communication import get_rank, init
 
             init("mccl")
@@ -200,31 +181,19 @@ class CpuBackend(Backend):
     def _make_host(self) -> Host:
         if self.world_size == 1:
             return Host("alone", self.rank, 1)
-        spins = SPINS_WITH_A_CORE_EACH if self._placement.per_host <= num_cores() else 0
-        library, here = native_library.library(), self._placement.here
-        return Host(self._job, self.rank, self.world_size, library, spins, self.health, here)
-
-    def _meet_hosts(self) -> FarHosts | None:
-        if self._placement.num_hosts == 1:
-            return None
-        check_library(self._host)
-        return FarHosts(self._placement, self._host, self.health)
+        spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
+        library = native_library.library()
+        return Host(self._job, self.rank, self.world_size, library, spins, self.health)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)
         if key not in self._groups:
             shared, mccl = None, ""
             if len(key) > 1:
-                shared = self._shared_group(key)
+                shared = shared_group(self._host, key, GROUP_BUFFER_BYTES)
                 mccl = self._mccl_group(key) if self._transport == "mccl" else ""
             self._groups[key] = CpuGroup(key, key.index(self.rank), shared, mccl)
         return self._groups[key]
-
-    def _shared_group(self, ranks: tuple[int, ...]) -> SharedGroup:
-        hosts = {self._placement.host_of(rank) for rank in ranks}
-        if self._far is None or len(hosts) == 1:
-            return shared_group(self._host, ranks, GROUP_BUFFER_BYTES)
-        return far_group(self._far, self._host, ranks, GROUP_BUFFER_BYTES)
 
     def _mccl_group(self, ranks: tuple[int, ...]) -> str:
         from mindspore.communication import GlobalComm, create_group
@@ -239,16 +208,13 @@ class CpuBackend(Backend):
         # Both ends count alike, so that a second link between them has a name of its own.
         serial = self._num_links[source, target]
         self._num_links[source, target] += 1
-        hosts = {self._placement.host_of(rank) for rank in (source, target)}
-        if self._far is not None and len(hosts) > 1:
-            return CpuLink(FarLink(self._far, self.rank, source, target, slot_bytes, serial))
         return CpuLink(SharedLink(self._host, source, target, slot_bytes, serial))
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
 
     def pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        readable = shared and self.world_size > 1 and self._far is None
+        readable = shared and self.world_size > 1
         pool = SharedPool(num_bytes) if readable else HostPool(num_bytes)
         self.live_pools.add(pool)
         return pool
@@ -284,28 +250,18 @@ class CpuBackend(Backend):
         drain: Callable[[Callable[[int], np.ndarray]], None],
     ) -> None:
         buckets = self._buckets_of(bucket_bytes)
-        used = fill(buckets.of(self.rank))
-        if isinstance(buckets, FarBuckets):
-            buckets.exchange(used)
-        readers = self.group(self._placement.here)
-        readers.barrier()
+        fill(buckets.of(self.rank))
+        self.world.barrier()
         drain(buckets.of)
-        readers.barrier()
+        self.world.barrier()
 
-    def _buckets_of(self, bucket_bytes: int) -> SharedBuckets | FarBuckets:
+    def _buckets_of(self, bucket_bytes: int) -> SharedBuckets:
         for buckets in self._buckets:
             if buckets.bucket_bytes >= bucket_bytes:
                 return buckets
-        serial = len(self._buckets)
-        made: SharedBuckets | FarBuckets
-        if self._far is not None:
-            made = FarBuckets(self._far, self._host, bucket_bytes, serial)
-        else:
-            made = SharedBuckets(self._host, self.world_size, bucket_bytes, serial)
+        made = SharedBuckets(self._host, self.world_size, bucket_bytes, len(self._buckets))
         self._buckets.append(made)
         return made
 
     def close(self) -> None:
         self.world.barrier()
-        if self._far is not None:
-            self._far.close()

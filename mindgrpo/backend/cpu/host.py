@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -39,12 +38,32 @@ MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
 STALE_SECONDS = 3600.0
 MAX_OFFERS = 1000
+# The launcher sets it where a job has several hosts.
+RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
 
 def job_name(environment: Mapping[str, str]) -> str:
     """Every rank of one msrun has the same parent, and two runs never share parent and port."""
     job = environment.get("MINDGRPO_JOB")
     return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
+
+
+def own_rank(environment: Mapping[str, str], world_size: int) -> int:
+    """This process's number among the job's ranks. Raises UserError where these are on several hosts."""
+    rank = environment.get("RANK_ID", "")
+    if not rank.isdecimal():
+        raise UserError(
+            f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM={world_size}; start the ranks "
+            "with msrun, which sets both."
+        )
+    per_host = environment.get(RANKS_PER_HOST) or str(world_size)
+    # msrun numbers devices from 0 on every host.
+    if per_host != str(world_size) or environment.get("DEVICE_ID", rank) != rank:
+        raise UserError(
+            f"rank {rank} of {world_size} is on one of several hosts, but this backend joins ranks through the memory "
+            "of one host only; set context.backend: device, which joins hosts through MindSpore's cluster."
+        )
+    return int(rank)
 
 
 def is_alive(pid: int) -> bool:
@@ -56,18 +75,8 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-class Far(Protocol):
-    """What else ends a wait: ranks that this host's wait for, on other hosts."""
-
-    def check(self) -> None: ...
-
-    def lost(self, rank: int | None) -> PeerLost: ...
-
-    def tell(self, rank: int, words: str) -> None: ...
-
-
 class Host:
-    """This rank among the ranks of `job` that share a host: `ranks`, all `world_size` unless told.
+    """This rank among the `world_size` ranks of `job`, which share a host.
 
     `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `health` knows
     how a rank ended.
@@ -81,7 +90,6 @@ class Host:
         library: ctypes.CDLL | None = None,
         spins: int = 0,
         health: RankHealth | None = None,
-        ranks: Sequence[int] | None = None,
     ) -> None:
         self._health = health
         self._waits: Waits = health.waits if health else unheard
@@ -90,8 +98,6 @@ class Host:
             library.group_tell_waits_at(health.waits_address)
             # Writes there as long as it is loaded.
             library.__dict__["waits_written_by"] = health
-        self.ranks = tuple(range(world_size) if ranks is None else ranks)
-        self.far: Far | None = None
         self.job, self.rank, self.world_size = job, rank, world_size
         self.library, self.spins = library, spins
         self._pids: dict[int, int] = {}
@@ -109,10 +115,6 @@ class Host:
     def pid_of(self, rank: int) -> int:
         return self._pids[rank]
 
-    def known_pid(self, rank: int) -> int:
-        """0 before the ranks have met."""
-        return self._pids.get(rank, 0)
-
     def check_failure(self) -> None:
         """Raises PeerLost if the end of a rank is why the C library failed."""
         pid = 0 if self.library is None else self.library.group_lost_pid()
@@ -120,17 +122,11 @@ class Host:
             raise self.lost(pid)
 
     def lost(self, pid: int) -> PeerLost:
-        """`pid` below 0: of a rank on another host."""
-        if pid < 0 and self.far is not None:
-            return self.far.lost(None)
         rank = next((rank for rank, known in self._pids.items() if known == pid), None)
         if rank is None:
             return PeerLost(f"process {pid} of this job has ended; its log says why")
         known = self._health.how_rank_ended(rank) if self._health else ""
-        words = known or f"rank {rank} (process {pid}) has ended; its log says why"
-        if self.far is not None:
-            self.far.tell(rank, words)
-        return PeerLost(words)
+        return PeerLost(known or f"rank {rank} (process {pid}) has ended; its log says why")
 
     def counters(self, memory: mmap.mmap, start: int, count: int) -> Counters:
         if self.library is None:
@@ -182,8 +178,6 @@ class Joined:
 
     def check(self) -> None:
         """Raises PeerLost, for all members with the name of the one whose end was noticed first."""
-        if self._host.far is not None:
-            self._host.far.check()
         if not self._pids[-1]:
             ended = [pid for pid in self._pids[:-1].tolist() if pid and not is_alive(pid)]
             self._pids[-1] = ended[0] if ended else 0
@@ -209,18 +203,17 @@ class Board(Joined):
     def __init__(self, host: Host) -> None:
         self._deadline = time.monotonic() + MEET_SECONDS
         self._num_offers = 0
-        size = len(host.ranks)
+        size = host.world_size
         num_bytes = size * MAX_OFFERS * 16
-        # Where one machine is told to be several hosts, each has its own.
-        name = f"mindgrpo-{host.job}-board{host.ranks[0] or ''}"
+        name = f"mindgrpo-{host.job}-board"
         total = header_bytes(size) + num_bytes
-        if host.rank == host.ranks[0]:
+        if host.rank == 0:
             _remove_stale()
             path, descriptor = _create(name, total)
         else:
             path, descriptor = self._open(name, total)
         try:
-            super().__init__(host, host.ranks, descriptor, num_bytes)
+            super().__init__(host, range(size), descriptor, num_bytes)
         finally:
             # Also where it failed, and whoever is left: nobody else will come.
             path.unlink(missing_ok=True)
@@ -228,7 +221,6 @@ class Board(Joined):
             host.know(rank, pid)
         table = self.array(0, num_bytes).view(np.int64)
         self._offers = table.reshape(size, MAX_OFFERS, 2)
-        self._index = {rank: index for index, rank in enumerate(host.ranks)}
 
     def check(self) -> None:
         if time.monotonic() > self._deadline:
@@ -250,25 +242,23 @@ class Board(Joined):
                     return path, descriptor
                 os.close(descriptor)
             if time.monotonic() > self._deadline:
-                raise PeerLost(
-                    f"rank {self._host.ranks[0]} did not come within {MEET_SECONDS:.0f} s"
-                )
+                raise PeerLost(f"rank 0 did not come within {MEET_SECONDS:.0f} s")
             time.sleep(nap)
             nap = min(2 * nap, longest)
 
     def offer(self, name: str, descriptor: int) -> None:
         if self._num_offers == MAX_OFFERS:
             raise RuntimeError(f"one rank offers at most {MAX_OFFERS} pieces of memory")
-        self._offers[self._index[self._host.rank], self._num_offers] = _hash(name), descriptor
+        self._offers[self._host.rank, self._num_offers] = _hash(name), descriptor
         self._num_offers += 1
-        self.counters.post(self._index[self._host.rank], self._num_offers)
+        self.counters.post(self._host.rank, self._num_offers)
 
     def take(self, name: str, rank: int) -> int:
         """A descriptor of our own for what `rank` offers under `name`, as soon as it does."""
-        wanted, seen, index = _hash(name), 0, self._index[rank]
+        wanted, seen = _hash(name), 0
         while True:
-            self.counters.wait([index], seen + 1, self.check)
-            key, descriptor = self._offers[index, seen].tolist()
+            self.counters.wait([rank], seen + 1, self.check)
+            key, descriptor = self._offers[rank, seen].tolist()
             if key == wanted:
                 path = f"/proc/{self._host.pid_of(rank)}/fd/{descriptor}"
                 return os.open(path, os.O_RDWR | os.O_CLOEXEC)

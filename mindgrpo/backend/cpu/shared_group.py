@@ -1,4 +1,4 @@
-"""Groups of ranks: sum, gather and barrier over one segment of shared memory on each host.
+"""Groups of ranks: sum, gather and barrier over one segment of shared memory.
 
 NativeGroup leaves the work and the waits to the C library, so that graphs reach the same group; PolledGroup is the
 same in Python, for hosts without a C compiler.
@@ -12,7 +12,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -55,57 +55,30 @@ class SharedGroup(ABC):
         return [pickle.loads(part.data) for part in self._gather_bytes(payload, sizes)]
 
 
-class Way(Protocol):
-    """From the members of a group on this host to those on the hosts before and after it in the group's order.
-
-    The sockets are -1 where there is no such host, and on all but the first member here.
-    """
-
-    first: int  # of the group's members, the first that is here
-    before: int
-    after: int
-
-
 class NativeGroup(SharedGroup):
-    """`graph_id` is what a graph's kernel finds this group by: it depends on the ranks alone.
+    """`graph_id` is what a graph's kernel finds this group by: it depends on the ranks alone."""
 
-    `way` for a group that has members on other hosts too; `here` are those of this one.
-    """
-
-    def __init__(
-        self,
-        host: Host,
-        ranks: Sequence[int],
-        buffer_bytes: int,
-        here: Sequence[int] | None = None,
-        way: Way | None = None,
-    ) -> None:
+    def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
         assert host.library is not None
         self._library = host.library
         _declare(self._library)
         self.graph_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
-        members = tuple(here or self.ranks)
-        size = len(members)
+        size = len(self.ranks)
         slot_bytes = -(-buffer_bytes // 64) * 64
         control = self._library.group_control_bytes(size)
-        num_slots = size + (way is not None and way.first > 0)
-        segment = Segment(host, self._segment_name, members, control + 2 * num_slots * slot_bytes)
+        segment = Segment(host, self._segment_name, self.ranks, control + 2 * size * slot_bytes)
         status = self._library.group_register(
             self.graph_id,
             segment.address,
             slot_bytes,
-            members.index(host.rank),
+            self.index,
             size,
             segment.pids_address,
             host.spins,
         )
         if status:
             raise RuntimeError("more groups than the C library has places for")
-        if way is not None:
-            everywhere = len(self.ranks)
-            self._library.group_span(self.graph_id, way.first, everywhere, way.before, way.after)
-        self._way = way
         # The segment lives as long as the library may look into it.
         weakref.finalize(self, _forget, self._library, self.graph_id, segment)
 
@@ -163,7 +136,6 @@ def _declare(library: ctypes.CDLL) -> None:
         pointer,
         ctypes.c_uint32,
     ]
-    library.group_span.argtypes = [id_, small, small, small, small]
     library.group_forget.argtypes = [id_, pointer]
     library.group_forget.restype = None
     library.group_barrier.argtypes = [id_]

@@ -4,10 +4,6 @@
  * by itself first; a larger one is cut into chunks that any member which runs may take, so that nobody waits for a
  * member that has no core. Slots alternate between two halves: one is written again two operations later, when every
  * member has arrived at the operation in between and so has read it.
- *
- * Where a group has members on several hosts, the first member of each host passes the sum on: what the hosts before
- * have added comes into a slot of its own, in front of the members' here, and the last host's sum comes back the same
- * way. So it is added in member order there too, and everything else that such a group does is made of sums.
  */
 #include "collective.h"
 
@@ -15,20 +11,18 @@
 
 #include "kernel.h"
 #include "futex.h"
-#include "wire.h"
 
 #define MAX_GROUPS 256
 #define CHUNK_BYTES 65536
 #define BLOCK 1024 /* elements that are added at a time: they stay in the first cache */
 #define LIFE_CHECK_MS 500
 
-typedef enum { FLOAT32, FLOAT64, INT32, INT64, BYTES } Kind;
-static const int64_t item_bytes[] = {4, 8, 4, 8, 1};
+typedef enum { FLOAT32, FLOAT64, INT32, INT64 } Kind;
+static const int64_t item_bytes[] = {4, 8, 4, 8};
 
 /* At the start of the shared memory; `asked` is what each member believes its operation to be, by half. */
 typedef struct {
     Futex opened; /* the last operation whose chunks may be taken */
-    Futex summed; /* the last operation whose sum over the hosts up to this one stands */
     Futex done;   /* the last operation whose result stands */
     _Alignas(64) _Atomic uint32_t arrived;
     _Alignas(64) _Atomic uint32_t taken[2];
@@ -38,9 +32,7 @@ typedef struct {
 } Control;
 
 typedef struct {
-    int32_t id, index, size; /* of the members on this host */
-    int32_t first, members;  /* those on the hosts before this one; all */
-    int32_t before, after;   /* sockets to the hosts' before and after this one, -1 for none, for member 0 here */
+    int32_t id, index, size;
     Control *control;
     char *slots;
     int64_t slot_bytes;
@@ -52,8 +44,6 @@ typedef struct {
 static Group groups[MAX_GROUPS];
 static int64_t lost_pid;
 static volatile double *waits_since;
-/* Where Python says that a rank of another host is lost: 1 more than its number. */
-static _Atomic int64_t *lost_elsewhere;
 
 /* -- registration, from Python ------------------------------------------------------------------------------- */
 
@@ -72,7 +62,6 @@ int group_register(int32_t id, void *memory, int64_t slot_bytes, int32_t index, 
         if (groups[i].control && groups[i].id == id) place = &groups[i];
     if (!place) return GROUP_UNKNOWN;
     *place = (Group){.id = id, .index = index, .size = size, .control = memory, .slot_bytes = slot_bytes,
-                     .members = size, .before = -1, .after = -1,
                      .slots = (char *)memory + group_control_bytes(size), .pids = pids, .spins = spins};
     return 0;
 }
@@ -89,31 +78,14 @@ void group_forget(int32_t id, const void *memory) {
     if (group && group->control == memory) group->control = NULL;
 }
 
-/* The group has `members`, `first` of them on hosts before this one; its memory has a slot more if there are any. */
-int group_span(int32_t id, int32_t first, int32_t members, int32_t before, int32_t after) {
-    Group *group = find(id);
-    if (!group) return GROUP_UNKNOWN;
-    group->first = first, group->members = members, group->before = before, group->after = after;
-    return 0;
-}
-
-void group_watch(void *lost) { lost_elsewhere = lost; }
-
-/* The process whose end made an operation of this process fail, 0 if none did; -1 for one of another host. */
+/* The process whose end made an operation of this process fail, 0 if none did. */
 int64_t group_lost_pid(void) { return lost_pid; }
 
 /* -- one operation ------------------------------------------------------------------------------------------- */
 
-/* Slots that other hosts' sums come into. */
-static inline int carried(const Group *g) { return g->first > 0; }
-
-static inline int spans(const Group *g) { return g->members > g->size; }
-
 static inline char *slot(const Group *g, int half, int index) {
-    return g->slots + (half * (g->size + carried(g)) + index) * g->slot_bytes;
+    return g->slots + (half * g->size + index) * g->slot_bytes;
 }
-
-static inline char *own_slot(const Group *g, int half) { return slot(g, half, carried(g) + g->index); }
 
 static inline int64_t piece_of(int64_t total, int64_t at, int64_t limit) {
     return total - at < limit ? total - at : limit; /* not above 0: nothing is left of it */
@@ -121,8 +93,6 @@ static inline int64_t piece_of(int64_t total, int64_t at, int64_t limit) {
 
 /* The member that ended, 0 if all live. One that ended because another had is not the one to name. */
 static int64_t find_lost(const Group *g) {
-    /* Where a host was lost, its members' peers here end too. */
-    if (lost_elsewhere && atomic_load(lost_elsewhere)) return -1;
     _Atomic int64_t *first = (_Atomic int64_t *)&g->pids[g->size];
     for (int i = 0; i < g->size && !atomic_load(first); i++) {
         int64_t none = 0;
@@ -179,7 +149,7 @@ static int meet(Group *g, int64_t operation) {
     for (int64_t at = 0; at < bytes; at += BLOCK * sizeof(TYPE)) {                                \
         int64_t n = (bytes - at) / (int64_t)sizeof(TYPE);                                         \
         TYPE *total = (TYPE *)(slot(g, half, 0) + from + at);                                     \
-        for (int m = 1; m < g->size + carried(g); m++) {                                          \
+        for (int m = 1; m < g->size; m++) {                                                       \
             const TYPE *part = (const TYPE *)(slot(g, half, m) + from + at);                      \
             for (int64_t i = 0; i < (n < BLOCK ? n : BLOCK); i++) total[i] += part[i];            \
         }                                                                                         \
@@ -191,7 +161,6 @@ static void add(const Group *g, int half, Kind kind, int64_t from, int64_t bytes
     if (kind == FLOAT64) ADD(double)
     if (kind == INT32) ADD(int32_t)
     if (kind == INT64) ADD(int64_t)
-    if (kind == BYTES) ADD(uint8_t)
 }
 
 static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t chunks) {
@@ -199,51 +168,20 @@ static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t ch
     for (uint32_t i; (i = atomic_fetch_add(&c->taken[half], 1)) < chunks;) {
         int64_t from = i * (int64_t)CHUNK_BYTES;
         add(g, half, kind, from, piece_of(bytes, from, CHUNK_BYTES));
-        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) futex_post(spans(g) ? &c->summed : &c->done, g->number);
+        if (atomic_fetch_add(&c->added[half], 1) + 1 == chunks) futex_post(&c->done, g->number);
     }
-}
-
-/* Asked after a while of waiting for another host. */
-static int is_lost(const void *group) {
-    if (waits_since && !*waits_since) *waits_since = now();
-    return find_lost(group) != 0;
-}
-
-static int wired(const Group *g, int status) {
-    if (waits_since && *waits_since) *waits_since = 0;
-    if (status == WIRE_OVER) return 0;
-    if (status == WIRE_OUT_OF_STEP) return GROUP_OUT_OF_STEP;
-    int64_t lost = find_lost(g);
-    lost_pid = lost ? lost : -1;
-    return GROUP_PEER_LOST;
-}
-
-/* The sum over all hosts in place of that over the hosts up to this one. */
-static int pass_on(const Group *g, int64_t operation, char *sum, int64_t bytes) {
-    int status = wait_for(g, &g->control->summed);
-    if (!status && g->after >= 0) {
-        status = wired(g, wire_send(g->after, operation, sum, bytes, is_lost, g));
-        if (!status) status = wired(g, wire_receive(g->after, operation, sum, bytes, is_lost, g));
-    }
-    if (!status && g->before >= 0) status = wired(g, wire_send(g->before, operation, sum, bytes, is_lost, g));
-    if (!status) futex_post(&g->control->done, g->number);
-    return status;
 }
 
 static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char *out) {
     int half = ++g->number & 1, status = 0;
     uint32_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    int64_t operation = bytes * 8 + kind, on_the_wire = operation << 16 | (g->number & 0xffff);
-    memcpy(own_slot(g, half), mine, bytes);
-    if (g->before >= 0) status = wired(g, wire_receive(g->before, on_the_wire, slot(g, half, 0), bytes, is_lost, g));
-    if (status) return status;
-    int last = arrive(g, half, operation);
+    memcpy(slot(g, half, g->index), mine, bytes);
+    int last = arrive(g, half, bytes * 8 + kind);
     if (chunks > 1) {
         if (last) futex_post(&g->control->opened, g->number);
         else status = wait_for(g, &g->control->opened);
     }
     if (!status && (last || chunks > 1)) add_chunks(g, half, kind, bytes, chunks);
-    if (!status && spans(g) && g->index == 0) status = pass_on(g, on_the_wire, slot(g, half, 0), bytes);
     if (!status) status = wait_for(g, &g->control->done);
     if (!status) memcpy(out, slot(g, half, 0), bytes);
     return status ? status : in_step(g);
@@ -276,8 +214,6 @@ int group_barrier(int32_t id) {
     int status;
     Group *g = begin(id, &status);
     if (!g) return status;
-    int32_t token = 0;
-    if (spans(g)) return end(g, sum_all(g, INT32, &token, sizeof token, &token));
     g->number++;
     return end(g, meet(g, -1));
 }
@@ -293,22 +229,11 @@ int group_sum(int32_t id, const float *mine, int64_t count, float *out) {
     return group_sum_of(id, FLOAT32, mine, count, out);
 }
 
-/* As a sum of bytes that are 0 in the others' places. */
-static int gather_by_sum(Group *g, const void *mine, const int64_t *sizes, char *all) {
-    int64_t total = 0, place = 0;
-    for (int i = 0; i < g->members; total += sizes[i++])
-        if (i == g->first + g->index) place = total;
-    memset(all, 0, total);
-    memcpy(all + place, mine, sizes[g->first + g->index]);
-    return sum_all(g, BYTES, all, total, all);
-}
-
 /* sizes[i] bytes of member i at all + sizes[0] + .. + sizes[i - 1]; every member knows all sizes. */
 int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void *all) {
     int status;
     Group *g = begin(id, &status);
     if (!g) return status;
-    if (spans(g)) return end(g, gather_by_sum(g, mine, sizes, all));
     int64_t longest = 0;
     for (int i = 0; i < g->size; i++) longest = sizes[i] > longest ? sizes[i] : longest;
     for (int64_t at = 0; at < longest && !status; at += g->slot_bytes) {
@@ -326,15 +251,14 @@ int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void 
 int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
     const Group *g = find(id);
     if (!g) return GROUP_UNKNOWN;
-    int64_t sizes[g->members];
-    for (int i = 0; i < g->members; i++) sizes[i] = count * (int64_t)sizeof(float);
+    int64_t sizes[g->size];
+    for (int i = 0; i < g->size; i++) sizes[i] = count * (int64_t)sizeof(float);
     return group_gather_bytes(id, mine, sizes, all);
 }
 
 /* -- in graphs ----------------------------------------------------------------------------------------------- */
 
 static int reported(const Call *call, int status) {
-    if (status == GROUP_PEER_LOST && lost_pid < 0) return refuse(call, "a rank of another host of this job is lost");
     if (status == GROUP_PEER_LOST)
         return refuse(call, "process %ld of this job has ended; its log says why", lost_pid);
     return status ? refuse(call, "the group's status is %d (collective.h)", status) : 0;
@@ -348,7 +272,7 @@ KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {
 KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
     int32_t id = *(const int32_t *)call->params[1];
     const Group *g = find(id);
-    if (g && g->members != dim(call, 'S'))
-        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->members, id);
+    if (g && g->size != dim(call, 'S'))
+        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
     return reported(call, group_gather(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }

@@ -1,4 +1,4 @@
-/* Sums and gathers over ranks: on one host through memory that all of them have mapped, between hosts by TCP.
+/* Sums and gathers over the ranks of a host, through memory that all of them have mapped.
  *
  * For other kernels: a group is known by a number that Python registered (shared_group.py), so that no address is
  * ever part of a graph. Members make the same calls in the same order, one at a time. 0 is success.
