@@ -6,8 +6,9 @@ Refuses to compute: a pool is an array, and of a group there is only its gatheri
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ class ThreadGroup:
 
 
 class ArrayPool:
+    is_host_memory = True
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._array = np.zeros(num_bytes // 4, np.float32)
@@ -48,9 +51,9 @@ class ArrayPool:
         count = int(np.prod(shape, dtype=np.int64))
         return self._array[offset : offset + count].reshape(shape)
 
-    def pull(self) -> None: ...
-
-    def push(self) -> None: ...
+    @contextmanager
+    def on_host(self, write: bool = False) -> Iterator[ArrayPool]:
+        yield self
 
 
 class ThreadBackend:

@@ -79,7 +79,9 @@ def generator_with(
     made = EmbeddedEngine(CONFIG, LAYOUT, backend, settings, room, kernels)
 
     def copy() -> None:
-        for target, source in zip(made.weights.arrays.flat_buffers, weights.arrays.flat_buffers, strict=True):
+        for target, source in zip(
+            made.weights.arrays.flat_buffers, weights.arrays.flat_buffers, strict=True
+        ):
             target[...] = source
 
     made.publish(copy, VERSION)

@@ -113,7 +113,7 @@ Made = Callable[[LossConfig, int | None], Policy]
 @pytest.fixture(scope="module")
 def policy_of() -> Made:
     """A policy with the same random weights for each loss and number of samples a row."""
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     made: dict[tuple[LossConfig, int | None], Policy] = {}
 
     def of(loss: LossConfig, per_row: int | None) -> Policy:

@@ -18,6 +18,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.types import Completion, Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.families import FAMILIES, PRE_NORMS, BlockNorms, Family
@@ -89,7 +90,7 @@ each_variant = pytest.mark.parametrize("options", VARIANTS, ids=" ".join)
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    return connect(None, None, {})
+    return connect(SHARED_MEMORY, {})
 
 
 class Model:
@@ -116,7 +117,6 @@ class Model:
         for name, part in weights.arrays.hf_views.items():
             if part.ndim == 1:
                 part += 0.3 * np.random.default_rng(len(name)).normal(size=part.shape)
-        weights.pool.push()
 
     def trainer_logps(
         self, requests: Sequence[Request], completions: Sequence[Completion]

@@ -74,7 +74,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def evaluator() -> Evaluator:
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     kind = "plain" if library_path() is None else "native"
     generator = generator_with(random_weights(backend), backend, kernels_named(kind))
     scorer = RolloutScorer(Parity(), Words(), backend)  # type: ignore[arg-type]

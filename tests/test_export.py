@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.cli.verbs import main
 from mindgrpo.grpo.hf_export import export_policy
 from mindgrpo.memory.residency import Residency
@@ -29,7 +30,7 @@ from mindgrpo.weights.model_files import SafetensorsDirectory
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    alone = connect("CPU", None, {})
+    alone = connect(SHARED_MEMORY, {})
     yield alone
     alone.close()
 

@@ -50,7 +50,7 @@ TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarr
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,9 @@ def test_other_weights_in_the_same_memory_are_used_at_once(
     for target in generator.weights.arrays.flat_buffers:
         target *= 1.5
     changed = run(generator, requests)
-    for target, source in zip(generator.weights.arrays.flat_buffers, weights.arrays.flat_buffers, strict=True):
+    for target, source in zip(
+        generator.weights.arrays.flat_buffers, weights.arrays.flat_buffers, strict=True
+    ):
         target[...] = source
     assert [c.tokens.tobytes() for c in changed] != [c.tokens.tobytes() for c in before]
     assert_same(run(generator, requests), before)

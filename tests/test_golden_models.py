@@ -28,6 +28,7 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey
@@ -47,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Backend]:
-    alone = connect("CPU", None, {})
+    alone = connect(SHARED_MEMORY, {})
     yield alone
     alone.close()
 

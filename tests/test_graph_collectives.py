@@ -139,5 +139,5 @@ def test_without_the_library_a_graph_sums_through_python() -> None:
             return [mine]
 
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = CpuBackend({}, "shared_memory").graph(PythonSum(Doubling()), "sum")(Tensor(x))
+    found = CpuBackend({}).graph(PythonSum(Doubling()), "sum")(Tensor(x))
     assert np.array_equal(found.asnumpy(), 2 * x)

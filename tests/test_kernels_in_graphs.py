@@ -31,7 +31,7 @@ ROWS = 3
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 class TwoCommits(nn.Cell):

@@ -55,7 +55,7 @@ def log_probs_of(policy: Policy) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 @pytest.mark.parametrize("targets", [TARGETS, ("v_proj", "q_proj", "down_proj"), ("up_proj",)])
@@ -66,7 +66,9 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     WeightSyncer(adapted.weights, adapted.adapters, merged.weights, backend).run()
     changed = {
-        n for n, p in merged.weights.arrays.hf_views.items() if (p != adapted.weights.arrays.hf_views[n]).any()
+        n
+        for n, p in merged.weights.arrays.hf_views.items()
+        if (p != adapted.weights.arrays.hf_views[n]).any()
     }
     assert changed == {
         name

@@ -45,7 +45,7 @@ def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    CpuBackend({}, "shared_memory")
+    CpuBackend({})
     made: dict[tuple[LossConfig, bool], Call] = {}
 
     def of(loss_config: LossConfig, has_old: bool) -> Call:

@@ -11,6 +11,7 @@ import numpy as np
 from golden_models import FOLDER, each_in_its_row, logits_of, read_golden, train
 
 from mindgrpo.backend.connect import connect
+from mindgrpo.backend.targets import SHARED_MEMORY
 
 LOGITS, LOGPS = 1e-4, 1e-5
 # Of a tensor's largest gradient.
@@ -45,13 +46,15 @@ def test_mindformers_computes_the_same_logits_loss_and_gradients() -> None:
     golden = read_golden("qwen2")
     with np.load(FOLDER / "qwen2" / "mindformers.npz") as values:
         theirs = dict(values)
-    backend = connect("CPU", None, {})
+    backend = connect(SHARED_MEMORY, {})
     assert np.abs(theirs["logits"] - logits_of(golden, backend)[:, :-1]).max() < LOGITS
 
     policy, logps = train(golden, backend, each_in_its_row(golden.rollout))
     count = sum(len(part) for part in logps)
     assert abs(theirs["loss"].item() + np.concatenate(logps).mean()) < LOGPS
-    assert len(policy.gradients.arrays.hf_views) == sum(name.startswith("gradient/") for name in theirs)
+    assert len(policy.gradients.arrays.hf_views) == sum(
+        name.startswith("gradient/") for name in theirs
+    )
     for name, ours in policy.gradients.arrays.hf_views.items():
         expected = -count * theirs[f"gradient/{mindformers_name(name)}"]
         assert np.abs(ours - expected).max() < GRADIENTS * np.abs(expected).max(), name

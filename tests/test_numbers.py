@@ -22,7 +22,7 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.weights.checksum import part_sums, total_sums
+from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -139,14 +139,14 @@ def weights_of(degrees: tuple[int, int, int], seed: int = 5) -> list[Weights]:
     layout = Layout(Grid(data, model, stages), parameter_specs(CONFIG), layers)
     made = []
     for rank in range(data * model * stages):
-        weights = Weights(layout, rank, CpuBackend({}, "shared_memory"))
+        weights = Weights(layout, rank, CpuBackend({}))
         fill_random(weights, seed, 0.1)
         made.append(weights)
     return made
 
 
 def sums(ranks: list[Weights]) -> tuple[dict[str, int], dict[str, list[int]]]:
-    return total_sums(ranks[0].layout, [part_sums(weights) for weights in ranks])
+    return total_sums(ranks[0].layout, [part_sums(weights) for weights in ranks], MODULUS)
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS)

@@ -39,7 +39,7 @@ class Setting:
     def __init__(self, kernels: Kernels, on_host: bool) -> None:
         config = decoder_config(RAW, "here")
         layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(2),))
-        backend = CpuBackend({}, "shared_memory")
+        backend = CpuBackend({})
         backend.kernels = kernels
         self.weights = Weights(layout, 0, backend)
         self.gradients = Weights(layout, 0, backend)
@@ -52,7 +52,9 @@ class Setting:
                 run[...] = 0.0
 
     def copies(self) -> dict[str, np.ndarray]:
-        return {name: part.astype(np.float64) for name, part in self.weights.arrays.hf_views.items()}
+        return {
+            name: part.astype(np.float64) for name, part in self.weights.arrays.hf_views.items()
+        }
 
 
 # With plain kernels the device's way is a graph, and the host's is numpy's.

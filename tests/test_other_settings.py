@@ -42,7 +42,7 @@ WIDE = replace(SETTINGS, top_p=0.8, min_p=0.05, repetition_penalty=1.2)
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def products(recompute: Recompute, folder: Path) -> dict[str, int]:
     """How often the compiled backward pass makes a product of each shape."""
     config = decoder_config(RAW, "here")
     layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)
     shard = Shard(config, weights, backend)

@@ -22,13 +22,14 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 def filled(backend: CpuBackend, num_bytes: int, seed: int = 0) -> tuple[Pool, np.ndarray]:
     """A pool of random bits (NaNs among them), and a view of them."""
     pool = backend.pool(num_bytes)
-    view = pool.view(0, (num_bytes // 4,))
+    with pool.on_host() as memory:
+        view = memory.view(0, (num_bytes // 4,))
     view.view(np.uint32)[...] = np.random.default_rng(seed).integers(
         0, 2**32, view.size, dtype=np.uint32
     )
@@ -59,7 +60,7 @@ def test_what_leaves_the_device_comes_back_bit_for_bit(backend: CpuBackend) -> N
 def test_a_parameter_sees_its_weights_again_after_they_were_away(backend: CpuBackend) -> None:
     pool, view = filled(backend, MIB)
     view[...] = np.arange(view.size)
-    parameter = backend.parameter(view, "here")
+    parameter = pool.parameter("here", 0, view.shape)
     pool.offload()
     pool.load()
     np.testing.assert_array_equal(parameter.asnumpy(), np.arange(view.size))
@@ -94,9 +95,21 @@ def test_a_role_on_the_host_does_not_stay_on_the_device_too(backend: CpuBackend)
     assert view[:1000].tobytes() == bits
 
 
-def test_loading_what_was_never_offloaded_is_refused(backend: CpuBackend) -> None:
-    with pytest.raises(RuntimeError, match="never offloaded"):
-        backend.pool(MIB).load()
+def test_a_released_pool_comes_back_as_zeros_also_after_it_was_on_the_host(
+    backend: CpuBackend,
+) -> None:
+    pool, view = filled(backend, MIB)
+    pool.offload()
+    pool.release()
+    pool.load()
+    assert not view.any()
+
+
+def test_a_range_of_a_pool_has_one_parameter(backend: CpuBackend) -> None:
+    pool = backend.pool(MIB)
+    pool.parameter("one", 0, (8, 8))
+    with pytest.raises(ValueError, match="two is another"):
+        pool.parameter("two", 0, (64,))
 
 
 def budgeted(backend: CpuBackend, budget: int) -> Residency:

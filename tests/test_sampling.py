@@ -34,7 +34,7 @@ KINDS = [0, *(pytest.param(tp_size, marks=WITH_C) for tp_size in (1, 2, 4))]
 
 
 def plain_sampler() -> Draw:
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     graphs: dict[SamplingParams, Sampler] = {}
 
     def call(
@@ -172,7 +172,7 @@ def drawn_by_kernels(settings: SamplingParams, logits: np.ndarray) -> np.ndarray
 
 
 def drawn_by_graph(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
-    group = CpuBackend({}, "shared_memory").group((0,))
+    group = CpuBackend({}).group((0,))
     sampler, rows = Sampler(settings, FEW, 0, group), 1 << 14
     keys = sample_keys(0, ROLLOUT, 0, range(LONGEST))[:, None]
     keys = position_keys(keys, np.arange(LONGEST)[None]).reshape(-1, rows)

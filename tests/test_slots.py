@@ -48,7 +48,7 @@ DRAWN = {
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 @pytest.fixture(scope="module")

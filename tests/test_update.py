@@ -85,7 +85,7 @@ PolicyOf = Callable[[UpdateSettings], Policy]
 @pytest.fixture(scope="module")
 def policy_of() -> PolicyOf:
     """A policy with the same random weights and no past, compiled once for each settings."""
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     made: dict[UpdateSettings, Policy] = {}
 
     def of(settings: UpdateSettings) -> Policy:
@@ -106,7 +106,9 @@ def policy_of() -> PolicyOf:
 def one_update(policy: Policy, given: TrainBatch, members: range | None = None) -> Outcome:
     packed = PackedRollout(given.rollout)
     report = update(policy, given, packed, members or range(len(given)), 1e-2)
-    return Outcome(report, {name: part.copy() for name, part in policy.weights.arrays.hf_views.items()})
+    return Outcome(
+        report, {name: part.copy() for name, part in policy.weights.arrays.hf_views.items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +182,7 @@ def test_a_head_in_chunks_learns_the_same(
 def test_kernels_of_mindspores_own_operations_learn_the_same(
     packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = CpuBackend({}, "shared_memory")
+    backend = CpuBackend({})
     monkeypatch.setattr(backend, "kernels", PlainKernels())
     policy = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     fill_random(policy.weights, seed=2, scale=0.1)

@@ -78,6 +78,10 @@ class HostArrays(Protocol):
         """float32 [shape] starting `offset` elements into the memory."""
 
 
+class ReleasedMemory(RuntimeError):
+    """A role was used whose pool is not on the device."""
+
+
 class Pool(ABC):
     """One role's memory on the device, and its copy on the host.
 
@@ -99,6 +103,10 @@ class Pool(ABC):
     @abstractmethod
     def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
         """The pool's bytes as arrays of the host, valid inside; with `write`, what was written goes to the device."""
+
+    def require(self, user: str) -> None:
+        """Raises ReleasedMemory unless the pool is on the device; nothing to do where that is the host's memory."""
+        return None
 
     @abstractmethod
     def offload(self) -> None: ...
@@ -138,15 +146,12 @@ class Backend(ABC):
     # Bytes of pools and activations that passed between device and host since the start; inputs of graphs, such as
     # token ids, are left out.
     host_device_bytes = 0
+    # Of the device; None where it has no limit of its own.
+    device_memory_bytes: int | None = None
     kernels: Kernels
     # What was asked of the device that it does not have, a sentence each.
     unmet: Sequence[str] = ()
     has_device_profile: bool = False
-
-    @abstractmethod
-    def __init__(
-        self, environment: dict[str, str], transport: str, compiled: bool = True
-    ) -> None: ...
 
     @abstractmethod
     def group(self, ranks: Sequence[int]) -> Group:

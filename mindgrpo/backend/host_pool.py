@@ -62,7 +62,9 @@ class HostPool(Pool):
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Parameter:
         count = int(np.prod(shape, dtype=np.int64))
         if (offset, count) in self._ranges:
-            raise ValueError(f"{count} elements from {offset} on have a parameter: {name} is another")
+            raise ValueError(
+                f"{count} elements from {offset} on have a parameter: {name} is another"
+            )
         self._ranges.add((offset, count))
         parameter = Parameter(Tensor(np.zeros(1, np.float32)), name)
         parameter.set_data(Tensor.from_numpy(self.view(offset, shape)), slice_shape=True)

@@ -3,44 +3,69 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.errors import UserError
 
+DEVICE_FILES = Path("/dev")
 # Where ranks of one host meet: the first that can be written to.
 BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-TARGETS = ("CPU", "Ascend")
-# The first is the default.
-TRANSPORTS = {"CPU": ("shared_memory", "mccl"), "Ascend": ("hccl",)}
+DEVICES = ("CPU", "Ascend")
+# The first is the device's default.
+BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
 
 
-def check_target(device_target: str | None, transport: str | None) -> str:
-    """The canonical name of the device. Raises UserError for a device or transport that does not exist."""
-    target = device_target or "CPU"
-    matches = [name for name in TARGETS if name.lower() == target.lower()]
+@dataclass(frozen=True)
+class Target:
+    """A device, and how its ranks share work: the memory of one host, or MindSpore's communication."""
+
+    device: str
+    backend: str
+
+    @property
+    def needs_cluster(self) -> bool:
+        """Whether ranks find each other through MindSpore's cluster and its scheduler."""
+        return self.backend == "device"
+
+    @property
+    def keeps_weights_on_host(self) -> bool:
+        """Whether what it trains lies in the memory of the host itself."""
+        return self.device == "CPU"
+
+    @property
+    def may_fork(self) -> bool:
+        """Whether ranks may be forked from a process that has imported what they need: not where a driver is loaded."""
+        return self.device == "CPU" and not _has_ascend()
+
+    def __str__(self) -> str:
+        return f"{self.device}, {self.backend.replace('_', ' ')}"
+
+
+SHARED_MEMORY = Target("CPU", "shared_memory")
+
+
+def choose_target(device_target: str | None, backend: str | None) -> Target:
+    """What `context.device_target` and `context.backend` mean here. Raises UserError for what does not exist.
+
+    Without a device, the one that is available: Ascend where the host has one.
+    """
+    device = device_target or ("Ascend" if _has_ascend() else "CPU")
+    matches = [name for name in DEVICES if name.lower() == device.lower()]
     if not matches:
         raise UserError(
-            f"context.device_target is '{target}', but must be one of {', '.join(TARGETS)}; "
+            f"context.device_target is '{device_target}', but must be one of {', '.join(DEVICES)}; "
             "set it in the configuration or leave it out."
         )
-    if transport is not None and transport not in TRANSPORTS[matches[0]]:
+    (device,) = matches
+    if backend is not None and backend not in BACKENDS[device]:
         raise UserError(
-            f"context.transport is '{transport}', but must be one of {', '.join(TRANSPORTS[matches[0]])} on "
-            f"{matches[0]}; set it in the configuration or leave it out."
+            f"context.backend is '{backend}', but must be one of {', '.join(BACKENDS[device])} on {device}; set it in "
+            "the configuration or leave it out."
         )
-    return matches[0]
+    return Target(device, backend or BACKENDS[device][0])
 
 
-def needs_cluster(target: str, transport: str | None) -> bool:
-    """Whether ranks on this device find each other through MindSpore's cluster and its scheduler."""
-    return (transport or TRANSPORTS[target][0]) != "shared_memory"
-
-
-def keeps_weights_on_host(device_target: str | None) -> bool:
-    """Whether what that device trains lies in the memory of the host itself."""
-    return check_target(device_target, None) == "CPU"
-
-
-def may_fork(device_target: str | None) -> bool:
-    """Whether ranks may be forked from a process that has imported what they need: not where that loads a driver."""
-    return check_target(device_target, None) == "CPU" and not any(Path("/dev").glob("davinci*"))
+def _has_ascend() -> bool:
+    """Whether the host's driver shows an Ascend device."""
+    return any(DEVICE_FILES.glob("davinci[0-9]*"))

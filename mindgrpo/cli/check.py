@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.backend.targets import check_target
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
@@ -40,8 +39,7 @@ def main(argv: Sequence[str]) -> None:
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
 
-    context = loaded.config.context
-    check_target(context.device_target, context.transport)
+    assert loaded.config.context.target  # raises UserError for a device that does not exist
     if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
         check_free(loaded.config.output_dir)
     inputs = prepare(loaded.config, world_size)

@@ -150,13 +150,13 @@ def main(argv: Sequence[str]) -> None:
         # msrun's scheduler runs this program too, and may be so late that the evaluation has been written.
         line = parse_evaluation(argv)
         context = load_config(line.config, line.overrides).config.context
-        connect(context.device_target, context.transport, dict(os.environ))
+        connect(context.target, dict(os.environ))
         return
     line, loaded = load(argv)
     config = loaded.config
     context = config.context
     settings = runtime_settings(config)
-    backend = connect(context.device_target, context.transport, dict(os.environ), settings)
+    backend = connect(context.target, dict(os.environ), settings)
     with naming(line.flags):
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:

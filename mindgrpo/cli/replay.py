@@ -108,6 +108,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     # What computes is imported only where something is computed.
     from mindgrpo.algorithm.packing import PackedRollout
     from mindgrpo.backend.connect import connect
+    from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy
     from mindgrpo.grpo.rollout import compute_log_probs
@@ -119,7 +120,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)
-    backend = connect(None, None, dict(os.environ))
+    backend = connect(SHARED_MEMORY, dict(os.environ))
     policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
     load_weights(policy.weights, weights)
     batch, members = kept.batch, kept.about.members

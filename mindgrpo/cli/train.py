@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> None:
         from mindgrpo.backend.connect import connect
 
         context = loaded.config.context
-        connect(context.device_target, context.transport, dict(os.environ))
+        connect(context.target, dict(os.environ))
         return
     from mindgrpo.trainer import GRPOTrainer
 

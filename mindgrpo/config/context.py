@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.config.section import AFTER_SIZE, BEFORE_TEXT, BEFORE_UPPER, OptionalText, Section
 
 PrecisionMode = Literal[
@@ -38,8 +39,9 @@ class Context(Section):
     """device; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
     """memory budget per device, such as 58GB; null: no budget"""
-    transport: OptionalText = None
-    """communication backend; null: the default of the device"""
+    backend: OptionalText = None
+    """shared_memory: ranks of one host share memory (CPU); device: MindSpore's communication between devices, on one
+    host or several (HCCL on Ascend, MCCL on CPU); null: shared_memory on CPU, device on Ascend"""
     max_call_depth: int | None = Field(None, ge=1)
     """maximum nesting depth of calls in a graph; null: the framework's default"""
     save_graphs: bool | int = Field(False, ge=0, le=3)
@@ -50,3 +52,8 @@ class Context(Section):
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """O1: reuse memory more; null: the framework's default"""
     ascend_config: AscendConfig = AscendConfig()
+
+    @property
+    def target(self) -> Target:
+        """Raises UserError for a device or backend that does not exist."""
+        return choose_target(self.device_target, self.backend)

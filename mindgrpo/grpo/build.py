@@ -46,7 +46,8 @@ def make_roles(
 
     `restored`: "policy" and "reference" are not read where a checkpoint will fill them.
     """
-    residency = Residency(device_budget(plan.config))
+    budget = device_budget(plan.config) or backend.device_memory_bytes
+    residency = Residency(budget, keeps=not backend.shares_memory)
     policy = make_policy(plan, backend, sampling)
     engine = make_engine(plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:

@@ -124,13 +124,17 @@ def logprob_gap(
 def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
     """Times of this rank; memory and traffic summed over ranks; all ranks together."""
     traffic, backend = roles.traffic, roles.backend
-    ranks = backend.world.gather_objects((process_rss(), traffic.bytes_received, outcome.stats))
+    copied = roles.host_device_bytes()
+    ranks = backend.world.gather_objects(
+        (process_rss(), traffic.bytes_received, outcome.stats, copied)
+    )
     rollout = RolloutStats.total([rank[2] for rank in ranks])
     peaks = roles.residency.ledger.peak_by_phase
     return {
         **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
         **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
         "memory/rss": sum(rank[0] for rank in ranks),
+        "host_device_bytes": sum(rank[3] for rank in ranks),
         "reshard/bytes": sum(rank[1] for rank in ranks),
         "reshard/seconds": traffic.seconds,
         "rollout/wasted_fraction": rollout.wasted,

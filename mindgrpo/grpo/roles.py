@@ -50,6 +50,7 @@ class Roles:
         self.policy, self.engine, self.reference = policy, engine, reference
         self.weight_check, self.residency = weight_check, residency
         self.traffic = Traffic(0, 0.0)
+        self._counted = 0
         self._to_engine = self._syncer_to(engine.weights, plan.reshard)
         # The policy's way to the reference's weights, or to a copy that is then mixed into them.
         self._mixup = reference_mixup
@@ -88,6 +89,11 @@ class Roles:
             if pools:
                 residency.register(name, pools, rebuilt=True, filled=False)
         residency.check_budget()
+
+    def host_device_bytes(self) -> int:
+        """Bytes of this rank's pools and activations that passed between device and host since the last call."""
+        counted, self._counted = self._counted, self.backend.host_device_bytes
+        return self._counted - counted
 
     def enter(self, phase: str) -> None:
         """Brings the phase's roles onto the device and sends the others away."""

@@ -71,7 +71,7 @@ class RunPlan:
     @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""
-        in_slots = keeps_slots(self.config.context.device_target)
+        in_slots = keeps_slots(self.config.context.target)
         return notices(self.model) if in_slots else []
 
     def memory(self) -> list[PhaseMemory]:
@@ -118,7 +118,7 @@ class RunPlan:
         model, tp_size = self.model, self.infer.grid.model_parallel
         kv = max(1, model.num_key_value_heads // tp_size)
         heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
-        if not keeps_slots(self.config.context.device_target) or missing_options(model):
+        if not keeps_slots(self.config.context.target) or missing_options(model):
             return KVCacheSizes.plain(self.cache_config, model.num_hidden_layers, heads).num_bytes
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         footprint = KVCacheSizes.of(

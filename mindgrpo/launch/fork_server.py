@@ -55,12 +55,12 @@ def import_for_ranks(arguments: list[str]) -> bool:
     from mindgrpo.backend import connect, targets
     from mindgrpo.errors import UserError
 
-    target = None
     try:
+        target = targets.choose_target(None, None)
         if has_config(arguments):
             loaded = config.load_config(*config.configuration_words(arguments))
-            target = loaded.config.context.device_target
-        if not targets.may_fork(target):
+            target = loaded.config.context.target
+        if not target.may_fork:
             return False
         connect.load(target)
     except UserError:

@@ -1,8 +1,8 @@
 """Owns where tensors are: on the device, on the host, or released.
 
 Every pool that the backend hands out is registered here under a role. A phase names the roles that it needs on the
-device (`account.PHASES`); the others leave before those arrive. Bytes of a role that is rebuilt are released and come
-back undefined; all others are kept on the host.
+device (`account.PHASES`); the others leave before those arrive, or stay as long as there is room. Bytes of a role that
+is rebuilt are released and come back as zeros; all others are kept on the host.
 """
 
 from __future__ import annotations
@@ -51,15 +51,22 @@ class Ledger:
 
 
 class Residency:
-    def __init__(self, budget_bytes: int | None = None) -> None:
+    """`budget_bytes` is the most that a phase may have on the device. With `keeps`, a role that a phase does not need
+    stays on the device where the budget allows it, and so nothing is copied that need not be.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, keeps: bool = False) -> None:
         self.roles: dict[str, Role] = {}
         self.phase = ""
         self.ledger = Ledger()
-        self._budget = budget_bytes
+        self._budget, self._keeps = budget_bytes, keeps
 
     def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
         """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
         location = Location.DEVICE if filled else Location.RELEASED
+        if filled:
+            for pool in pools:
+                pool.load()
         self.roles[name] = Role(name, tuple(pools), rebuilt, location)
 
     def register_host(self, name: str, pools: Sequence[Pool]) -> None:
@@ -101,7 +108,7 @@ class Residency:
         moving = [role for role in self.roles.values() if not role.host_only]
         started = time.perf_counter()
         for role in moving:
-            if role.name not in needed and role.location is Location.DEVICE:
+            if role.name not in needed and role.location is Location.DEVICE and not self._fits():
                 self._deactivate(role)
         for role in moving:
             if role.name in needed:
@@ -109,6 +116,19 @@ class Residency:
         self.ledger.transfer_seconds += time.perf_counter() - started
         peak = self.ledger.peak_by_phase.get(phase, 0)
         self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
+
+    def _fits(self) -> bool:
+        """Whether what is on the device may stay there, beside what the phase brings."""
+        if not self._keeps:
+            return False
+        needed = PHASES[self.phase]
+        roles = [role for role in self.roles.values() if not role.host_only]
+        wanted = sum(
+            role.num_bytes
+            for role in roles
+            if role.name in needed or role.location is Location.DEVICE
+        )
+        return self._budget is None or wanted <= self._budget
 
     def _deactivate(self, role: Role) -> None:
         for pool in role.pools:
@@ -120,8 +140,8 @@ class Residency:
         role.location = Location.RELEASED if role.rebuilt else Location.HOST
 
     def _bring(self, role: Role) -> None:
-        if role.location is Location.HOST:
-            for pool in role.pools:
-                pool.load()
+        for pool in role.pools:
+            pool.load()
+            if role.location is Location.HOST:
                 self.ledger.transfer_bytes += pool.num_bytes
         role.location = Location.DEVICE

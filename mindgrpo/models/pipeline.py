@@ -6,7 +6,6 @@ Activations travel between neighbouring stages over the backend's links.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from mindspore import Tensor
@@ -63,10 +62,9 @@ class ForwardPipeline:
         """(log p, entropy), float32 [M] each, of every micro-batch's labels; None where this is not the last stage."""
         results = []
         for batch in batches:
-            if self.stage_index == 0:
-                x = Tensor(batch.tokens)
-            else:
-                x = self.links["previous"].exchange(None, receives=True)
+            is_first = self.stage_index == 0
+            previous = None if is_first else self.links["previous"].exchange(None, receives=True)
+            x = Tensor(batch.tokens) if is_first else previous
             where = Tensor(batch.positions), Tensor(batch.spans)
             if self.net is None:
                 self.links["next"].exchange(self.forward(x, *where), receives=False)

@@ -15,9 +15,9 @@ import numpy as np
 ROLLOUT, EVALUATION = 0, 1
 
 # Two to the 64th over the golden ratio, and its upper half.
-_STRIDE, _TOKEN_STRIDE = np.uint64(0x9E3779B97F4A7C15), np.uint32(0x9E3779B9)
+_STRIDE, TOKEN_STRIDE = np.uint64(0x9E3779B97F4A7C15), np.uint32(0x9E3779B9)
 _SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_TRIPLE32 = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+TRIPLE32 = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
 # Variates worked on together: their float64 fit a processor's cache.
 _AT_ONCE = 1 << 15
 
@@ -44,8 +44,8 @@ def position_keys(sample_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """uint32 [keys, numbers]: a hash of each key (uint64) and number (uint32)."""
-    x = numbers * _TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
-    for number, (shift, factor) in enumerate(_TRIPLE32):
+    x = numbers * TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
+    for number, (shift, factor) in enumerate(TRIPLE32):
         x ^= x >> np.uint32(shift)
         if number == 1:
             x += (keys >> np.uint64(32)).astype(np.uint32)[:, None]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 
-from mindgrpo.backend.targets import keeps_weights_on_host
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.models.parameters import num_parameters
@@ -28,7 +27,7 @@ COPIES_IN_A_CHECKPOINT = 3
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None) -> None:
     """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
     checks = [*needs(), disk(plan), descriptors(plan.world_size)]
-    if ranks_here is not None and keeps_weights_on_host(plan.config.context.device_target):
+    if ranks_here is not None and plan.config.context.target.keeps_weights_on_host:
         checks.append(memory(plan, ranks_here))
     for finding in checks:
         if finding.level == "error":

@@ -59,7 +59,7 @@ def open_run(
     config = loaded.config
     context, rl = config.context, config.rl_config
     settings = runtime_settings(config)
-    backend = connect(context.device_target, context.transport, dict(os.environ), settings)
+    backend = connect(context.target, dict(os.environ), settings)
     check_same_start(config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     scores = backend.rank == 0

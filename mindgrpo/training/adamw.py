@@ -44,8 +44,13 @@ class HostAdamW:
         settings = self._settings
         weights, gradients = self._weights.on_host(write=True), self._gradients.on_host(write=True)
         with weights as w, gradients as g:
-            roles = [role.flat_buffers for role in (w, g, *self._moments)]
-            for decays, arrays in zip((True, False), zip(*roles, strict=True), strict=True):
-                decay = settings.weight_decay if decays else 0.0
+            first, second = self._moments
+            for i, decay in enumerate((settings.weight_decay, 0.0)):
                 beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
-                self._adamw(*arrays, AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale))
+                self._adamw(
+                    w.flat_buffers[i],
+                    g.flat_buffers[i],
+                    first.flat_buffers[i],
+                    second.flat_buffers[i],
+                    AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale),
+                )

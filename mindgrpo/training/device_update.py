@@ -5,7 +5,8 @@ The same steps as gradient_sync.py and adamw.py make on arrays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -13,42 +14,63 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.graph import Graph
 from mindgrpo.training.adamw import AdamWSettings
 from mindgrpo.training.gradient_sync import sums_of
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import FusedParameter, Weights
 
 # What is summed over ranks in one call: large enough for the links, small beside the gradients.
 BUCKET_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """Ranges [start, stop) of a parameter's columns, in order; `shape` is the parameter's on the device."""
+
+    parameter: Any
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    def size(self, start: int, stop: int) -> int:
+        return int(np.prod(self.shape[:-1])) * (stop - start)
+
+
 class _SumOverGroup(nn.Cell):
-    """Sums parts of parameters over a group, in buckets, one after the other; gives what the last one ends with.
+    """Sums columns of parameters over a group, in buckets, one after the other; gives what the last one ends with."""
 
-    `parts` are (parameter, its slices, elements).
-    """
-
-    def __init__(self, parts: Sequence[tuple[Any, tuple[slice, ...], int]], group: Group) -> None:
+    def __init__(self, columns: Sequence[_Columns], group: Group) -> None:
         super().__init__()
-        self.parameters = ms.ParameterTuple([part[0] for part in parts])
-        self.slices = tuple(part[1] for part in parts)
-        self.buckets = _buckets([part[2] for part in parts])
+        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
+        self.ranges = tuple(own.ranges for own in columns)
+        self.outer = tuple(own.shape[:-1] for own in columns)
+        self.widths = tuple(own.shape[-1] for own in columns)
+        self.sizes = tuple(tuple(own.size(*one) for one in own.ranges) for own in columns)
+        self.buckets = _buckets([sum(sizes) for sizes in self.sizes])
         self.total = group.sum_cell()
 
     def construct(self, ticket: Any) -> Any:
         for bucket in self.buckets:
             flat = []
             for i in bucket:
-                flat.append(self.parameters[i][self.slices[i]].reshape(-1))
+                for start, stop in self.ranges[i]:
+                    flat.append(self.parameters[i][..., start:stop].reshape(-1))
             # The calls of all ranks need one order, which independent operations of a graph do not have.
             total = self.total(ops.depend(ops.concat(flat), ticket))
-            start = 0
-            for i in bucket:
-                part = self.parameters[i][self.slices[i]]
-                self.parameters[i][self.slices[i]] = total[start : start + part.size].reshape(
-                    part.shape
-                )
-                start += part.size
             ticket = total[:1]
+            begin = 0
+            for i in bucket:
+                # Read once and written once: a graph does not promise an order between the two of one parameter.
+                old, cursor, columns = self.parameters[i], 0, []
+                for number in range(len(self.ranges[i])):
+                    start, stop = self.ranges[i][number]
+                    if start > cursor:
+                        columns.append(old[..., cursor:start])
+                    end = begin + self.sizes[i][number]
+                    columns.append(total[begin:end].reshape((*self.outer[i], stop - start)))
+                    begin, cursor = end, stop
+                if cursor < self.widths[i]:
+                    columns.append(old[..., cursor:])
+                ticket = ops.depend(ticket, ops.assign(old, ops.concat(columns, -1)))
         return ticket
 
 
@@ -66,15 +88,13 @@ def _buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Norm(nn.Cell):
-    """The 2-norm over the model: squares of `parts`, each divided by the number of its copies, summed over ranks."""
+    """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
-    def __init__(
-        self, parts: Sequence[tuple[Any, tuple[slice, ...] | None, int]], group: Group
-    ) -> None:
+    def __init__(self, columns: Sequence[_Columns], copies: Sequence[int], group: Group) -> None:
         super().__init__()
-        self.parameters = ms.ParameterTuple([part[0] for part in parts])
-        self.slices = tuple(part[1] for part in parts)
-        self.factors = tuple(1.0 / part[2] for part in parts)
+        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
+        self.columns = tuple(own.ranges[0] for own in columns)
+        self.factors = tuple(1.0 / number for number in copies)
         self.is_alone = group.size == 1
         self.total = group.sum_cell()
         self.zero = Tensor([0.0], ms.float32)
@@ -82,37 +102,54 @@ class _Norm(nn.Cell):
     def construct(self) -> Any:
         square = self.zero
         for i in range(len(self.factors)):
-            values = self.parameters[i]
-            if self.slices[i] is not None:
-                values = values[self.slices[i]]
+            start, stop = self.columns[i]
+            values = self.parameters[i][..., start:stop]
             square = square + (values * values).sum() * self.factors[i]
         if not self.is_alone:
             square = self.total(square)
         return ops.sqrt(square)
 
 
+def _columns_of(
+    gradients: Weights, entry: FusedParameter, names: Collection[str] | None
+) -> _Columns:
+    """Those of the parameters `names`, neighbours as one; all of them where it is None."""
+    ranges: list[tuple[int, int]] = []
+    for spec, start, width in entry.columns():
+        if names is not None and spec.name not in names:
+            continue
+        stop = start + width
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, stop))
+    return _Columns(gradients.parameters[entry.key], entry.shape, tuple(ranges))
+
+
 class DeviceGradientSync:
-    """A GradientSync in graphs."""
+    """A GradientSync in graphs. What a tensor holds beside its parameters' parts is padding, with no gradient."""
 
     def __init__(self, gradients: Weights, backend: Backend) -> None:
-        sums, parameters = sums_of(gradients), gradients.parameters
-        self._totals = []
+        sums = sums_of(gradients)
+        self._totals: list[Graph] = []
 
-        def add(ranks: tuple[int, ...], parts: list[tuple[Any, tuple[slice, ...], int]]) -> None:
-            if len(ranks) > 1 and parts:
-                cell = _SumOverGroup(parts, backend.group(ranks))
+        def add(ranks: tuple[int, ...], names: Collection[str] | None) -> None:
+            columns = [_columns_of(gradients, entry, names) for entry in gradients.fused]
+            summed = [own for own in columns if own.ranges]
+            if len(ranks) > 1 and summed:
+                cell = _SumOverGroup(summed, backend.group(ranks))
                 self._totals.append(backend.graph(cell, "sum of gradients"))
 
         for ranks, names in sums.shared:
-            regions = [(gradients.region(name), gradients.boxes[name].size) for name in names]
-            add(ranks, [(parameters[r.key], r.slices, size) for r, size in regions])
-        whole = [(parameters[e.key], (slice(None),), e.size) for e in gradients.fused]
-        add(sums.data, whole)
+            add(ranks, names)
+        add(sums.data, None)
+        entries = {entry.key: entry for entry in gradients.fused}
         terms = [
-            (parameters[t.key], gradients.region(t.name).slices if t.name else None, t.copies)
-            for t in sums.norm_terms
+            _columns_of(gradients, entries[term.key], term.name and (term.name,))
+            for term in sums.norm_terms
         ]
-        self._norm = backend.graph(_Norm(terms, backend.group(sums.replica)), "gradient norm")
+        copies = [term.copies for term in sums.norm_terms]
+        cell = _Norm(terms, copies, backend.group(sums.replica))
+        self._norm = backend.graph(cell, "gradient norm")
         self._ticket = Tensor([0.0], ms.float32)
 
     def sum(self) -> float:

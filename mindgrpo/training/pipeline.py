@@ -35,9 +35,7 @@ def forward_backward(
     others None.
     """
     stage = _StageRun(pipeline, batches, backward, loss_inputs)
-    for action in one_forward_one_backward(
-        pipeline.stage_index, pipeline.num_stages, len(batches)
-    ):
+    for action in one_forward_one_backward(pipeline.stage_index, pipeline.num_stages, len(batches)):
         if isinstance(action, Exchange):
             stage.exchange(action)
         elif action.kind == "forward":

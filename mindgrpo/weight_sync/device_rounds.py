@@ -51,6 +51,8 @@ class DeviceRounds:
             self._rounds.append(own)
 
     def run(self) -> int:
+        for weights in (self._source, self._target):
+            weights.pool.require("weight sync")
         for move in self._keep:
             self._write(move.name, move.box, self._source.part(move.name, move.box))
         return sum(move.size for move in self._keep) + sum(map(self._run, self._rounds))

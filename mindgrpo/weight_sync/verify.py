@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.weights.checksum import part_sums, total_sums
+from mindgrpo.weight_sync.device_checksum import device_sums
+from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -77,9 +78,9 @@ class WeightCheck:
             )
 
     def _sums(self, weights: Weights, whose: str) -> dict[str, int]:
-        weights.pool.pull()
-        by_rank = self._backend.world.gather_objects(part_sums(weights))
-        totals, wrong = total_sums(weights.layout, by_rank)
+        sums = part_sums(weights) if weights.pool.is_host_memory else device_sums(weights)
+        by_rank = self._backend.world.gather_objects(sums)
+        totals, wrong = total_sums(weights.layout, by_rank, MODULUS)
         if wrong:
             name, ranks = next(iter(wrong.items()))
             raise WeightsDiffer(

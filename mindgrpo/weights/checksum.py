@@ -1,6 +1,6 @@
 """Sums over weights' bits that do not depend on the layout: equal sums show that two layouts hold the same values.
 
-An element is multiplied by a factor of its global row and column, modulo 2^64, so that slices which were exchanged
+An element is multiplied by a factor of its global row and column, modulo 2^32, so that slices which were exchanged
 change the sum as well. The weights must be in memory.
 """
 
@@ -14,35 +14,34 @@ from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weights.local_weights import Weights
 
 ROWS_AT_ONCE = 64
+MODULUS = 1 << 32
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def part_sums(weights: Weights) -> dict[str, int]:
     """Returns the sum of this rank's slice of each parameter."""
-    if weights.pool.is_host_memory:
-        views = weights.arrays.hf_views
-        return {name: _sum(part, weights.boxes[name]) for name, part in views.items()}
-    return device_part_sums(weights)
+    with weights.on_host() as host:
+        return {name: _sum(part, weights.boxes[name]) for name, part in host.hf_views.items()}
 
 
 def _sum(part: np.ndarray, box: Box) -> int:
     bits = part.view(np.uint32)
     if bits.ndim == 1:
         bits = bits[None]
-        rows, columns = _factors(0, 1, 0), _factors(box.start[0], box.stop[0], 1)
+        rows, columns = factors_of(0, 1, 0), factors_of(box.start[0], box.stop[0], 1)
     else:
-        rows = _factors(box.start[0], box.stop[0], 0)
-        columns = _factors(box.start[1], box.stop[1], 1)
+        rows = factors_of(box.start[0], box.stop[0], 0)
+        columns = factors_of(box.start[1], box.stop[1], 1)
         if bits.strides[0] < bits.strides[1]:
             bits, rows, columns = bits.T, columns, rows
     total = np.zeros(1, np.uint64)
     for start in range(0, len(bits), ROWS_AT_ONCE):
         block = slice(start, start + ROWS_AT_ONCE)
         total += rows[block] @ (bits[block] @ columns)
-    return int(total[0])
+    return int(total[0]) % MODULUS
 
 
-def _factors(start: int, stop: int, dim: int) -> np.ndarray:
+def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
     """uint64 [stop - start], all odd: a change of one element always shows."""
     values = (np.arange(start, stop, dtype=np.uint64) + np.uint64(1 + (dim << 40))) * GOLDEN
     values ^= values >> np.uint64(29)
@@ -50,7 +49,7 @@ def _factors(start: int, stop: int, dim: int) -> np.ndarray:
 
 
 def total_sums(
-    layout: Layout, by_rank: Sequence[dict[str, int]]
+    layout: Layout, by_rank: Sequence[dict[str, int]], modulus: int = 1 << 64
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Returns each parameter's whole sum, and the ranks whose copy differs from the first holder's, by parameter.
 
@@ -65,7 +64,7 @@ def total_sums(
             key = (name, boxes[name])
             if key not in first:
                 first[key] = value
-                totals[name] = (totals.get(name, 0) + value) % (1 << 64)
+                totals[name] = (totals.get(name, 0) + value) % modulus
             elif first[key] != value:
                 wrong.setdefault(name, []).append(rank)
     return totals, wrong

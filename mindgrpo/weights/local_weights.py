@@ -147,14 +147,13 @@ class Weights:
             backend.host_pool(num_bytes) if on_host_only else backend.pool(num_bytes, shared)
         )
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
+        # A float32 Parameter for each stored tensor, by key.
+        self.parameters: dict[str, Any] = {}
+        if not on_host_only:
+            self.parameters = {e.key: self._parameter_of(e) for e in self.fused}
 
-    @cached_property
-    def parameters(self) -> dict[str, Any]:
-        """A float32 Parameter for each stored tensor, by key."""
-        return {
-            entry.key: self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
-            for entry in self.fused
-        }
+    def _parameter_of(self, entry: FusedParameter) -> Any:
+        return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
 
     @contextmanager
     def on_host(self, write: bool = False) -> Iterator[WeightArrays]:
@@ -209,9 +208,7 @@ class Weights:
     @cached_property
     def _stored_at(self) -> dict[str, tuple[FusedParameter, int]]:
         return {
-            spec.name: (entry, start)
-            for entry in self.fused
-            for spec, start, _ in entry.columns()
+            spec.name: (entry, start) for entry in self.fused for spec, start, _ in entry.columns()
         }
 
     def specs(self) -> Iterator[ParameterSpec]:

@@ -18,6 +18,7 @@ from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_roles, make_stepper
@@ -39,7 +40,7 @@ AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 def join_ranks() -> Backend | None:
     """None in msrun's scheduler, which serves the cluster until the ranks have ended."""
-    backend = connect(None, None, dict(os.environ))
+    backend = connect(SHARED_MEMORY, dict(os.environ))
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
 
 

@@ -21,6 +21,7 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindspore import Tensor
 
     from mindgrpo.backend.connect import connect
+    from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.models.decoder import Stage
     from mindgrpo.models.decoder_config import read_config
     from mindgrpo.models.parameters import parameter_specs
@@ -32,7 +33,7 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
 
     config = read_config(model)
     layers = tuple(layers_of_stage(config.num_hidden_layers, 1))
-    backend = connect(None, None, {})
+    backend = connect(SHARED_MEMORY, {})
     weights = Weights(Layout(Grid(1, 1), parameter_specs(config), layers), 0, backend)
     load_weights(weights, model)
     drawn = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens)

@@ -69,7 +69,6 @@ def measure(given: argparse.Namespace) -> None:
     weights = roles.policy.weights
     if "model.embed_tokens.weight" in weights.arrays.hf_views:
         weights.arrays.hf_views["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
-        weights.pool.push()
     roles.refresh_engine()
     version = roles.enter_rollout()
     samples = Replicas(roles.engine, plan.infer.grid, backend).generate(

@@ -75,7 +75,8 @@ class Memcpy:
 
     def __init__(self, backend: Backend, num_bytes: int) -> None:
         self._pools = backend.pool(num_bytes), backend.pool(num_bytes)
-        self.source, self.target = (pool.view(0, (num_bytes // 4,)) for pool in self._pools)
+        with self._pools[0].on_host() as source, self._pools[1].on_host() as target:
+            self.source, self.target = (p.view(0, (num_bytes // 4,)) for p in (source, target))
         self.source[...] = 1.0
 
     def run(self) -> None:

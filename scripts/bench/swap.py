@@ -66,7 +66,8 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
         swap=(moving.nothing, cycle), memcpy=(moving.nothing, both_ways)
     )
     same = all(
-        np.array_equal(np.concatenate(r.arrays.flat_buffers), k) for r, k in zip(roles, kept, strict=True)
+        np.array_equal(np.concatenate(r.arrays.flat_buffers), k)
+        for r, k in zip(roles, kept, strict=True)
     )
     told = backend.world.gather_objects((2 * bytes_a_way, same))
     if backend.rank == 0:

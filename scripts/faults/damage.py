@@ -92,8 +92,8 @@ def nan_gradient(at: int) -> None:
 
     def changed(policy: Policy) -> float:
         if Clock.step == at:
-            next(iter(policy.gradients.arrays.hf_views.values()))[0] = np.nan
-            policy.gradients.pool.push()
+            with policy.gradients.on_host(write=True) as host:
+                next(iter(host.hf_views.values()))[0] = np.nan
         return original(policy)
 
     put(Policy, "gradient_norm", changed)
@@ -103,9 +103,9 @@ def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
     def change(traffic: Any, syncer: Any) -> Any:
-        part = next(iter(syncer._target.arrays.hf_views.values()))
-        part.view(np.uint32)[0, 0] ^= 1
-        syncer._target.pool.push()
+        with syncer._target.on_host(write=True) as host:
+            part = next(iter(host.hf_views.values()))
+            part.view(np.uint32)[0, 0] ^= 1
         return traffic
 
     after(WeightSyncer, "run", at, change)
@@ -115,9 +115,9 @@ def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
     def change(traffic: Any, syncer: Any) -> Any:
-        part = syncer._target.arrays.hf_views["model.layers.0.mlp.down_proj.weight"]
-        part[[0, 1]] = part[[1, 0]]
-        syncer._target.pool.push()
+        with syncer._target.on_host(write=True) as host:
+            part = host.hf_views["model.layers.0.mlp.down_proj.weight"]
+            part[[0, 1]] = part[[1, 0]]
         return traffic
 
     after(WeightSyncer, "run", at, change)
@@ -127,8 +127,8 @@ def replica_weight(at: int) -> None:
     """One weight of the policy, after an update."""
 
     def change(result: Any, policy: Policy, *_: Any) -> Any:
-        policy.weights.arrays.flat_buffers[0][7] += 1e-3
-        policy.weights.pool.push()
+        with policy.weights.on_host(write=True) as host:
+            host.flat_buffers[0][7] += 1e-3
         return result
 
     after(Policy, "apply", at, change)

@@ -39,19 +39,30 @@ def communication(backend: Backend) -> dict[str, Any]:
 
 
 def _through_link(backend: Backend) -> list[int]:
-    """Twenty arrays of changing shape from rank 0 to rank 1, which begins late; their marks, in order."""
-    link = backend.link(0, 1, 4096) if backend.rank < 2 else None
-    shapes = [(1 + i % 5, 1 + i % 3) for i in range(20)]
+    """Twenty tensors from rank 0 to rank 1, which begins late and answers each; what either gets, in order."""
+    if backend.rank > 1:
+        return []
+    shape = (5, 3)
+    link = backend.link(1 - backend.rank, shape)
     marks = []
-    for i, shape in enumerate(shapes):
-        if link is not None and backend.rank == 0:
-            link.send(np.full(shape, i, np.int32))
-        elif link is not None:
-            if i == 0:
-                time.sleep(0.2)
-            array = link.receive(shape, np.int32)
-            marks.append(int(array[0, 0]) if (array == array[0, 0]).all() else -1)
+    for i in range(20):
+        if backend.rank == 1 and i == 0:
+            time.sleep(0.2)
+        # One way alone, then both at once.
+        if backend.rank == 0:
+            link.exchange(Tensor(np.full(shape, i, np.float32)), receives=False)
+            arrived = link.exchange(Tensor(np.full(shape, 100 + i, np.float32)), receives=True)
+        else:
+            arrived = link.exchange(None, receives=True)
+            back = link.exchange(Tensor(np.full(shape, 200 + i, np.float32)), receives=True)
+            marks += _marks(back)
+        marks += _marks(arrived)
     return marks
+
+
+def _marks(arrived: Any) -> list[int]:
+    array = arrived.asnumpy()
+    return [int(array[0, 0]) if (array == array[0, 0]).all() else -1]
 
 
 class Summed(nn.Cell):

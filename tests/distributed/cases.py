@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-# (number of ranks, transport inside graphs): one start of msrun each, except for the world of one.
+# (number of ranks, backend): one start of msrun each, except for the world of one.
 WORLDS = (
     (1, "shared_memory"),
     (2, "shared_memory"),
     (4, "shared_memory"),
     (8, "shared_memory"),
-    (2, "mccl"),
+    (2, "device"),
+    (3, "device"),
+    (4, "device"),
 )
 
 _SMALL: dict[str, Any] = {
@@ -150,21 +152,21 @@ class Case:
     train: tuple[int, int, int]
     infer: tuple[int, int]
     recompute: bool = False
-    transport: str = "shared_memory"
+    backend: str = "shared_memory"
 
     @property
     def world(self) -> tuple[int, str]:
         data, model, stage = self.train
-        return data * model * stage, self.transport
+        return data * model * stage, self.backend
 
     @property
     def in_loop(self) -> bool:
-        return self.transport == "shared_memory" and RECIPES[self.recipe].in_loop
+        return self.backend == "shared_memory" and RECIPES[self.recipe].in_loop
 
     @property
     def name(self) -> str:
         train, infer = "x".join(map(str, self.train)), "x".join(map(str, self.infer))
-        over = "" if self.transport == "shared_memory" else f", {self.transport}"
+        over = "" if self.backend == "shared_memory" else f", {self.backend}"
         return f"{self.recipe}, train {train}, generate {infer}{over}"
 
 
@@ -178,16 +180,36 @@ SPREAD = (
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("low rank", (1, 2, 2), (4, 1)),
-    Case("qk norm", (1, 2, 1), (2, 1), transport="mccl"),
+    Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
+    Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle
+    Case("low rank", (2, 1, 2), (1, 4), backend="device"),
 )
 CASES = ALONE + SPREAD
 
 MOVED_WORLD = (8, "shared_memory")
+DEVICE_MOVED_WORLD = (4, "device")
 _POWERS = (1, 2, 4, 8)
 TRAIN_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
 INFER_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
 SAVED: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (2, 2, 2), (8, 1, 1), (1, 2, 1), (2, 1, 4))
 PAIRS = tuple(product(TRAIN_GRIDS, INFER_GRIDS))
+# Layouts of 4 ranks and less, each once on either side.
+DEVICE_PAIRS = (
+    ((1, 2, 2), (4, 1, 1)),
+    ((4, 1, 1), (1, 4, 1)),
+    ((2, 1, 2), (2, 2, 1)),
+    ((1, 4, 1), (1, 2, 1)),
+    ((1, 1, 4), (1, 1, 1)),
+)
+DEVICE_SAVED: tuple[tuple[int, int, int], ...] = ((1, 2, 2), (4, 1, 1), (1, 1, 4))
+
+
+def pairs_of(world: tuple[int, str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    return PAIRS if world == MOVED_WORLD else DEVICE_PAIRS
+
+
+def saved_by(world: tuple[int, str]) -> tuple[tuple[int, int, int], ...]:
+    return SAVED if world == MOVED_WORLD else DEVICE_SAVED
 
 
 def pair_name(train: tuple[int, ...], infer: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER TRANSPORT.
+"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER BACKEND.
 
 With --write-golden [RECIPE ...] instead it writes the trajectory of these recipes, or of all, in one process.
 Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
@@ -7,6 +7,7 @@ rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the go
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
@@ -45,7 +47,7 @@ from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.embedded import slots
+from mindgrpo.rollout.embedded import plain, slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
@@ -63,7 +65,7 @@ GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
 BUCKET_BYTES = 32 << 10  # several rounds a pair
 SEED = 5
 # Compiles in a quarter of the time; test_slots.py shows that the number of tokens a call changes nothing.
-slots.DECODE_STEPS = 2
+slots.DECODE_STEPS = plain.DECODE_STEPS = 2
 
 
 def layout_of(config: DecoderConfig, grid: Grid) -> Layout:
@@ -134,6 +136,8 @@ class Run:
         self.replicas = Replicas(self.generator, self.infer.grid, backend)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
+        for pool in backend.live_pools:
+            pool.load()
         self.replaced: list[int] = []
 
     def _stepper(self) -> Stepper:
@@ -178,7 +182,7 @@ class Run:
 
     def _reference(self) -> ForwardPipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""
-        weights = Weights(self.infer, self.backend.rank, self.backend)
+        weights = Weights(self.infer, self.backend.rank, self.backend, "reference")
         fill_random(weights, SEED + 1, c.INITIAL_SCALE)
         return ForwardPipeline(
             Shard(self.config, weights, self.backend),
@@ -228,9 +232,16 @@ class Run:
         """The policy's, whole, on rank 0; nothing on the others."""
         whole = layout_of(self.config, Grid(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
+        weights.pool.load()
         plan = plan_reshard(self.train, whole)
-        WeightSyncer(self.policy.weights, self.policy.adapters, weights, self.backend, plan).run()
-        return {name: np.array(part) for name, part in weights.arrays.hf_views.items()}
+        syncer = WeightSyncer(
+            self.policy.weights, self.policy.adapters, weights, self.backend, plan
+        )
+        for pool in syncer.copies:
+            pool.load()
+        syncer.run()
+        with weights.on_host() as host:
+            return {name: np.array(part) for name, part in host.hf_views.items()}
 
 
 def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
@@ -269,19 +280,23 @@ class Mover:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.config = decoder_config(c.MOVED, "the test's model")
-        self.filled = {g: self._filled(g) for g in dict.fromkeys(c.TRAIN_GRIDS + c.INFER_GRIDS)}
+        self.pairs = c.pairs_of(world_of(backend))
+        grids = dict.fromkeys([*itertools.chain(*self.pairs), *c.saved_by(world_of(backend))])
+        self.filled = {grid: self._filled(grid) for grid in grids}
         self.sums = {grid: checksums(weights) for grid, weights in self.filled.items()}
 
     def _filled(self, grid: tuple[int, int, int]) -> Weights:
-        weights = Weights(layout_of(self.config, Grid(*grid)), self.backend.rank, self.backend)
+        layout = layout_of(self.config, Grid(*grid))
+        weights = Weights(layout, self.backend.rank, self.backend, shared=True)
         fill_random(weights, SEED)
         return weights
 
     def move(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> dict[str, Any]:
         given = self.filled[source]
         taken = Weights(self.filled[target].layout, self.backend.rank, self.backend)
-        for run in taken.arrays.flat_buffers:
-            run[...] = np.nan
+        with taken.on_host(write=True) as host:
+            for run in host.flat_buffers:
+                run[...] = np.nan
         plan = plan_reshard(given.layout, taken.layout)
         traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()
         found = checksums(taken)
@@ -298,12 +313,16 @@ def round_trips(backend: Backend) -> dict[str, Any]:
     mover = Mover(backend)
     return {
         c.pair_name(train, infer): [mover.move(train, infer), mover.move(infer, train)]
-        for train, infer in c.PAIRS
+        for train, infer in mover.pairs
     }
 
 
-def run_all(folder: Path, backend: Backend, transport: str) -> None:
-    world = (backend.world_size, transport)
+def world_of(backend: Backend) -> tuple[int, str]:
+    return backend.world_size, "shared_memory" if backend.shares_memory else "device"
+
+
+def run_all(folder: Path, backend: Backend) -> None:
+    world = world_of(backend)
     result: dict[str, Any] = {
         "rank": backend.rank,
         "segments": f"mindgrpo-{job_name(os.environ)}-",
@@ -319,7 +338,7 @@ def run_all(folder: Path, backend: Backend, transport: str) -> None:
     parts: dict[str, Callable[[Backend], Any]] = {}
     if backend.world_size > 1:
         parts |= {"communication": communication, "sum_in_graph": sum_in_graph}
-    if world == c.MOVED_WORLD:
+    if world in (c.MOVED_WORLD, c.DEVICE_MOVED_WORLD):
         filled = Mover(backend).filled.__getitem__
         saving = partial(saved_and_loaded, folder / "run", filled=filled)
         parts |= {"round_trips": round_trips, "checkpoints": saving}
@@ -348,10 +367,11 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
 
 def main() -> None:
     if sys.argv[1] == "--write-golden":
-        write_golden(connect(None, None, dict(os.environ)), sys.argv[2:])
+        write_golden(connect(SHARED_MEMORY, dict(os.environ)), sys.argv[2:])
     else:
-        folder, transport = sys.argv[1:]
-        run_all(Path(folder), connect(None, transport, dict(os.environ)), transport)
+        folder, name = sys.argv[1:]
+        target = choose_target("CPU", name)
+        run_all(Path(folder), connect(target, dict(os.environ)))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ IDENTITY = Identity(code="", config={}, model={}, data="", batch={}, unsaved={})
 def saved_and_loaded(
     folder: Path, backend: Backend, filled: Callable[[Grid3], Weights]
 ) -> dict[str, Any]:
-    """Every layout of c.SAVED, saved and then loaded into the next one's."""
+    """Every layout of the world's c.saved_by, saved and then loaded into the next one's."""
     saver, found = Saver(folder, backend), {}
-    following = (*c.SAVED[1:], c.SAVED[0])
-    for step, (source, target) in enumerate(zip(c.SAVED, following, strict=True), start=1):
+    saved = c.saved_by((backend.world_size, "shared_memory" if backend.shares_memory else "device"))
+    following = (*saved[1:], saved[0])
+    for step, (source, target) in enumerate(zip(saved, following, strict=True), start=1):
         given, expected = filled(source), filled(target)
         state = RunState(step=step, prompts=0, updates=0, weights_version=0)
 
@@ -39,8 +40,9 @@ def saved_and_loaded(
         checkpoint = saver.commit()
         manifest = read_manifest(checkpoint)
         taken = Weights(expected.layout, backend.rank, backend)
-        for run in taken.arrays.flat_buffers:
-            run[...] = np.nan
+        with taken.on_host(write=True) as host:
+            for run in host.flat_buffers:
+                run[...] = np.nan
         load_role(checkpoint, manifest, "first_moments", taken)
         found[c.pair_name(source, target)] = {
             "same": checksums(taken) == checksums(expected),

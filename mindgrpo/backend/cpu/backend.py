@@ -1,8 +1,6 @@
-"""CPU: MindSpore's own kernels, ranks of one host joined by msrun; between and inside graphs shared memory.
+"""The ranks of one host share memory, between and inside graphs, and compute with its processors.
 
-`transport: mccl` sums inside graphs with MindSpore's AllReduce instead, the portable reference that the shared
-memory is held equal to; between graphs ranks always use shared memory, and where nothing else is used they never form
-MindSpore's cluster, which takes seconds to join and to leave.
+They never form MindSpore's cluster, which takes seconds to join and to leave.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from mindgrpo.backend import group_cells
 from mindgrpo.backend.contract import (
@@ -26,13 +24,12 @@ from mindgrpo.backend.contract import (
 )
 from mindgrpo.backend.cpu.host import Host, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.cpu.shared_memory import SharedBuckets, SharedLink
+from mindgrpo.backend.cpu.shared_memory import SharedLink
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.backend.targets import needs_cluster
 from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
@@ -46,19 +43,14 @@ def num_cores() -> int:
 
 
 class CpuGroup(Group):
-    def __init__(
-        self, ranks: Sequence[int], index: int, shared: SharedGroup | None, mccl: str
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], index: int, shared: SharedGroup | None) -> None:
         self.ranks = tuple(ranks)
         self.index = index
         self._shared = shared
-        self._mccl = mccl
 
     def sum_cell(self) -> nn.Cell:
         if self._shared is None:
             return group_cells.AloneSum()
-        if self._mccl:
-            return group_cells.MindSporeSum(self._mccl)
         if isinstance(self._shared, NativeGroup):
             return group_cells.NativeSum(self._shared)
         return group_cells.PythonSum(self._shared)
@@ -66,7 +58,7 @@ class CpuGroup(Group):
     def gather_cell(self) -> nn.Cell:
         if self._shared is None:
             return group_cells.AloneGather()
-        if isinstance(self._shared, NativeGroup) and not self._mccl:
+        if isinstance(self._shared, NativeGroup):
             return group_cells.NativeGather(self._shared)
         return group_cells.GatherBySum(self.sum_cell(), self.index, self.size)
 
@@ -104,14 +96,15 @@ class CpuGraph(Graph):
 
 
 class CpuLink(Link):
-    def __init__(self, shared: SharedLink) -> None:
-        self._shared = shared
+    """A ring of slots in each direction, so that a sender runs ahead."""
 
-    def send(self, array: np.ndarray) -> None:
-        self._shared.send(array)
+    def __init__(self, outgoing: SharedLink, incoming: SharedLink, shape: Sequence[int]) -> None:
+        self._outgoing, self._incoming, self._shape = outgoing, incoming, tuple(shape)
 
-    def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        return self._shared.receive(shape, dtype)
+    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
+        if outgoing is not None:
+            self._outgoing.send(outgoing.asnumpy())
+        return Tensor(self._incoming.receive(self._shape, np.float32)) if receives else None
 
 
 def _notices() -> tuple[str, ...]:
@@ -126,8 +119,7 @@ class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
 
-    def __init__(self, environment: dict[str, str], transport: str, compiled: bool = True) -> None:
-        self._transport = transport
+    def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
         self.compile_log = CompileLog()
         self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
@@ -137,16 +129,13 @@ class CpuBackend(Backend):
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._share_cores()
         ms.set_device("CPU")
-        if self.world_size > 1:
-            self._join(environment)
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
         self.kernels = self._choose_kernels(compiled)
         self.notices = _notices()
-        self._host = self._make_host()
+        self._host = self._make_host(environment)
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
-        self._buckets: list[SharedBuckets] = []
-        self._num_links: Counter[tuple[int, int]] = Counter()
+        self._num_links: Counter[int] = Counter()
 
     def _share_cores(self) -> None:
         """MindSpore's own threads: one that runs the graph, and others for large operations, which spin in between.
@@ -170,45 +159,36 @@ class CpuBackend(Backend):
 
         return NativeKernels()
 
-    def _join(self, environment: dict[str, str]) -> None:
-        if needs_cluster(self.name, self._transport):
-            from mindspore.communication import get_rank, init
-
-            init("mccl")
-            self.rank = get_rank()
-        self._job = job_name(environment)
-
-    def _make_host(self) -> Host:
+    def _make_host(self, environment: dict[str, str]) -> Host:
         if self.world_size == 1:
             return Host("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
         library = native_library.library()
-        return Host(self._job, self.rank, self.world_size, library, spins, self.health)
+        return Host(job_name(environment), self.rank, self.world_size, library, spins, self.health)
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)
         if key not in self._groups:
-            shared, mccl = None, ""
+            shared = None
             if len(key) > 1:
                 shared = shared_group(self._host, key, GROUP_BUFFER_BYTES)
-                mccl = self._mccl_group(key) if self._transport == "mccl" else ""
-            self._groups[key] = CpuGroup(key, key.index(self.rank), shared, mccl)
+            self._groups[key] = CpuGroup(key, key.index(self.rank), shared)
         return self._groups[key]
 
-    def _mccl_group(self, ranks: tuple[int, ...]) -> str:
-        from mindspore.communication import GlobalComm, create_group
-
-        if len(ranks) == self.world_size:
-            return GlobalComm.WORLD_COMM_GROUP
-        name = "-".join(map(str, ranks))
-        create_group(name, list(ranks))
-        return name
-
-    def link(self, source: int, target: int, slot_bytes: int) -> CpuLink:
+    def link(self, peer: int, shape: Sequence[int]) -> CpuLink:
         # Both ends count alike, so that a second link between them has a name of its own.
-        serial = self._num_links[source, target]
-        self._num_links[source, target] += 1
-        return CpuLink(SharedLink(self._host, source, target, slot_bytes, serial))
+        serial = self._num_links[peer]
+        self._num_links[peer] += 1
+        slot_bytes = 4 * int(np.prod(shape))
+
+        def ring(source: int, target: int) -> SharedLink:
+            return SharedLink(self._host, source, target, slot_bytes, serial)
+
+        low, high = sorted((self.rank, peer))
+        # Both ends make the two in one order, or each would wait for the other's first.
+        down, up = ring(low, high), ring(high, low)
+        outgoing, incoming = (down, up) if self.rank == low else (up, down)
+        return CpuLink(outgoing, incoming, shape)
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
@@ -219,49 +199,19 @@ class CpuBackend(Backend):
         self.live_pools.add(pool)
         return pool
 
-    def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool] | None:
+    def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool]:
+        if self.world_size == 1:
+            return {}
         if not isinstance(pool, SharedPool):
-            return None
+            raise ValueError("other ranks can only read a pool that was made to be shared")
         addresses = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
-        peers: dict[int, PeerPool] = {}
-        try:
-            for rank, address in enumerate(addresses):
-                if rank != self.rank:
-                    peers[rank] = PeerPool(*address)
-        except OSError:
-            peers = {}
-        complete = self.world.gather_objects(len(peers) == self.world_size - 1)
-        return peers if all(complete) else None
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return {rank: PeerPool(*addresses[rank]) for rank in others}
 
     def host_pool(self, num_bytes: int) -> Pool:
         pool = HostPool(num_bytes)
         self.live_pools.add(pool)
         return pool
-
-    def parameter(self, array: np.ndarray, name: str, requires_grad: bool = True) -> Parameter:
-        parameter = Parameter(Tensor(np.zeros(1, np.float32)), name, requires_grad=requires_grad)
-        parameter.set_data(Tensor.from_numpy(array), slice_shape=True)
-        return parameter
-
-    def transfer(
-        self,
-        bucket_bytes: int,
-        fill: Callable[[np.ndarray], int],
-        drain: Callable[[Callable[[int], np.ndarray]], None],
-    ) -> None:
-        buckets = self._buckets_of(bucket_bytes)
-        fill(buckets.of(self.rank))
-        self.world.barrier()
-        drain(buckets.of)
-        self.world.barrier()
-
-    def _buckets_of(self, bucket_bytes: int) -> SharedBuckets:
-        for buckets in self._buckets:
-            if buckets.bucket_bytes >= bucket_bytes:
-                return buckets
-        made = SharedBuckets(self._host, self.world_size, bucket_bytes, len(self._buckets))
-        self._buckets.append(made)
-        return made
 
     def close(self) -> None:
         self.world.barrier()

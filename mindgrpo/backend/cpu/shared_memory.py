@@ -1,4 +1,4 @@
-"""Memory that ranks of one host share: segments, and links and buckets made of them."""
+"""Memory that ranks of one host share: segments, and links made of them."""
 
 from __future__ import annotations
 
@@ -60,17 +60,3 @@ class SharedLink:
         self._count += 1
         self._counters.post(self._received, self._count)
         return array
-
-
-class SharedBuckets:
-    """One bucket a rank that every rank can read."""
-
-    def __init__(self, host: Host, world_size: int, bucket_bytes: int, serial: int) -> None:
-        self.bucket_bytes = bucket_bytes
-        segment = Segment(
-            host, f"buckets-{serial}", tuple(range(world_size)), world_size * bucket_bytes
-        )
-        self._buckets = [segment.array(r * bucket_bytes, bucket_bytes) for r in range(world_size)]
-
-    def of(self, rank: int) -> np.ndarray:
-        return self._buckets[rank]

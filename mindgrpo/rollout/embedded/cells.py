@@ -1,4 +1,4 @@
-"""The generator's graphs: prompts into the cache, and one token for every slot.
+"""The generator's graphs: prompts into the cache, and some tokens for every slot.
 
 The cache of a layer is one array [slots * K * S, D]; row (slot * K + head) * S + position. `B` slots, `S` cache
 length; other letters as in model/decoder.py.
@@ -16,13 +16,16 @@ from mindgrpo.backend.kernels.contract import NEVER
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
+from mindgrpo.rollout.embedded.noise_cell import GumbelNoise
 from mindgrpo.rollout.embedded.sampling import Sampler
 
 
 class Decode(nn.Cell):
-    """(tokens int32 [B], positions int32 [B], noise, banned [B]) -> next tokens int32 [B], log-probs [B].
+    """(tokens int32 [B], positions int32 [B], keys int32 [T, B, 2], banned float32 [T, B]) -> the next T tokens of
+    every slot, int32 [T, B], and their log-probs [T, B].
 
-    `noise` is float32 [B, local vocabulary], see sampling.py.
+    `keys` are the noise's, the lower and the upper half of each, see noise_cell.py; `banned` as in sampling.py. A slot
+    whose sample ends goes on at the last position of its own cache; the caller leaves that out.
     """
 
     def __init__(
@@ -48,12 +51,24 @@ class Decode(nn.Cell):
         self.row_starts = Tensor([[i * length for i in range(heads)]], ms.int32).reshape(
             slots, shard.kv_heads
         )
+        self.last = length - 1
         self.penalises = seen is not None
         self.seen = seen
         first = shard.first_token
         self.ids = Tensor([list(range(first, first + shard.local_vocab))], ms.int32)
+        self.is_greedy = sampling.greedy
+        self.noise = GumbelNoise(first, shard.local_vocab)
 
-    def construct(self, tokens: Any, positions: Any, noise: Any, banned: Any) -> Any:
+    def construct(self, tokens: Any, positions: Any, keys: Any, banned: Any) -> Any:
+        drawn, logps = [], []
+        for i in range(keys.shape[0]):
+            at = ops.clamp(positions + i, None, self.last)
+            tokens, logp = self.next_token(tokens, at, keys[i], banned[i])
+            drawn.append(tokens)
+            logps.append(logp)
+        return ops.stack(drawn), ops.stack(logps)
+
+    def next_token(self, tokens: Any, positions: Any, keys: Any, banned: Any) -> Any:
         at = ops.expand_dims(positions, 1)
         past = (self.order <= at).astype(ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
@@ -70,6 +85,9 @@ class Decode(nn.Cell):
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
+        noise = logits
+        if not self.is_greedy:
+            noise = self.noise(keys)
         return self.sample(logits, noise, banned, seen)
 
 
@@ -106,6 +124,17 @@ class Prefill(nn.Cell):
             x, added = self.layers[i](x, added, *context)
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.
         return source
+
+
+class MarkSeen(nn.Cell):
+    """(marks float32 [B, V], fresh float32 [B, 1]) -> anything; slots with fresh 1 have seen exactly their marks."""
+
+    def __init__(self, seen: Parameter) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def construct(self, marks: Any, fresh: Any) -> Any:
+        return ops.assign(self.seen, ops.where(fresh > 0, marks, self.seen))
 
 
 def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:

@@ -16,12 +16,14 @@ from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Shard
-from mindgrpo.rollout.embedded.cells import Decode, Prefill
+from mindgrpo.rollout.embedded.cells import Decode, MarkSeen, Prefill
 from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, KVCacheConfig, KVCacheSizes
-from mindgrpo.rollout.noise import gumbel, position_keys
+from mindgrpo.rollout.noise import position_keys
 from mindgrpo.rollout.stats import RolloutStats
 
 PREFILL_TOKENS = 1024
+# Tokens that one call of the decoding graph makes where a call copies between device and host.
+DECODE_STEPS = 4
 IDLE = -1
 
 
@@ -32,6 +34,7 @@ class PlainDecoder:
         self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
     ) -> None:
         self._shard, self._sampling, self._cache_config = shard, sampling, cache_config
+        self._steps = 1 if backend.shares_memory else DECODE_STEPS
         self._length = cache_config.max_prompt + cache_config.max_tokens
         self._prompts_at_once = max(
             1,
@@ -46,18 +49,15 @@ class PlainDecoder:
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        buffers = [
-            backend.parameter(cache.view(i * size, shape), f"cache{i}", False) for i in range(count)
-        ]
+        buffers = [cache.parameter(f"cache{i}", i * size, shape) for i in range(count)]
         caches = list(zip(buffers[::2], buffers[1::2], strict=True))
-        self._seen: np.ndarray | None = None
+        self._mark: Any = None
         seen = None
         if sampling.repetition_penalty != 1.0:
-            # Apart from the cache, as the host writes it.
-            self._seen_pool = backend.pool(cache_config.slots * shard.local_vocab * FLOAT_BYTES)
-            self.pools.append(self._seen_pool)
-            self._seen = self._seen_pool.view(0, (cache_config.slots, shard.local_vocab))
-            seen = backend.parameter(self._seen, "seen", False)
+            room = (cache_config.slots, shard.local_vocab)
+            self.pools.append(backend.pool(room[0] * room[1] * FLOAT_BYTES))
+            seen = self.pools[-1].parameter("seen", 0, room)
+            self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
         def decoder(sampling: SamplingParams) -> Any:
             cell = Decode(shard, caches, cache_config.slots, self._length, sampling, seen)
@@ -68,7 +68,7 @@ class PlainDecoder:
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
         """Numbers of the sampling are part of a graph here: other sampling are another graph."""
-        if sampling.repetition_penalty != 1.0 and self._seen is None:
+        if sampling.repetition_penalty != 1.0 and self._mark is None:
             raise ValueError("this generator has no room for the tokens that a penalty has to know")
         if sampling not in self._decoders:
             self._decoders[sampling] = self._decoder(sampling)
@@ -80,8 +80,7 @@ class PlainDecoder:
         steps = prompt_tokens = 0
         while waiting or (self._sample != IDLE).any():
             prompt_tokens += self._admit(batch, waiting)
-            self._step(batch)
-            steps += 1
+            steps += self._decode_some(batch)
         rows = steps * slots
         return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)
 
@@ -129,34 +128,38 @@ class PlainDecoder:
         return rows.reshape(-1).astype(np.int32)
 
     def _mark_seen(self, taken: list[tuple[np.ndarray, list[int]]]) -> None:
-        if self._seen is None or not taken:
+        if self._mark is None or not taken:
             return
-        self._seen_pool.pull()
         first, count = self._shard.first_token, self._shard.local_vocab
+        marks = np.zeros((self._cache_config.slots, count), np.float32)
+        fresh = np.zeros((self._cache_config.slots, 1), np.float32)
         for prompt, slots in taken:
-            marks = np.zeros(count, np.float32)
-            marks[prompt[(prompt >= first) & (prompt < first + count)] - first] = 1.0
-            self._seen[slots] = marks
-        self._seen_pool.push()
+            own = prompt[(prompt >= first) & (prompt < first + count)] - first
+            marks[np.array(slots)[:, None], own] = 1.0
+            fresh[slots] = 1.0
+        self._mark(Tensor(marks), Tensor(fresh))
 
-    def _noise(self, batch: GenerationBatch, busy: np.ndarray) -> np.ndarray:
-        """float32 [slots, local vocabulary] for the next tokens of the samples in slots `busy`."""
-        if self._sampling.greedy:
-            return np.zeros((self._cache_config.slots, 1), np.float32)
-        shard, samples = self._shard, self._sample[busy]
-        noise = np.zeros((self._cache_config.slots, shard.local_vocab), np.float32)
-        keys = position_keys(batch.keys[samples], batch.lengths[samples])
-        noise[busy] = gumbel(keys, shard.first_token, shard.local_vocab)
-        return noise
+    def _decode_some(self, batch: GenerationBatch) -> int:
+        """The next tokens of all samples in slots; how many decode steps were run."""
+        slots, busy = self._cache_config.slots, np.flatnonzero(self._sample != IDLE)
+        samples = self._sample[busy]
+        made = batch.lengths[samples] + np.arange(self._steps)[:, None]
+        banned = np.zeros((self._steps, slots), np.float32)
+        banned[:, busy] = made < self._sampling.min_tokens
+        keys = np.zeros((self._steps, slots), np.uint64)
+        keys[:, busy] = position_keys(batch.keys[samples], made)
+        halves = keys.view(np.int32).reshape(self._steps, slots, 2)
+        inputs = (self._tokens, self._positions, halves, banned)
+        drawn, logps = (out.asnumpy() for out in self._decode(*map(Tensor, inputs)))
+        for tokens, logp in zip(drawn, logps, strict=True):
+            self._take(batch, tokens, logp)
+        return self._steps
 
-    def _step(self, batch: GenerationBatch) -> None:
+    def _take(self, batch: GenerationBatch, drawn: np.ndarray, logps: np.ndarray) -> None:
+        """A token of each slot; what ends frees its slot, and later tokens of it count no more."""
         busy = np.flatnonzero(self._sample != IDLE)
         samples = self._sample[busy]
         made = batch.lengths[samples]
-        banned = np.zeros(self._cache_config.slots, np.float32)
-        banned[busy] = made < self._sampling.min_tokens
-        inputs = (self._tokens, self._positions, self._noise(batch, busy), banned)
-        drawn, logps = (out.asnumpy() for out in self._decode(*map(Tensor, inputs)))
         batch.tokens[samples, made], batch.logps[samples, made] = drawn[busy], logps[busy]
         batch.lengths[samples] += 1
         batch.stopped[samples] = np.isin(drawn[busy], self._sampling.stop_ids)

@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -154,7 +154,9 @@ class SlotDecoder:
         )
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        memory = _views(cache, sizes)
+        # Kernels that keep slots are the host's: its memory is the device's.
+        with cache.on_host() as memory_of_cache:
+            memory = _views(memory_of_cache, sizes)
         rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
         slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
@@ -241,10 +243,10 @@ def _model_shape(shard: Shard) -> LocalModelShape:
     )
 
 
-def _views(pool: Pool, sizes: KVCacheSizes) -> Memory:
+def _views(memory: HostArrays, sizes: KVCacheSizes) -> Memory:
     offset, views = 0, []
     for size in sizes.sizes:
-        views.append(pool.view(offset, (size,)))
+        views.append(memory.view(offset, (size,)))
         offset += size
     return Memory(*views)
 

@@ -1,0 +1,132 @@
+"""One rank on a device with memory of its own: the same class on Ascend with HCCL and on CPU with MCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.communication import GlobalComm, create_group, get_group_size, get_rank, init
+
+from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.device.group import DeviceGroup, DeviceLink, waiting
+from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.device.pool import DevicePool
+from mindgrpo.backend.graph import CompileLog, Graph
+from mindgrpo.backend.host_pool import HostPool
+from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.health.rank_health import RankHealth
+
+
+class DeviceGraph(Graph):
+    """Refuses to run on parameters whose memory was given up: the device would compute with what is there now."""
+
+    def __init__(
+        self,
+        cell: Callable[..., Any],
+        name: str,
+        log: CompileLog,
+        pools_of: Callable[[nn.Cell], list[DevicePool]],
+    ) -> None:
+        super().__init__(cell, name, log)
+        self._pools_of = pools_of
+        self._pools: list[DevicePool] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._pools is None:
+            is_cell = isinstance(self._cell, nn.Cell)
+            self._pools = self._pools_of(self._cell) if is_cell else []
+        for pool in self._pools:
+            pool.require(f"graph '{self._name}'")
+        return super().__call__(*inputs)
+
+
+class DeviceBackend(Backend):
+    shares_memory = False
+
+    def __init__(
+        self, hardware: Hardware, environment: dict[str, str], compiled: bool = True
+    ) -> None:
+        self._hardware = hardware
+        self.name = f"{hardware.name}, {hardware.communication}"
+        self.kernels = hardware.kernels
+        self.has_device_profile = hardware.has_profile
+        self.device_memory_bytes = hardware.memory_bytes
+        self.compile_log = CompileLog()
+        self.live_pools = WeakSet()
+        self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
+        ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
+        hardware.open(self.world_size)
+        if self.world_size > 1:
+            init(hardware.communication)
+            self.rank, self.world_size = get_rank(), get_group_size()
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
+        self._groups: dict[tuple[int, ...], DeviceGroup] = {}
+        self._names: dict[tuple[int, ...], str] = {}
+
+    def group(self, ranks: Sequence[int]) -> DeviceGroup:
+        key = tuple(ranks)
+        if key not in self._groups:
+            name = self._name_of(key)
+            index = key.index(self.rank)
+            self._groups[key] = DeviceGroup(key, index, name, self._hardware, self.health)
+        return self._groups[key]
+
+    def _name_of(self, ranks: tuple[int, ...]) -> str:
+        """MindSpore's name of the group of these ranks, which is made at the first call; empty for one rank."""
+        if len(ranks) == 1:
+            return ""
+        if len(ranks) == self.world_size:
+            return str(GlobalComm.WORLD_COMM_GROUP)
+        if ranks not in self._names:
+            self._names[ranks] = "-".join(map(str, ranks))
+            create_group(self._names[ranks], list(ranks))
+        return self._names[ranks]
+
+    def link(self, peer: int, shape: Sequence[int]) -> DeviceLink:
+        return DeviceLink(peer, shape, self.exchange)
+
+    def exchange(
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]]
+    ) -> dict[int, Any]:
+        with waiting(self.health):
+            return self._hardware.exchange(
+                self.rank, sends, receives, lambda low, high: self._name_of((low, high))
+            )
+
+    def graph(self, cell: Callable[..., Any], name: str) -> Graph:
+        return DeviceGraph(cell, name, self.compile_log, self._pools_of)
+
+    def _pools_of(self, cell: nn.Cell) -> list[DevicePool]:
+        used = {id(parameter) for parameter in cell.get_parameters()}
+        pools = [pool for pool in self.live_pools if isinstance(pool, DevicePool)]
+        return [pool for pool in pools if any(id(own) in used for own in pool.parameters)]
+
+    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
+        pool = DevicePool(num_bytes, self._hardware, self._count)
+        self.live_pools.add(pool)
+        return pool
+
+    def host_pool(self, num_bytes: int) -> Pool:
+        pool = HostPool(num_bytes)
+        self.live_pools.add(pool)
+        return pool
+
+    def _count(self, num_bytes: int) -> None:
+        self.host_device_bytes += num_bytes
+
+    def device_profile(
+        self, folder: Path, settings: ProfileSettings
+    ) -> AbstractContextManager[None]:
+        return self._hardware.profile(folder, settings)
+
+    def device_mark(self, name: str) -> AbstractContextManager[None]:
+        return self._hardware.mark(name)
+
+    def close(self) -> None:
+        self.world.barrier()

@@ -1,0 +1,90 @@
+"""Groups and links of ranks over MindSpore's communication."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.contract import Group, Link
+from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
+from mindgrpo.health.rank_health import RankHealth
+
+
+class DeviceGroup(Group):
+    """`name` is MindSpore's of the group; empty for a rank alone."""
+
+    def __init__(
+        self, ranks: Sequence[int], index: int, name: str, hardware: Hardware, health: RankHealth
+    ) -> None:
+        self.ranks, self.index = tuple(ranks), index
+        self._name, self._hardware, self._health = name, hardware, health
+
+    def sum_cell(self) -> nn.Cell:
+        return MindSporeSum(self._name) if self._name else AloneSum()
+
+    def gather_cell(self) -> nn.Cell:
+        if not self._name:
+            return AloneGather()
+        return self._hardware.gather_cell(self._name, self.index, self.size)
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        if self._name:
+            # By way of the members' own arrays: in rank order, and in the dtype that they have.
+            parts = self.gather_objects(array)
+            array[...] = parts[0]
+            for part in parts[1:]:
+                array += part
+        return array
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if not self._name:
+            return [value]
+        payload = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
+        sizes = np.zeros(self.size, np.int32)
+        sizes[self.index] = payload.size
+        sizes = self._sum(sizes)
+        words = np.zeros((self.size, -(-int(sizes.max()) // 4)), np.int32)
+        words[self.index].view(np.uint8)[: payload.size] = payload
+        rows = self._sum(words).view(np.uint8)
+        return [pickle.loads(row[:n].data) for row, n in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        if self._name:
+            self._sum(np.zeros(1, np.int32))
+
+    def _sum(self, array: np.ndarray) -> np.ndarray:
+        """Of int32, which every member has zeros in for what is the others'."""
+        with waiting(self._health):
+            total = Tensor(array)
+            ops.communication.all_reduce(total, group=self._name)
+            result: np.ndarray = total.asnumpy()
+        return result
+
+
+class DeviceLink(Link):
+    def __init__(
+        self,
+        peer: int,
+        shape: Sequence[int],
+        exchange: Callable[[Mapping[int, Any], Mapping[int, Sequence[int]]], dict[int, Any]],
+    ) -> None:
+        self._peer, self._shape, self._exchange = peer, tuple(shape), exchange
+
+    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
+        sends = {} if outgoing is None else {self._peer: outgoing}
+        return self._exchange(sends, {self._peer: self._shape} if receives else {}).get(self._peer)
+
+
+@contextmanager
+def waiting(health: RankHealth) -> Iterator[None]:
+    """The health of this rank knows since when it waits for others."""
+    health.waits(time.monotonic())
+    yield
+    health.waits(0.0)

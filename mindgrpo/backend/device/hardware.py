@@ -1,0 +1,75 @@
+"""What the devices of one backend differ in, and which of them there is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore import nn
+
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.profile import ProfileSettings
+
+
+class Hardware(ABC):
+    """One kind of device. Tensors are MindSpore's, in the device's memory."""
+
+    name: str
+    # MindSpore's name of its communication.
+    communication: str
+    kernels: Kernels
+    has_profile = False
+
+    @abstractmethod
+    def open(self, world_size: int) -> None:
+        """Sets this process up, before anything is placed on the device. Raises UserError where there is none."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int]) -> Any:
+        """Fresh memory of the device, float32."""
+
+    @abstractmethod
+    def copied(self, array: np.ndarray) -> Any:
+        """`array`, float32, in fresh memory of the device, apart from the host's."""
+
+    @abstractmethod
+    def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        """See contract.Group.gather_cell."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        rank: int,
+        sends: Mapping[int, Any],
+        receives: Mapping[int, Sequence[int]],
+        pair: Callable[[int, int], str],
+    ) -> dict[int, Any]:
+        """See contract.Backend.exchange; `pair` names the group of two ranks, the lower one first."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Of the device; None where it has no limit of its own."""
+        return None
+
+    def profile(self, folder: Path, settings: ProfileSettings) -> AbstractContextManager[None]:
+        """The device's own profile of what runs inside, written into `folder`, where it has one."""
+        return nullcontext()
+
+    def mark(self, name: str) -> AbstractContextManager[None]:
+        """What runs inside, marked as a range in that profile."""
+        return nullcontext()
+
+
+def of(device: str) -> Hardware:
+    """The hardware of a device's name; its libraries are imported here and no earlier."""
+    if device == "Ascend":
+        from mindgrpo.backend.device.ascend import Ascend
+
+        return Ascend()
+    from mindgrpo.backend.device.host_cpu import HostCpu
+
+    return HostCpu()

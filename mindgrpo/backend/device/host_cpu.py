@@ -1,0 +1,73 @@
+"""The host's processors as a device: MCCL between ranks, and memory that is kept apart from the host's arrays.
+
+What the code for NPUs is proved on. A transfer is a sum over two ranks, of which the receiver gives zeros: MCCL's only
+operation between two ranks, and one that returns on neither before both have come.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+
+
+class HostCpu(Hardware):
+    name = "CPU"
+    communication = "mccl"
+
+    def __init__(self) -> None:
+        self.kernels = PlainKernels()
+
+    def open(self, world_size: int) -> None:
+        ms.set_device("CPU")
+        if world_size > 1:
+            # A rank without a second core to itself has no threads that spin between operations.
+            threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+            ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
+
+    def zeros(self, shape: Sequence[int]) -> Tensor:
+        # Pages of their own go back to the system with the tensor; those of MindSpore's allocator would not.
+        count = int(np.prod(shape, dtype=np.int64))
+        pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return Tensor.from_numpy(np.frombuffer(pages, np.float32, count).reshape(shape))
+
+    def copied(self, array: np.ndarray) -> Tensor:
+        tensor = self.zeros(array.shape)
+        np.copyto(tensor.asnumpy(), array)
+        return tensor
+
+    def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        return GatherBySum(MindSporeSum(group), index, size)
+
+    def exchange(
+        self,
+        rank: int,
+        sends: Mapping[int, Any],
+        receives: Mapping[int, Sequence[int]],
+        pair: Callable[[int, int], str],
+    ) -> dict[int, Any]:
+        arrived: dict[int, Any] = {}
+        transfers = [(rank, peer) for peer in sends] + [(peer, rank) for peer in receives]
+        # One order on all ranks: each transfer waits for both of its ends.
+        for source, target in sorted(transfers, key=lambda ends: (min(ends), max(ends), ends)):
+            group = pair(min(source, target), max(source, target))
+            # As integers: a sum with zero keeps every bit, of -0.0 and of what is no number as well.
+            if source == rank:
+                outgoing = sends[target].view(ms.int32)
+                ops.communication.all_reduce(outgoing, group=group)
+                outgoing.reshape(-1)[:1].asnumpy()
+            else:
+                incoming = mint.zeros(tuple(receives[source]), dtype=ms.int32)
+                ops.communication.all_reduce(incoming, group=group)
+                incoming.reshape(-1)[:1].asnumpy()
+                arrived[source] = incoming.view(ms.float32)
+        return arrived

@@ -1,0 +1,28 @@
+"""The sums of weights/checksum.py, computed on the device."""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from mindgrpo.weights.checksum import MODULUS, factors_of
+from mindgrpo.weights.local_weights import Weights
+
+
+def device_sums(weights: Weights) -> dict[str, int]:
+    """Computed where the weights are; only the sums come to the host."""
+    sums = {}
+    for name in weights.names:
+        part, box = weights.part(name), weights.boxes[name]
+        factors = [factors_of(box.start[i], box.stop[i], i) for i in range(len(box.start))]
+        if len(factors) == 1:
+            factors = [factors_of(0, 1, 0), factors_of(box.start[0], box.stop[0], 1)]
+        rows, columns = (Tensor(f.astype(np.uint32).view(np.int32)) for f in factors)
+        if weights.is_transposed(name):
+            rows, columns = columns, rows
+        bits = part.reshape(rows.size, columns.size).view(ms.int32)
+        # Products wrap, and so a sum of any width has the sum's lower 32 bits.
+        terms = bits * rows.reshape(-1, 1) * columns.reshape(1, -1)
+        sums[name] = int(terms.sum().asnumpy()) % MODULUS
+    return sums
