@@ -186,6 +186,13 @@ class Backend(ABC):
     def host_pool(self, num_bytes: int) -> Pool:
         """A pool of the host's memory, on any device, that no graph works on."""
 
+    def synchronize(self) -> None:
+        """Waits for single operations on the device, made outside of graphs: the next graph does not wait for them.
+
+        Who writes parameters with them calls this after the last. Nothing to do where there are none.
+        """
+        return None
+
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 

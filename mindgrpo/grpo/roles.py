@@ -136,3 +136,4 @@ class Roles:
         self._to_reference.run()
         if self._reference_copy is not None and self._mixup is not None:
             mix(self.reference.weights, self._reference_copy, self._mixup)
+            self.backend.synchronize()

@@ -40,10 +40,12 @@ def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
             a_name, b_name = adapter_names(name)
             views[name] += scale * (low_rank[b_name] @ low_rank[a_name])
         return
+    merged = []
     for name in adapted:
         # Stored [in, out]: the transpose of B A.
         a, b = (adapters.part(factor) for factor in adapter_names(name))
-        weights.set_part(name, weights.part(name) + float(scale) * ops.matmul(a, b))
+        merged.append((weights.region(name), weights.part(name) + float(scale) * ops.matmul(a, b)))
+    weights.set_parts(merged)
 
 
 class LowRankLinear(nn.Cell):

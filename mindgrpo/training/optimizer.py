@@ -28,7 +28,7 @@ class AdamW:
         layout, rank = weights.layout, weights.rank
         self.first = Weights(layout, rank, backend, "first_moment", on_host_only=on_host)
         self.second = Weights(layout, rank, backend, "second_moment", on_host_only=on_host)
-        self._gradients = gradients
+        self._gradients, self._backend = gradients, backend
         in_host_memory = gradients.pool.is_host_memory
         self._sync: GradientSync = (
             HostGradientSync(gradients, backend)
@@ -49,6 +49,7 @@ class AdamW:
     def clear_gradients(self) -> None:
         if not self._gradients.pool.is_host_memory:
             clear(self._gradients)
+            self._backend.synchronize()
             return
         for run in self._gradients.arrays.flat_buffers:
             run[...] = 0.0

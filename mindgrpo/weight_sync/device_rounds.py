@@ -53,35 +53,38 @@ class DeviceRounds:
     def run(self) -> int:
         for weights in (self._source, self._target):
             weights.pool.require("weight sync")
-        for move in self._keep:
-            self._write(move.name, move.box, self._source.part(move.name, move.box))
-        return sum(move.size for move in self._keep) + sum(map(self._run, self._rounds))
+        kept = [(m.name, m.box, self._source.part(m.name, m.box)) for m in self._keep]
+        self._write(kept)
+        arrived = sum(map(self._run, self._rounds))
+        self._backend.synchronize()
+        return sum(move.size for move in self._keep) + arrived
 
     def _run(self, moved: _Round) -> int:
         sends = {rank: self._packed(own) for rank, own in moved.sends.items()}
         sizes = {rank: (sum(p.box.size for p in own),) for rank, own in moved.receives.items()}
         arrived = self._backend.exchange(sends, sizes)
+        written = []
         for rank, own in moved.receives.items():
             start = 0
             for piece in own:
                 flat = arrived[rank][start : start + piece.box.size]
-                self._write(piece.move.name, piece.box, flat)
+                written.append((piece.move.name, piece.box, flat))
                 start += piece.box.size
+        self._write(written)
         return sum(size for (size,) in sizes.values())
 
     def _packed(self, sent: Sequence[Piece]) -> Any:
         flat = [self._source.part(p.move.name, p.box).reshape(-1) for p in sent]
         return flat[0] if len(flat) == 1 else ops.concat(flat)
 
-    def _write(self, name: str, box: Box, values: Any) -> None:
-        if not self._target.on_host_only:
-            region = self._target.region(name, box)
-            shape = [one.stop - one.start for one in region.slices]
-            self._target.set_part(name, values.reshape(shape), box)
+    def _write(self, written: Sequence[tuple[str, Box, Any]]) -> None:
+        target = self._target
+        if not target.on_host_only:
+            target.set_parts([(target.region(name, box), values) for name, box, values in written])
             return
-        self._backend.host_device_bytes += box.size * FLOAT_BYTES
-        arrays = self._target.arrays
-        view = arrays.hf_views[name][box.within(arrays.boxes[name]).slices]
-        if self._target.is_transposed(name):
-            view = view.T
-        view[...] = values.asnumpy().reshape(view.shape)
+        for name, box, values in written:
+            self._backend.host_device_bytes += box.size * FLOAT_BYTES
+            view = target.arrays.hf_views[name][box.within(target.boxes[name]).slices]
+            if target.is_transposed(name):
+                view = view.T
+            view[...] = values.asnumpy().reshape(view.shape)

@@ -29,7 +29,7 @@ class WeightSyncer:
         backend: Backend,
         plan: Plan | None = None,
     ) -> None:
-        self._target, self._adapters = target, adapters
+        self._target, self._adapters, self._backend = target, adapters, backend
         plan = plan or plan_reshard(source.layout, target.layout)
         self._base = Resharder(plan, source, target, backend)
         self.copies: list[Pool] = []
@@ -49,6 +49,7 @@ class WeightSyncer:
             return traffic
         more = self._low_rank.run()
         merge(self._target, self._copy, self._adapters.settings)
+        self._backend.synchronize()
         return Traffic(traffic.bytes_received + more.bytes_received, traffic.seconds + more.seconds)
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from mindspore import ops
 
 from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
@@ -88,6 +89,10 @@ class Region:
 
     key: str
     slices: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(one.stop - one.start for one in self.slices)
 
 
 class WeightArrays:
@@ -200,10 +205,22 @@ class Weights:
         region = self.region(name, box)
         return self.parameters[region.key][region.slices]
 
-    def set_part(self, name: str, values: Any, box: Box | None = None) -> None:
-        """Writes a tensor of the device, as it is stored, into `box` of parameter `name`."""
-        region = self.region(name, box)
-        self.parameters[region.key][region.slices] = values
+    def set_parts(self, written: Sequence[tuple[Region, Any]]) -> None:
+        """Writes tensors of the device, in the order of their elements, into regions of parameters."""
+        by_key: dict[str, list[tuple[Region, Any]]] = {}
+        for region, values in written:
+            by_key.setdefault(region.key, []).append((region, values))
+        for key, own in by_key.items():
+            parameter = self.parameters[key]
+            first, values = own[0]
+            if len(own) == 1 and first.shape == tuple(parameter.shape):
+                whole = values.reshape(parameter.shape)
+            else:
+                whole = parameter.copy()
+                for region, values in own:
+                    whole[region.slices] = values.reshape(region.shape)
+            # Into the memory that graphs know: assigning to a slice of a Parameter may give it another.
+            ops.assign(parameter, whole)
 
     @cached_property
     def _stored_at(self) -> dict[str, tuple[FusedParameter, int]]:

@@ -60,6 +60,9 @@ class Ascend(Hardware):
     def copied(self, array: np.ndarray) -> Tensor:
         return Tensor(array)
 
+    def synchronize(self) -> None:
+        ms.runtime.synchronize()
+
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return _Gather(group)
 

@@ -99,6 +99,9 @@ class DeviceBackend(Backend):
                 self.rank, sends, receives, lambda low, high: self._name_of((low, high))
             )
 
+    def synchronize(self) -> None:
+        self._hardware.synchronize()
+
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return DeviceGraph(cell, name, self.compile_log, self._pools_of)
 

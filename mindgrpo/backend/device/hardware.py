@@ -37,6 +37,10 @@ class Hardware(ABC):
         """`array`, float32, in fresh memory of the device, apart from the host's."""
 
     @abstractmethod
+    def synchronize(self) -> None:
+        """See contract.Backend.synchronize."""
+
+    @abstractmethod
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         """See contract.Group.gather_cell."""
 
