@@ -7,12 +7,17 @@ which the real attentions refuse. What mindgrpo never asks for is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import ops
 
+from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.ascend_ops import AscendOps
+from mindgrpo.backend.kernels.contract import Heads
 
 FAR = 2147483647
 NEVER = -1e30
@@ -134,3 +139,55 @@ DOUBLES = AscendOps(
     rotary_position_embedding,
     swiglu,
 )
+
+
+# -- what the tests with doubles have in common ---------------------------------------------------------------------
+
+HEADS = [
+    Heads(4, 2, 16),
+    Heads(4, 4, 48, has_bias=True),
+    Heads(6, 1, 32, has_bias=True, norm_eps=1e-6),
+    Heads(2, 2, 64, norm_eps=1e-5, query_scale=0.3),
+]
+# Largest difference, as a share of the largest value.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Without compiling, which takes longer than all the rest; what is not eager goes through graphs."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        yield
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
+
+
+def fused(dtype: str | None = "float32") -> AscendKernels:
+    """AscendKernels with doubles; with float32, which real ones refuse, nothing hides behind float16's rounding."""
+    kernels = AscendKernels(ops=DOUBLES, attention_dtype=None if dtype == "float32" else dtype)
+    if dtype == "float32":
+        kernels._dtype = ms.float32
+    return kernels
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def assert_close(ours: np.ndarray, plain: np.ndarray, tolerance: float) -> None:
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype
+    assert np.abs(ours - plain).max() <= tolerance * max(1e-3, float(np.abs(plain).max()))
+
+
+def rotary_of(heads: Heads) -> np.ndarray:
+    angles = np.outer(np.arange(80), 0.7 ** np.arange(heads.dim // 2))
+    angles = np.concatenate([angles, angles], 1)
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+
+
+def weights_of(heads: Heads) -> list[np.ndarray]:
+    """bias, q_norm, k_norm"""
+    nothing = np.zeros(1, np.float32)
+    bias = floats(heads.width) if heads.has_bias else nothing
+    return [bias, *(floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2))]

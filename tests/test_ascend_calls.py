@@ -18,7 +18,8 @@ import ascend_doubles
 import mindspore as ms
 import numpy as np
 import pytest
-from ascend_doubles import DOUBLES
+from ascend_doubles import DOUBLES, eager
+from docstring_types import check_types
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -29,9 +30,6 @@ from mindgrpo.backend.kernels.contract import Heads
 
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]
-DTYPE_WORDS = {"float16", "float32", "bfloat16", "bool", "int8", "uint8", "int32", "int64"}
-# Annotations of the documented arguments.
-PYTHON_TYPES = {"int": int, "double": float, "float": float, "str": str}
 HEADS = Heads(4, 2, 16, has_bias=True, norm_eps=1e-6)
 ROWS, LENGTH, SLOTS = 2, 8, 3
 KERNELS_OF_THE_PLUGIN = (
@@ -51,50 +49,6 @@ KERNELS_OF_THE_PLUGIN = (
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> CpuBackend:
     return CpuBackend({}, "shared_memory")
-
-
-# -- the docstrings -----------------------------------------------------------------------------------------------
-
-
-def documented(function: Callable[..., Any], name: str) -> str:
-    """What the docstring's list of arguments says of one."""
-    doc = inspect.getdoc(function) or ""
-    match = re.search(rf"^    {name} (\(.*?)(?=^    \w+ \(|^\S)", doc, re.MULTILINE | re.DOTALL)
-    assert match, f"{function.__name__} does not document {name}"
-    return match[1]
-
-
-def type_errors(function: Callable[..., Any]) -> list[tuple[set[str], str]]:
-    """The `Raises` that concern types: the arguments that one names, and its sentence."""
-    lines = re.findall(r"^    TypeError: (.*)", inspect.getdoc(function) or "", re.MULTILINE)
-    return [(set(re.findall(r"`(\w+)`", line)), line) for line in lines]
-
-
-def dtypes_of(value: Any) -> set[str]:
-    tensors = value if isinstance(value, tuple) else (value,)
-    return {str(t.dtype).lower() for t in tensors if isinstance(t, Tensor)}
-
-
-def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Raises AssertionError for a dtype or a Python type that the docstring does not allow."""
-    used = {name: value for name, value in arguments.items() if value is not None}
-    for name, value in used.items():
-        text, dtypes = documented(function, name), dtypes_of(value)
-        if not dtypes:
-            kind = PYTHON_TYPES[re.match(r"\((\w+)", text)[1]]  # type: ignore[index]
-            assert isinstance(value, kind), f"{function.__name__}: {name} is {value!r}"
-            continue
-        same = re.search(r"[Ss]ame (?:dtype|type|with)[^`]*`(\w+)`", text)
-        if same:
-            assert dtypes == dtypes_of(used[same[1]]), f"{name} is {dtypes}"
-            continue
-        named = [line for names, line in type_errors(function) if names == {name}]
-        allowed = DTYPE_WORDS & set(re.findall(r"\w+", " ".join([text, *named])))
-        assert dtypes <= allowed, f"{function.__name__}: {name} is {dtypes}, not {allowed}"
-    for names, line in type_errors(function):
-        if "same" in line and "type" in line:
-            dtypes = {dtype for name in names & used.keys() for dtype in dtypes_of(used[name])}
-            assert len(dtypes) <= 1, f"{function.__name__}: {line} Got {dtypes}"
 
 
 def checked(name: str, calls: list[str]) -> Callable[..., Any]:
@@ -188,12 +142,9 @@ CALLS = (train, prefill, decode)
 
 
 def call_eagerly(table: AscendOps, dtype: str) -> None:
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    try:
+    with eager():
         for call in CALLS:
             call(AscendKernels(ops=table, attention_dtype=dtype))  # type: ignore[arg-type]
-    finally:
-        ms.set_context(mode=ms.GRAPH_MODE)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

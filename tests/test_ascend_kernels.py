@@ -1,74 +1,39 @@
-"""AscendKernels, with doubles for its fused operations, and the plain kernels agree: values, gradients, caches, tokens.
+"""AscendKernels, with doubles for its fused operations, and the plain kernels agree: values and gradients.
 
 In float32 tightly, so that what is passed to the operations and made of their results is right, and in the dtypes of
 the real ones to their rounding. Does not prove that an Ascend device computes what the doubles do, nor how fast.
-test_ascend_calls.py holds the calls and the doubles to the installed package.
+test_ascend_caches.py is of the generator, and test_ascend_calls.py compares calls and doubles with the installed package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 import pytest
-from ascend_doubles import DOUBLES
-from mindspore import Parameter, Tensor, nn, ops
-from small_generators import assert_same, generator_with, random_weights, requests_of, run
+from ascend_doubles import (
+    HEADS,
+    TOLERANCE,
+    assert_close,
+    eager,
+    floats,
+    fused,
+    rotary_of,
+    weights_of,
+)
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.packing import MicroShape, micro_batches, pack
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels import ascend
-from mindgrpo.backend.kernels.ascend import AscendKernels
-from mindgrpo.backend.kernels.contract import NEVER, Heads, Kernels
+from mindgrpo.backend.kernels.contract import Heads, Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.errors import UserError
-
-HEADS = [
-    Heads(4, 2, 16),
-    Heads(4, 4, 48, has_bias=True),
-    Heads(6, 1, 32, has_bias=True, norm_eps=1e-6),
-    Heads(2, 2, 64, norm_eps=1e-5, query_scale=0.3),
-]
-# Largest difference, as a share of the largest value.
-TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doubles compute in float32 as well, so that nothing hides behind float16's rounding."""
-    monkeypatch.setitem(ascend.ATTENTION_DTYPES, "float32", ms.float32)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> CpuBackend:
     """Before anything is computed, as it sets the device."""
     return CpuBackend({}, "shared_memory")
-
-
-@pytest.fixture
-def eager(backend: CpuBackend) -> Iterator[None]:
-    """Without compiling, which takes longer than all the rest; what is not eager here goes through graphs."""
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    yield
-    ms.set_context(mode=ms.GRAPH_MODE)
-
-
-EAGER = pytest.mark.usefixtures("eager")
-
-
-def fused(dtype: str | None = "float32") -> AscendKernels:
-    return AscendKernels(ops=DOUBLES, attention_dtype=dtype)  # type: ignore[arg-type]
-
-
-def floats(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
-
-
-def assert_close(ours: np.ndarray, plain: np.ndarray, tolerance: float) -> None:
-    assert ours.shape == plain.shape and ours.dtype == plain.dtype
-    assert np.abs(ours - plain).max() <= tolerance * max(1e-3, float(np.abs(plain).max()))
 
 
 class Gradient(nn.Cell):
@@ -97,7 +62,7 @@ def assert_cells_agree(cells: list[nn.Cell], inputs: list[np.ndarray], tolerance
         assert_close(ours, plain, tolerance)
 
 
-@EAGER
+@eager()
 def test_norms_and_gates_agree() -> None:
     x, added, weight = floats(37, 48), floats(37, 48, seed=1), floats(48)
     for name, argument, inputs in (
@@ -126,19 +91,6 @@ class Packed(nn.Cell):
         return self.attention(qkv, bias, q_norm, k_norm, one, other)
 
 
-def rotary_of(heads: Heads) -> np.ndarray:
-    angles = np.outer(np.arange(80), 0.7 ** np.arange(heads.dim // 2))
-    angles = np.concatenate([angles, angles], 1)
-    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-
-
-def weights_of(heads: Heads) -> list[np.ndarray]:
-    """bias, q_norm, k_norm"""
-    nothing = np.zeros(1, np.float32)
-    bias = floats(heads.width) if heads.has_bias else nothing
-    return [bias, *(floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2))]
-
-
 class Groups:
     """What packing reads of a rollout: groups of completions, some of one token, that share prompts."""
 
@@ -163,7 +115,7 @@ def packed_inputs(heads: Heads) -> list[np.ndarray]:
     return [qkv, *weights_of(heads), batch.positions, batch.spans]
 
 
-@EAGER
+@eager()
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_rows_agree_in_float32(heads: Heads) -> None:
     rotary = rotary_of(heads)
@@ -171,7 +123,7 @@ def test_packed_rows_agree_in_float32(heads: Heads) -> None:
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
-@EAGER
+@eager()
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
     heads = HEADS[2]
@@ -189,92 +141,11 @@ def test_packed_rows_agree_in_a_graph() -> None:
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
-@EAGER
+@eager()
 def test_without_a_dtype_attention_is_the_plain_one() -> None:
     heads = HEADS[2]
     cells = [Packed(kernels, heads, rotary_of(heads)) for kernels in (fused(None), PlainKernels())]
     assert_cells_agree(cells, packed_inputs(heads), 0.0)
-
-
-# -- prompts and caches -------------------------------------------------------------------------------------------
-
-
-def caches(heads: Heads, slots: int, length: int, dtype: Any = ms.float32) -> list[Parameter]:
-    rows = slots * heads.kv * length
-    return [
-        Parameter(Tensor(floats(rows, heads.dim, seed=i)).astype(dtype), f"cache{i}")
-        for i in (1, 2)
-    ]
-
-
-def cached_results(
-    kernels: Kernels, heads: Heads, dtype: Any = ms.float32
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Two prompts of 5 into slots 0, 2 and 3 of four, then a token of each slot: outputs, and the caches."""
-    slots, length, prompt = 4, 11, 5
-    buffers = caches(heads, slots, length, dtype)
-    angles, weights = rotary_of(heads), [Tensor(x) for x in weights_of(heads)]
-    starts = np.arange(slots * heads.kv).reshape(slots, heads.kv) * length
-    causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
-    prompt_angles = np.tile(angles[:prompt, None], (2, 1, 1))
-    rows = (starts[[0, 2, 3]][:, :, None] + np.arange(prompt)).reshape(-1)
-    prefill = kernels.prefill_attention(heads, *buffers)
-    outs = [
-        prefill(
-            Tensor(floats(2 * prompt, heads.width)),
-            *weights,
-            Tensor(causal[None, None]),
-            Tensor(prompt_angles),
-            Tensor([1, 0, 1], ms.int32),
-            Tensor(rows.astype(np.int32)),
-        )
-    ]
-    at = np.array([4, 0, 10, 7])
-    mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
-    decode = kernels.cached_attention(heads, *buffers)
-    inputs = (mask[:, None], angles[at][:, None], (starts + at[:, None]).reshape(-1))
-    mask, at_angles, at_rows = inputs
-    outs.append(
-        decode(
-            Tensor(floats(slots, heads.width, seed=3)),
-            *weights,
-            Tensor(mask),
-            Tensor(at_angles),
-            Tensor(at_rows.astype(np.int32)),
-        )
-    )
-    stored = [buffer.asnumpy().astype(np.float32) for buffer in buffers]
-    return [out.asnumpy() for out in outs], stored
-
-
-@EAGER
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
-    (ours, our_caches), (plain, plain_caches) = (
-        cached_results(kernels, heads) for kernels in (fused(dtype), PlainKernels())
-    )
-    for one, other in zip(ours, plain, strict=True):
-        assert_close(one, other, TOLERANCE[dtype])
-    for one, other in zip(our_caches, plain_caches, strict=True):
-        assert_close(one, other, TOLERANCE["float32"])
-
-
-def test_a_cache_may_have_the_dtype_of_the_attention() -> None:
-    heads = HEADS[0]
-    ours, our_caches = cached_results(fused("float16"), heads, ms.float16)
-    plain, plain_caches = cached_results(PlainKernels(), heads)
-    for one, other in zip(ours + our_caches, plain + plain_caches, strict=True):
-        assert_close(one, other, TOLERANCE["float16"])
-
-
-def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> None:
-    weights = random_weights(backend)
-    # Its heads are of 8, which no fused attention takes; the doubles do.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mindgrpo.backend.kernels.ascend_attention.DIM_STEP", 8)
-        ours = run(generator_with(weights, backend, fused()), requests_of())
-    assert_same(ours, run(generator_with(weights, backend, PlainKernels()), requests_of()))
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------

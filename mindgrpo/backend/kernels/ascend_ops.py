@@ -2,7 +2,7 @@
 
 All import on any machine; only a call on another device than an Ascend one is refused. That each has a kernel, and
 those of training a backward, is what the installed package says: `aclnn*` in lib/plugin/libmindspore_ops_ascend.so and
-the graphs that tests/test_ascend_compiles.py compiles. Limits: the docstrings, and CANN's pages of the kernels.
+the graphs that tests/test_ascend_calls.py compiles. Limits: the docstrings, and CANN's pages of the kernels.
 """
 
 from __future__ import annotations
