@@ -2,7 +2,7 @@
 
 In float32 tightly, so that what is passed to the operations and made of their results is right, and in the dtypes of
 the real ones to their rounding. Does not prove that an Ascend device computes what the doubles do, nor how fast.
-test_ascend_caches.py is of the generator, and test_ascend_calls.py compares calls and doubles with the installed package.
+test_ascend_caches.py is of the generator; test_ascend_calls.py compares calls and doubles with the installed package.
 """
 
 from __future__ import annotations

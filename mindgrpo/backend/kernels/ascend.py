@@ -1,7 +1,7 @@
 """The kernels' contract in fused operations of Ascend; what has none is computed by MindSpore's other operations.
 
 Norms, rotary positions and SwiGLU keep the dtype of what they get. Fused attention takes float16 and bfloat16 only, so
-that it is a choice: of float16, gradients below 6e-8 are zero, and scores above 65504 are infinite.
+that it is a choice: of float16, gradients below 6e-8 are zero, and values above 65504 are infinite.
 """
 
 from __future__ import annotations
