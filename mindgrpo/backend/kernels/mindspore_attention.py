@@ -34,20 +34,26 @@ class RopeAndMask(nn.Cell):
         self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
 
     def construct(self, positions: Any, spans: Any) -> Any:
-        length = positions.shape[1]
+        seen = self.seen(spans).astype(ms.float32)
+        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
+        return mask, self.angles(positions)
+
+    def seen(self, spans: Any) -> Any:
+        """bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        length = spans.shape[1]
         order = self.order[:length]
         column = order.reshape(1, 1, length)
         row = order.reshape(1, length, 1)
         prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
         shared = ops.logical_and(column >= prefix, column < prefix + count)
         own = ops.logical_and(column >= start, column <= row)
-        seen = ops.logical_or(shared, own).astype(ms.float32)
-        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
-        angles = ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
-        return mask, angles
+        return ops.logical_or(shared, own)
+
+    def angles(self, positions: Any) -> Any:
+        return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
 
 
-class _Attention(nn.Cell):
+class HeadAttention(nn.Cell):
     """What the three have in common: heads of a projection, and the mixing of values of whole rows."""
 
     def __init__(self, heads: Heads) -> None:
@@ -98,7 +104,7 @@ class _Attention(nn.Cell):
         return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
 
 
-class PackedAttention(_Attention):
+class PackedAttention(HeadAttention):
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
     ) -> Any:
@@ -108,7 +114,7 @@ class PackedAttention(_Attention):
         return self.mixed(queries, keys, values, mask, rows)
 
 
-class PrefillAttention(_Attention):
+class PrefillAttention(HeadAttention):
     def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
@@ -135,7 +141,7 @@ class PrefillAttention(_Attention):
         return self.mixed(queries, keys, values, mask, rows)
 
 
-class CachedAttention(_Attention):
+class CachedAttention(HeadAttention):
     def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values

@@ -1,0 +1,185 @@
+"""The contract's attentions in fused operations of Ascend, in float16 or bfloat16 (FlashAttention, arXiv:2205.14135).
+
+Packed rows are one call with a mask, not runs of the TND layout: there, the kernel wants the runs' lengths on the host
+before every call, at most 1024 of them, and a shared prefix once for each run. The mask is exact for any spans and part
+of the graph; the price is that scores which it hides are computed.
+
+Letters as in mindspore_attention.py. `hidden` is bool, True where a token does not see another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn, ops
+
+from mindgrpo.backend.kernels.ascend_ops import AscendOps, FusedOp
+from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.mindspore_attention import HeadAttention, RopeAndMask
+from mindgrpo.errors import UserError
+
+# `sparse_mode`: the whole mask is used, and no score is left out because of where it stands.
+WHOLE_MASK = 1
+# `inner_precise`: log-probs of the generator are compared with the trainer's.
+HIGH_PRECISION = 0
+# `mode`: both halves of a head turn alike.
+HALVES = 0
+
+# Of flash_attention_score and incre_flash_attention.
+DIM_STEP, MAX_DIM = 16, 512
+MAX_QUERIES, MAX_GROUP = 256, 64
+
+
+def check_heads(heads: Heads) -> None:
+    """Raises UserError for heads that the fused attentions do not take."""
+    group = heads.queries // heads.kv
+    for name, value, limit, is_valid in (
+        (
+            "head_dim",
+            heads.dim,
+            f"a multiple of {DIM_STEP} up to {MAX_DIM}",
+            heads.dim % DIM_STEP == 0 and heads.dim <= MAX_DIM,
+        ),
+        (
+            "query heads",
+            heads.queries,
+            f"at most {MAX_QUERIES} a rank",
+            heads.queries <= MAX_QUERIES,
+        ),
+        ("query heads a key head", group, f"at most {MAX_GROUP}", group <= MAX_GROUP),
+    ):
+        if not is_valid:
+            raise UserError(
+                f"The model's {name} is {value}, but fused attention takes {limit}; leave attention_dtype out for "
+                "plain attention in float32."
+            )
+
+
+class FusedRmsNorm(nn.Cell):
+    """(x [..., H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), in x's dtype."""
+
+    def __init__(self, norm: FusedOp, eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = norm, eps
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        # The second output is the reciprocal root, which only the backward wants.
+        return self.norm(x, weight.astype(x.dtype), self.eps)[0]
+
+
+class RopeAndHidden(RopeAndMask):
+    """-> hidden [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        hidden = ops.expand_dims(ops.logical_not(self.seen(spans)), 1)
+        return hidden, self.angles(positions)
+
+
+class _FusedAttention(HeadAttention):
+    """What the three have in common: fused norms and rotary positions, and the dtype that attention computes in."""
+
+    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
+        super().__init__(heads)
+        check_heads(heads)
+        self.norm = FusedRmsNorm(fused.rms_norm, heads.norm_eps or 0.0)
+        self.rotate = fused.rotary_position_embedding
+        self.attend = fused.flash_attention_score
+        self.dtype = dtype
+
+    def apply_rope(self, heads: Any, angles: Any) -> Any:
+        """[N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
+        angles = ops.expand_dims(angles.astype(heads.dtype), 1)
+        cos, sin = angles[:, :, :, : self.dim], angles[:, :, :, self.dim :]
+        return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
+
+    def flash(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
+        """queries [N, queries, D], keys and values [N, kv, D], hidden [R, 1, T, T] or [T, T] -> [R, T, queries D]"""
+        return self.attend(
+            queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
+            keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
+            values.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
+            self.queries,
+            attn_mask=hidden,
+            scalar_value=self.scale,
+            input_layout="BSH",
+            sparse_mode=WHOLE_MASK,
+        )
+
+
+class FlashPackedAttention(_FusedAttention):
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, hidden: Any, angles: Any
+    ) -> Any:
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        mixed = self.flash(queries, keys, values, hidden, hidden.shape[0]).astype(qkv.dtype)
+        return mixed.reshape(-1, self.queries * self.dim)
+
+
+class _WithCache(_FusedAttention):
+    """`keys` and `values` may be float32, or the attention's dtype, which spares a copy of them at every token."""
+
+    def __init__(
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
+    ) -> None:
+        super().__init__(heads, fused, dtype)
+        self.decode = fused.incre_flash_attention
+        self.cached_keys, self.cached_values = keys, values
+
+    def cache_rows_of(self, heads: Any) -> Any:
+        return heads.reshape(-1, self.dim).astype(self.cached_keys.dtype)
+
+
+class FlashPrefillAttention(_WithCache):
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        source: Any,
+        cache_rows: Any,
+    ) -> Any:
+        length = mask.shape[3]
+        rows = qkv.shape[0] // length
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        copies = ops.gather(self.by_head(keys, rows, length), source, 0)
+        ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(copies))
+        copies = ops.gather(self.by_head(values, rows, length), source, 0)
+        ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(copies))
+        # [T, T] serves all rows; [1, 1, T, T] is not among the documented shapes.
+        hidden = (mask < 0.0).reshape(length, length)
+        mixed = self.flash(queries, keys, values, hidden, rows).astype(qkv.dtype)
+        return mixed.reshape(-1, self.queries * self.dim)
+
+
+class FlashCachedAttention(_WithCache):
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        cache_rows: Any,
+    ) -> Any:
+        shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        keys = ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(keys))
+        values = ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(values))
+        # The cache is the layout BNSD as it is.
+        mixed = self.decode(
+            ops.expand_dims(queries, 2).astype(self.dtype),
+            (keys.reshape(shape).astype(self.dtype),),
+            (values.reshape(shape).astype(self.dtype),),
+            attn_mask=mask < 0.0,
+            num_heads=self.queries,
+            input_layout="BNSD",
+            scale_value=self.scale,
+            num_key_value_heads=self.kv,
+            inner_precise=HIGH_PRECISION,
+        )
+        return mixed.astype(qkv.dtype).reshape(-1, self.queries * self.dim)

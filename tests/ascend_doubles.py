@@ -1,0 +1,193 @@
+"""Doubles of the fused operations that AscendKernels calls: MindSpore's plain operations, from the documented formulas.
+
+Same arguments as the installed functions (test_ascend_calls.py compares them). They compute in float32 and round to the
+dtype of their first input, as the kernels do, but not in their order of sums; float32 itself goes through unrounded,
+which the real attentions refuse. What mindgrpo never asks for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import ops
+
+from mindgrpo.backend.kernels.ascend import AscendKernels
+from mindgrpo.backend.kernels.ascend_ops import AscendOps
+from mindgrpo.backend.kernels.contract import Heads
+
+FAR = 2147483647
+NEVER = -1e30
+
+
+def mixed(
+    query: Any, key: Any, value: Any, hidden: Any, scale: float, layout: str, heads: tuple[int, int]
+) -> Any:
+    """Softmax(Mask(scale * q k^T)) v, in the shape and dtype of the query; `hidden` broadcasts to [B, 1, S1, S2]."""
+    queries, kv = heads
+    q, k, v = query.astype(ms.float32), key.astype(ms.float32), value.astype(ms.float32)
+    if layout == "BSH":
+        batch, own, others = q.shape[0], q.shape[1], k.shape[1]
+        q = q.reshape(batch, own, queries, -1).transpose(0, 2, 1, 3)
+        k = k.reshape(batch, others, kv, -1).transpose(0, 2, 1, 3)
+        v = v.reshape(batch, others, kv, -1).transpose(0, 2, 1, 3)
+    # Query head h uses key head h // (queries / kv).
+    k, v = ops.repeat_elements(k, queries // kv, 1), ops.repeat_elements(v, queries // kv, 1)
+    scores = ops.matmul(q, k.transpose(0, 1, 3, 2)) * scale
+    if hidden is not None:
+        scores = scores + hidden.astype(ms.float32) * NEVER
+    out = ops.matmul(ops.softmax(scores, -1), v)
+    if layout == "BSH":
+        out = out.transpose(0, 2, 1, 3)
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def flash_attention_score(
+    query,
+    key,
+    value,
+    head_num,
+    real_shift=None,
+    drop_mask=None,
+    padding_mask=None,
+    attn_mask=None,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    keep_prob=1.0,
+    scalar_value=1.0,
+    pre_tokens=FAR,
+    next_tokens=FAR,
+    inner_precise=0,
+    input_layout="BSH",
+    sparse_mode=0,
+):
+    """`sparse_mode` 1: the whole mask, [B, 1, S1, S2] or [S1, S2], True is discarded; the band is not looked at."""
+    if input_layout != "BSH" or sparse_mode != 1 or keep_prob != 1.0:
+        raise ValueError("the double takes layout BSH and sparse_mode 1, without dropout")
+    kv = key.shape[2] // (query.shape[2] // head_num)
+    return mixed(query, key, value, attn_mask, scalar_value, input_layout, (head_num, kv))
+
+
+def incre_flash_attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    actual_seq_lengths=None,
+    pse_shift=None,
+    dequant_scale1=None,
+    quant_scale1=None,
+    dequant_scale2=None,
+    quant_scale2=None,
+    quant_offset2=None,
+    antiquant_scale=None,
+    antiquant_offset=None,
+    block_table=None,
+    num_heads=1,
+    input_layout="BSH",
+    scale_value=1.0,
+    num_key_value_heads=0,
+    block_size=0,
+    inner_precise=1,
+    kv_padding_size=None,
+):
+    """query [B, N, 1, D], one key and value [B, kv, S, D], mask [B, 1, S]."""
+    if input_layout != "BNSD" or len(key) != 1 or len(value) != 1 or query.shape[2] != 1:
+        raise ValueError("the double takes layout BNSD and one token of each sample")
+    heads = (num_heads, num_key_value_heads or num_heads)
+    hidden = ops.expand_dims(attn_mask, 1)
+    return mixed(query, key[0], value[0], hidden, scale_value, input_layout, heads)
+
+
+def rms_norm(x, gamma, epsilon=1e-6):
+    """-> the norm in x's dtype, the reciprocal root float32."""
+    wide = x.astype(ms.float32)
+    root = ops.rsqrt((wide * wide).mean(-1, keep_dims=True) + epsilon)
+    return (wide * root * gamma.astype(ms.float32)).astype(x.dtype), root
+
+
+def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    """-> the norm of the sum, the reciprocal root float32, the sum."""
+    total = x1 + x2
+    normed, root = rms_norm(total, gamma, epsilon)
+    return normed, root, total
+
+
+def rotary_position_embedding(x, cos, sin, mode=0):
+    """x [S, 1, N, D] with cos and sin [S, 1, 1, D]; mode 0: x cos + (-second half, first half) sin."""
+    if mode != 0 or len(x.shape) != 4 or cos.shape != (x.shape[0], 1, 1, x.shape[3]):
+        raise ValueError("the double turns halves, of layout SBND with S11D")
+    half = x.shape[3] // 2
+    turned = ops.concat((-x[:, :, :, half:], x[:, :, :, :half]), 3)
+    return x * cos + turned * sin
+
+
+def swiglu(input, dim=-1):
+    first, second = ops.split(input, input.shape[dim] // 2, dim)
+    return first * ops.sigmoid(first) * second
+
+
+DOUBLES = AscendOps(
+    flash_attention_score,
+    incre_flash_attention,
+    rms_norm,
+    add_rms_norm,
+    rotary_position_embedding,
+    swiglu,
+)
+
+
+# -- what the tests with doubles have in common ---------------------------------------------------------------------
+
+HEADS = [
+    Heads(4, 2, 16),
+    Heads(4, 4, 48, has_bias=True),
+    Heads(6, 1, 32, has_bias=True, norm_eps=1e-6),
+    Heads(2, 2, 64, norm_eps=1e-5, query_scale=0.3),
+]
+# Largest difference, as a share of the largest value.
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Without compiling, which takes longer than all the rest; what is not eager goes through graphs."""
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    try:
+        yield
+    finally:
+        ms.set_context(mode=ms.GRAPH_MODE)
+
+
+def fused(dtype: str | None = "float32") -> AscendKernels:
+    """AscendKernels with doubles; with float32, which real ones refuse, nothing hides behind float16's rounding."""
+    kernels = AscendKernels(ops=DOUBLES, attention_dtype=None if dtype == "float32" else dtype)
+    if dtype == "float32":
+        kernels._dtype = ms.float32
+    return kernels
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def assert_close(ours: np.ndarray, plain: np.ndarray, tolerance: float) -> None:
+    assert ours.shape == plain.shape and ours.dtype == plain.dtype
+    assert np.abs(ours - plain).max() <= tolerance * max(1e-3, float(np.abs(plain).max()))
+
+
+def rotary_of(heads: Heads) -> np.ndarray:
+    angles = np.outer(np.arange(80), 0.7 ** np.arange(heads.dim // 2))
+    angles = np.concatenate([angles, angles], 1)
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+
+
+def weights_of(heads: Heads) -> list[np.ndarray]:
+    """bias, q_norm, k_norm"""
+    nothing = np.zeros(1, np.float32)
+    bias = floats(heads.width) if heads.has_bias else nothing
+    return [bias, *(floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2))]
