@@ -20,9 +20,10 @@ from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
 from mindgrpo.backend.cpu import host as host_module
-from mindgrpo.backend.cpu.host import RANKS_PER_HOST, Host, own_rank
+from mindgrpo.backend.cpu.host import Host, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
+from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir())
 DEVICES = ("CPU", "Ascend")
 # The first is the device's default.
 BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
+# The launcher sets it where a job has several hosts.
+RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,21 @@ def choose_target(device_target: str | None, backend: str | None) -> Target:
             "the configuration or leave it out."
         )
     return Target(device, backend or BACKENDS[device][0])
+
+
+def ranks_per_host(environment: Mapping[str, str], world_size: int) -> int:
+    return int(environment.get(RANKS_PER_HOST) or world_size)
+
+
+def check_hosts(target: Target, environment: Mapping[str, str], world_size: int) -> None:
+    """Raises UserError where ranks are on several hosts, as the launcher says, and share memory."""
+    per_host = ranks_per_host(environment, world_size)
+    if target == SHARED_MEMORY and per_host < world_size:
+        raise UserError(
+            f"context.backend is shared_memory, which joins ranks of one host only, but {world_size} ranks are on "
+            f"{world_size // per_host} hosts; set context.backend: device, which joins hosts through MindSpore's "
+            "cluster."
+        )
 
 
 def _has_ascend() -> bool:

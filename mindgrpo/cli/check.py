@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindgrpo.backend.targets import check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
@@ -39,13 +40,14 @@ def main(argv: Sequence[str]) -> None:
     loaded = load_config(path, overrides)
     require_run_keys(loaded)
 
-    assert loaded.config.context.target  # raises UserError for a device that does not exist
+    check_hosts(loaded.config.context.target, os.environ, world_size or 1)
     if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
         check_free(loaded.config.output_dir)
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
-        refuse_what_cannot_run(inputs.plan, world_size)
+        here = None if world_size is None else ranks_per_host(os.environ, world_size)
+        refuse_what_cannot_run(inputs.plan, here)
         find_start(loaded.config, inputs, run_name(path))
         inputs.check_rewards()
     finally:

@@ -15,6 +15,7 @@ from typing import Any
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.targets import check_hosts
 from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
@@ -136,6 +137,7 @@ def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
 def check(argv: Sequence[str], world_size: int) -> None:
     """All that can be known of an evaluation without a device. Raises UserError."""
     line, loaded = load(argv)
+    check_hosts(loaded.config.context.target, os.environ, world_size)
     with naming(line.flags):
         inputs = read_inputs(loaded.config, world_size)
     try:

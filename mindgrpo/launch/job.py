@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 
 from mindgrpo.launch import exit_report
+from mindgrpo.launch.cluster_watch import ClusterWatch
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import Options
 from mindgrpo.launch.plan import JobPlan
@@ -103,9 +104,13 @@ class Job:
     def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
         """The code with which the main process ended; None for a signal to this one."""
         failed_at = None
+        several = self._options.hosts.num_hosts > 1
+        watch = ClusterWatch(self._options, self._plan.logs) if several else None
         while (code := main.poll()) is None:
             if self._signals.received:
                 return None
+            if watch is not None:
+                watch.look()
             if failed_at is None and self._has_failed():
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > SETTLE_SECONDS:

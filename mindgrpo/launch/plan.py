@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.health.resume_command import PREFIX_VARIABLE
+from mindgrpo.launch.cluster_limits import cluster_variables
 from mindgrpo.launch.options import Options
 
 STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
@@ -20,9 +21,6 @@ CHECK = "import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.ver
 # What a user sets wins.
 DEFAULTS = {
     "GLOG_v": "3",
-    # For ranks that form MindSpore's cluster, whose launcher died; a dead rank is noticed within a second otherwise.
-    # Shorter limits raise false alarms while many ranks compile on few cores.
-    "MS_NODE_TIMEOUT": "60",
     # Larger blocks go back to the system when freed, so that memory given up shows.
     "MALLOC_MMAP_THRESHOLD_": "1048576",
     "HF_HUB_OFFLINE": "1",
@@ -109,7 +107,8 @@ def _environment(
     options: Options, environment: Mapping[str, str], host: LocalHost
 ) -> dict[str, str]:
     num_threads = max(1, host.num_cores // options.num_local_ranks)
-    ours = {**DEFAULTS, "OMP_NUM_THREADS": str(num_threads)}
+    ours = {**DEFAULTS, **cluster_variables(options.hosts.num_hosts)}
+    ours["OMP_NUM_THREADS"] = str(num_threads)
     ours |= {name: value for name, value in environment.items() if value or name not in ours}
     ours["PYTHONUNBUFFERED"] = "1"
     if host.columns is not None:

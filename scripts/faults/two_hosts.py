@@ -29,8 +29,8 @@ from typing import Any
 from job import Ended, Job
 from kill_matrix import comparable, differences, words
 
-HOSTS, RANKS = 2, 8
-VICTIM = 5
+HOSTS, RANKS = 2, 4
+VICTIM = 3
 CASES = ("same", "cut", "kill")
 ADDRESSES = ("10.77.91.1", "10.77.91.2")
 PORT = 17800
@@ -40,7 +40,12 @@ LONGEST_RUN = 300.0
 ARGUMENTS: dict[str, Any] = {
     "context.backend": "device",
     "rl_config.eval_steps": 1000,
-    "rl_config.eval_samples": 32,
+    "rl_config.eval_samples": 8,
+    "rl_config.prompts_per_step": 4,
+    "rl_config.num_generations": 4,
+    "actor_config.parallel_config.model_parallel": 2,
+    "generate_config.parallel_config.model_parallel": 2,
+    "generate_config.sampling_config.max_tokens": 16,
 }
 
 
@@ -247,7 +252,6 @@ def main() -> int:
         print(f"mindgrpo: two hosts cannot be played here: {why}.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    os.environ["MS_NODE_TIMEOUT"] = f"{math.ceil(given.seconds)}"
     arguments = [*words(ARGUMENTS | {"rl_config.max_steps": given.steps}), *more]
     folder = given.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
     good = True

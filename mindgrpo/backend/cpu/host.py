@@ -27,7 +27,7 @@ from mindgrpo.backend.cpu.waiting import (
     Waits,
     unheard,
 )
-from mindgrpo.backend.targets import BOARD_FOLDERS
+from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
@@ -38,8 +38,6 @@ MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
 STALE_SECONDS = 3600.0
 MAX_OFFERS = 1000
-# The launcher sets it where a job has several hosts.
-RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
 
 def job_name(environment: Mapping[str, str]) -> str:
@@ -56,9 +54,9 @@ def own_rank(environment: Mapping[str, str], world_size: int) -> int:
             f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM={world_size}; start the ranks "
             "with msrun, which sets both."
         )
-    per_host = environment.get(RANKS_PER_HOST) or str(world_size)
+    check_hosts(SHARED_MEMORY, environment, world_size)
     # msrun numbers devices from 0 on every host.
-    if per_host != str(world_size) or environment.get("DEVICE_ID", rank) != rank:
+    if environment.get("DEVICE_ID", rank) != rank:
         raise UserError(
             f"rank {rank} of {world_size} is on one of several hosts, but this backend joins ranks through the memory "
             "of one host only; set context.backend: device, which joins hosts through MindSpore's cluster."
