@@ -22,6 +22,7 @@ STARTS_RANKS = (
     "test_distributed",
     "test_faults_in_numbers",
     "test_faults",
+    "test_two_hosts",
     "test_restarts",
     "test_resume_on_ranks",
     "test_users_configuration",

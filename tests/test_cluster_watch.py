@@ -7,9 +7,7 @@ networks can be made.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,17 @@ import pytest
 from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.cli import check
 from mindgrpo.errors import UserError
-from mindgrpo.health.failure import first_failure, read_failure
+from mindgrpo.health.failure import (
+    failure_of_code,
+    first_failure,
+    read_failure,
+    write_failure,
+)
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.launch import cluster_limits
 from mindgrpo.launch.cluster_watch import NAME, ClusterNews, ClusterWatch, failure_of, numbers
 from mindgrpo.launch.exit_report import report, worker_log
+from mindgrpo.launch.log_follower import Screen
 from mindgrpo.launch.options import Hosts, Options
 
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
@@ -39,14 +43,11 @@ NO_ROUTE = (
     f"[ERROR] {CLUSTER}rpc/tcp/tcp_comm.cc:473] Connect] Failed to do connect and link fail destination: "
     "10.0.0.1:17800\n"
 )
-NO_SCHEDULER = (
-    f"[CRITICAL] {CLUSTER}topology/compute_graph_node.cc:321] Heartbeat] It is possible that an exception has occurred "
-    "in the TCP connection between the scheduler and the worker. Please check the scheduler process status\n"
+NO_ANSWER = (
+    f"[WARNING] {CLUSTER}topology/compute_graph_node.cc:313] Heartbeat] Failed to send heartbeat message to meta "
+    "server node and try to reconnect to the meta server.\n"
 )
-BROKEN = (
-    f"[CRITICAL] {CLUSTER}topology/compute_graph_node.cc:349] Heartbeat] The state of the cluster is error, total "
-    "nodes num: 4, abnormal nodes num: 2\n"
-)
+GIVES_UP = f"[WARNING] {CLUSTER}init.cc:123] operator()] Callback on exception is called.\n"
 FIRST = "host 0 (10.0.0.1, ranks 0 and 1)"
 
 
@@ -82,10 +83,10 @@ def news(*lines: str) -> ClusterNews:
             2,
             f"rank 1 of this host, {FIRST}, gave no sign of life",
         ),
-        ((NO_SCHEDULER,), 1, 2, f"{FIRST} is lost: it ended or cannot be reached"),
-        ((BROKEN,), 1, 2, f"{FIRST} is lost: a rank there ended or cannot be reached"),
+        ((NO_ANSWER, NO_ROUTE, GIVES_UP), 1, 2, f"{FIRST} is lost: it ended or cannot be reached"),
+        ((GIVES_UP,), 1, 2, f"{FIRST} is lost: a rank there ended or cannot be reached"),
         (
-            (BROKEN,),
+            (GIVES_UP,),
             2,
             3,
             f"a rank of another host ended or cannot be reached, as {FIRST} was the first to see",
@@ -99,13 +100,13 @@ def test_a_loss_is_told_with_the_host_and_its_ranks(
 
 
 def test_a_stopped_rank_of_this_host_is_not_blamed_on_another() -> None:
-    message = failure_of(options(1), news(BROKEN), [3]).message
+    message = failure_of(options(1), news(GIVES_UP), [3]).message
     assert message == "rank 3 of this host, host 1 (ranks 2 and 3), gave no sign of life"
 
 
 def test_lines_of_a_job_that_is_well_or_just_starts_are_no_loss() -> None:
-    quiet = news(REGISTERED.format(rank=2), NO_ROUTE, "loss 0.1\n", "The state of the cluster\n")
-    assert not quiet.is_bad and quiet.addresses == {2: "node2, 10.0.0.2"}
+    quiet = news(REGISTERED.format(rank=2), NO_ROUTE, NO_ANSWER, "loss 0.1\n")
+    assert quiet.lost_at is None and quiet.addresses == {2: "node2, 10.0.0.2"}
 
 
 def test_ranks_are_counted_in_words() -> None:
@@ -141,10 +142,8 @@ def test_a_rank_of_this_host_that_failed_before_stays_the_reason(tmp_path: Path)
     logs = make_logs(tmp_path)
     health = RankHealth(3, 4, logs / "status")
     health.enter("rollout")
-    from mindgrpo.health.failure import failure_of_code, write_failure
-
     write_failure(logs / "status", 3, failure_of_code(logs / "status", 3, -9, 1.0))
-    worker_log(logs, 2).write_text(NO_ROUTE + NO_SCHEDULER)
+    worker_log(logs, 2).write_text(NO_ANSWER + GIVES_UP)
     ClusterWatch(options(1), logs).look()
     assert read_failure(logs / "status", NAME) is not None
     first = first_failure(logs / "status")
@@ -153,25 +152,32 @@ def test_a_rank_of_this_host_that_failed_before_stays_the_reason(tmp_path: Path)
 
 def test_a_rank_waits_long_for_its_peers_and_the_scheduler_short_for_ranks() -> None:
     variables = cluster_limits.cluster_variables(2)
-    for_rank, for_scheduler = dict(variables), dict(variables)
+    for_rank = dict(variables)
     cluster_limits.set_for_rank(for_rank)
-    cluster_limits.set_for_scheduler(for_scheduler)
-    assert int(for_scheduler["MS_NODE_TIMEOUT"]) < cluster_limits.LOST_WITHIN_SECONDS
+    assert int(variables["MS_NODE_TIMEOUT"]) < cluster_limits.LOST_WITHIN_SECONDS
     assert int(for_rank["MS_NODE_TIMEOUT"]) > 3600
-    assert "MS_SUBMODULE_LOG_v" not in for_rank and "MS_SUBMODULE_LOG_v" in for_scheduler
 
 
-def test_a_rank_that_the_cluster_ends_lives_until_it_has_written_why() -> None:
-    program = (
-        "import os, signal, sys, threading\n"
-        "from mindgrpo.launch.worker import end_after_a_word\n"
-        "signal.signal(signal.SIGTERM, end_after_a_word)\n"
-        "def last(): os.kill(os.getpid(), signal.SIGTERM); print('why', flush=True)\n"
-        "threading.Thread(target=last).start()\n"
-        "signal.pause()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.stdout, ended.returncode) == ("why\n", -signal.SIGTERM)
+def test_a_scheduler_that_answers_again_is_not_the_one_that_is_lost() -> None:
+    later = GIVES_UP.replace("13:51:32", "13:58:00")
+    told_so = failure_of(options(1), news(NO_ANSWER, later), [])
+    assert told_so.message == f"{FIRST} is lost: a rank there ended or cannot be reached"
+
+
+def test_a_loss_has_the_time_of_its_first_line() -> None:
+    both = news(GIVES_UP.replace("13:51:32.298", "13:51:33.000"), GIVES_UP)
+    expected = time.mktime((2026, 11, 22, 13, 51, 32, 0, 0, -1)) + 0.298
+    assert both.lost_at == pytest.approx(expected)
+    assert failure_of(options(1), both, []).time == both.lost_at
+
+
+def test_lines_of_the_cluster_are_on_no_screen_however_they_arrive() -> None:
+    text = (GIVES_UP + "loss 1\n[WARN" + "ING] of a program\nstep 1 " + "...\n" + GIVES_UP).encode()
+    for size in (1, 7, 1000):
+        screen = Screen()
+        chunks = [screen.pass_on(text[i : i + size]) for i in range(0, len(text), size)]
+        shown = b"".join([*chunks, screen.rest()])
+        assert shown == b"loss 1\n[WARNING] of a program\nstep 1 ...\n"
 
 
 def test_shared_memory_on_several_hosts_is_refused_before_ranks_start(

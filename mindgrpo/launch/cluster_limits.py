@@ -31,12 +31,9 @@ def cluster_variables(num_hosts: int) -> dict[str, str]:
         "MS_HEARTBEAT_RETRY_TIMEOUT": str(ANSWER_SECONDS),
         "MS_RETRY_INTERVAL_LOWER": "1",
         "MS_RETRY_INTERVAL_UPPER": "2",
+        # Warnings of this module alone: cluster_watch.py reads them, and no screen shows them.
+        "MS_SUBMODULE_LOG_v": "{DISTRIBUTED:2}",
     }
-
-
-def set_for_scheduler(environment: MutableMapping[str, str]) -> None:
-    """Its log names each rank's host only among the warnings; unlike a rank's it is on no screen."""
-    environment.setdefault("MS_SUBMODULE_LOG_v", "{DISTRIBUTED:2}")
 
 
 def set_for_rank(environment: MutableMapping[str, str]) -> None:

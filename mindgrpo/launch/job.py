@@ -116,6 +116,8 @@ class Job:
             if failed_at is not None and time.monotonic() - failed_at > SETTLE_SECONDS:
                 self._processes.end_all()
             self._signals.wait(POLL_SECONDS)
+        if watch is not None:
+            watch.look()  # ranks may have ended right after what their logs say last
         return code
 
     def _has_failed(self) -> bool:

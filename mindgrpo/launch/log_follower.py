@@ -11,6 +11,8 @@ from pathlib import Path
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
+# Of MindSpore's cluster: the launcher has them written (cluster_limits.py), and nobody else needs them.
+HIDDEN = (b"[WARNING] DISTRIBUTED(", b"[INFO] DISTRIBUTED(")
 
 
 class FollowedFile:
@@ -47,12 +49,38 @@ class FollowedFile:
             self._file = None
 
 
+class Screen:
+    """Leaves lines that begin as HIDDEN does out of one file's text; holds back a part of a line that may be one."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._inside_line = False
+
+    def pass_on(self, chunk: bytes) -> bytes:
+        lines = (self._held + chunk).splitlines(keepends=True)
+        shown = [] if not self._inside_line else lines[:1]
+        lines = lines[len(shown) :]
+        self._held = b""
+        if lines and not lines[-1].endswith(b"\n") and _may_be_hidden(lines[-1]):
+            self._held = lines.pop()
+        shown += [line for line in lines if not line.startswith(HIDDEN)]
+        self._inside_line = bool(lines or shown) and not (lines or shown)[-1].endswith(b"\n")
+        return b"".join(shown)
+
+    def rest(self) -> bytes:
+        return b"" if self._held.startswith(HIDDEN) else self._held
+
+
+def _may_be_hidden(start: bytes) -> bool:
+    return start.startswith(HIDDEN) or any(whole.startswith(start) for whole in HIDDEN)
+
+
 class LogFollower(threading.Thread):
     """A thread, as a terminal that is held (Ctrl-S) must not hold up who looks after the ranks."""
 
     def __init__(self, paths: Sequence[Path], output: int = 1) -> None:
         super().__init__(name="log follower", daemon=True)
-        self._files = [FollowedFile(path) for path in paths]
+        self._files = {FollowedFile(path): Screen() for path in paths}
         self._output = output
         self._ended = threading.Event()
 
@@ -65,6 +93,8 @@ class LogFollower(threading.Thread):
             while not self._ended.wait(POLL_SECONDS):
                 self._copy()
             self._copy()
+            for screen in self._files.values():
+                self._write(screen.rest())
         except OSError:
             pass  # nobody reads standard output any more; the job goes on
         finally:
@@ -72,9 +102,9 @@ class LogFollower(threading.Thread):
                 file.close()
 
     def _copy(self) -> None:
-        for file in self._files:
+        for file, screen in self._files.items():
             while chunk := file.read():
-                self._write(chunk)
+                self._write(screen.pass_on(chunk))
 
     def _write(self, chunk: bytes) -> None:
         while chunk:

@@ -23,16 +23,14 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
-from mindgrpo.launch.cluster_limits import set_for_rank, set_for_scheduler
+from mindgrpo.launch.cluster_limits import set_for_rank
 from mindgrpo.launch.signals import STOPPING, end_with_parent
 
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0
-LAST_WORD_SECONDS = 0.5
 
 
 def run(program: str, arguments: list[str]) -> None:
@@ -66,18 +64,9 @@ def write_ending(folder: Path, rank: int, ending: BaseException, status: int) ->
         print(traceback_of_first_failure(folder), end="", file=sys.stderr, flush=True)
 
 
-def end_after_a_word(number: int, frame: FrameType | None) -> None:
-    """MindSpore's cluster sends its own process SIGTERM just before it writes why, which the launcher reads."""
-    time.sleep(LAST_WORD_SECONDS)
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
 def run_rank(program: str, arguments: list[str]) -> NoReturn:
     """Runs the program to its end and the process with it."""
     status = 0
-    if os.environ.get("MINDGRPO_RANKS_PER_HOST"):
-        signal.signal(signal.SIGTERM, end_after_a_word)
     try:
         run(program, arguments)
     except BaseException as ending:
@@ -154,7 +143,6 @@ def main() -> None:
     parent = os.getppid()
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         end_with_parent(parent)
-        set_for_scheduler(os.environ)
         run(program, arguments)
         return
     set_for_rank(os.environ)

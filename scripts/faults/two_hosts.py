@@ -1,12 +1,12 @@
-"""The bundled example on two hosts that are networks of one machine, and what follows when their line is cut.
+"""The bundled example on two hosts that are networks of one machine, and what follows when one of them is lost.
 
-    python scripts/faults/two_hosts.py [--steps 3] [--cases same cut kill] [--seconds 5] [--keep FOLDER] [main.py's]
+    python scripts/faults/two_hosts.py [--steps 2] [--cases same cut kill] [--keep FOLDER] [main.py's]
 
-A JSON line a case; status 1 if one is not good. `same`: 2 hosts of 4 ranks have the metrics and the final weights of
-one host of 8. `cut`: the line is set down in step 2, and both hosts end by themselves within the deadline of --seconds
-and MARGIN_SECONDS, with a status that is not 0, each with the name of the other, and leave nothing behind. `kill`: the
-same after a rank of the second host was killed, but within MARGIN_SECONDS, and both name that rank. Makes two network
-namespaces and a line between them, and takes them down whatever happens. Refuses to be run by others than root.
+A JSON line a case; status 1 if one is not good. `same`: 2 hosts of 2 ranks have the completions and, to rounding, the
+metrics of one host of 4. `cut`: the line is set down in step 2, and both hosts end by themselves within
+LOST_WITHIN_SECONDS, with a status that is not 0 and the name of the other host, and leave nothing behind. `kill`: the
+same after a rank of the second host was killed; that host names the rank. Makes two network namespaces and a line
+between them, and takes them down whatever happens. Refuses to be run by others than root.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from job import Ended, Job
-from kill_matrix import comparable, differences, words
+from kill_matrix import comparable, words
+
+from mindgrpo.launch.cluster_limits import LOST_WITHIN_SECONDS
 
 HOSTS, RANKS = 2, 4
-VICTIM = 3
 CASES = ("same", "cut", "kill")
 ADDRESSES = ("10.77.91.1", "10.77.91.2")
 PORT = 17800
-# From the deadline to the end of the last process: the launcher gives ranks 2 s to end by themselves.
-MARGIN_SECONDS = 8.0
-LONGEST_RUN = 300.0
+LONGEST_RUN = 400.0
+TOLERANCE = 1e-4
 ARGUMENTS: dict[str, Any] = {
     "context.backend": "device",
     "rl_config.eval_steps": 1000,
@@ -102,18 +104,14 @@ def two_networks() -> Iterator[Networks]:
         networks.remove()
 
 
-def start(folder: Path, networks: Networks, arguments: list[str]) -> list[Job]:
+def start(folder: Path, networks: Networks, ranks: int, arguments: Sequence[str]) -> list[Job]:
     jobs = []
     for index, name in enumerate(networks.names):
         host = ["--hosts", f"{HOSTS}", "--host_index", f"{index}"]
         launcher = [*host, "--master", f"{ADDRESSES[0]}:{PORT}"]
-        place = folder / f"host_{index}"
-        jobs.append(Job(place, RANKS, arguments, launcher, ["ip", "netns", "exec", name]))
+        before = ["ip", "netns", "exec", name]
+        jobs.append(Job(folder / f"host_{index}", ranks, arguments, launcher, before))
     return jobs
-
-
-def finish(jobs: list[Job], struck_at: float, seconds: float) -> list[Ended]:
-    return [job.end(struck_at, seconds) for job in jobs]
 
 
 def stop(jobs: list[Job]) -> None:
@@ -124,115 +122,125 @@ def stop(jobs: list[Job]) -> None:
         job.process.wait(120)
 
 
-def unlike(run: Path, reference: Path) -> list[str]:
-    """Metrics and weights that differ in a bit; how long a reward took is no result."""
-    return [what for what in differences(run, reference) if not what.endswith("/seconds")]
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def largest_difference(run: Path, reference: Path) -> float:
-    """Of all metrics, relative to the larger of 1 and the value."""
-    pairs = zip(*(comparable(folder / "metrics.jsonl") for folder in (run, reference)), strict=True)
-    found = [
+def differences(run: Path, reference: Path) -> dict[str, float | bool]:
+    """Of the steps that both have: the largest of all metrics, relative to 1 or the value, and of completions."""
+    pairs = zip(
+        *(comparable(folder / "metrics.jsonl") for folder in (run, reference)), strict=False
+    )
+    relative = [
         abs(mine[key] - other[key]) / max(1.0, abs(other[key]))
         for mine, other in pairs
         for key in mine.keys() & other.keys()
-        if not key.endswith("/seconds")
-        and isinstance(mine[key], int | float)
-        and math.isfinite(mine[key])
+        if isinstance(mine[key], int | float) and math.isfinite(mine[key])
     ]
-    return max(found, default=math.inf)
+    ours, others = (
+        [
+            (row["step"], row["prompt"], row["token_ids"])
+            for row in rows(folder / "completions.jsonl")
+        ]
+        for folder in (run, reference)
+    )
+    both = min(len(ours), len(others))
+    same_completions = both > 0 and ours[:both] == others[:both]
+    return {"metrics": max(relative, default=math.inf), "same_completions": same_completions}
+
+
+def are_same(run: Path, reference: Path) -> bool:
+    differ = differences(run, reference)
+    return differ["metrics"] < TOLERANCE and bool(differ["same_completions"])
 
 
 def step_seconds(run: Path) -> float:
     """Of the fastest step."""
-    rows = (run / "metrics.jsonl").read_text().splitlines()
-    return min(float(json.loads(row)["time/step"]) for row in rows)
+    return min(float(row["time/step"]) for row in rows(run / "metrics.jsonl"))
 
 
-def same(folder: Path, networks: Networks, arguments: list[str]) -> dict[str, Any]:
-    alone = Job(folder / "alone", RANKS, arguments)
+def same(folder: Path, networks: Networks, ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
+    alone = Job(folder / "alone", ranks, arguments)
     reference = alone.end(time.monotonic(), LONGEST_RUN)
-    jobs = start(folder / "same", networks, arguments)
+    jobs = start(folder / "same", networks, ranks, arguments)
     try:
-        ended = finish(jobs, time.monotonic(), LONGEST_RUN)
+        ended = [job.end(time.monotonic(), LONGEST_RUN) for job in jobs]
     finally:
         stop(jobs)
-    told: dict[str, Any] = {
-        "case": "same",
-        "status": [reference.status, *(e.status for e in ended)],
-    }
-    if any(told["status"]):
-        return told | {
-            "good": False,
-            "last_lines": [reference.last_line, *(e.last_line for e in ended)],
-        }
-    runs = jobs[0].folder / "run", alone.folder / "run"
-    found = unlike(*runs)
+    statuses = [reference.status, *(one.status for one in ended)]
+    if any(statuses):
+        lines = [reference.last_line, *(one.last_line for one in ended)]
+        return {"case": "same", "good": False, "status": statuses, "last_lines": lines}
+    run, expected = jobs[0].folder / "run", alone.folder / "run"
     left = [what for one in ended for what in one.left]
-    return told | {
-        "good": not left and largest_difference(*runs) < 1e-4,
-        "steps": len(comparable(runs[0] / "metrics.jsonl")),
-        "bit_equal": not found,
-        "different": found[:10],
-        "largest_difference": largest_difference(*runs),
+    return {
+        "case": "same",
+        "good": not left and are_same(run, expected),
+        "steps": len(rows(run / "metrics.jsonl")),
         "left": left,
-        "step_seconds": {"two_hosts": step_seconds(runs[0]), "one_host": step_seconds(runs[1])},
+        "differences": differences(run, expected),
+        "step_seconds": {"two_hosts": step_seconds(run), "one_host": step_seconds(expected)},
     }
 
 
-def await_step(job: Job, step: int, seconds: float) -> bool:
+def await_step(jobs: list[Job], step: int, seconds: float) -> bool:
+    """Step 0 is reached where the first rank has a heartbeat: all have met by then."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until and job.process.poll() is None:
-        found = job.where(0)
-        if found is not None and found.step >= step:
+    while time.monotonic() < until and all(job.process.poll() is None for job in jobs):
+        heartbeat = jobs[0].where(0)
+        if heartbeat is not None and heartbeat.step >= step:
             return True
         time.sleep(0.02)
     return False
 
 
-def cut(folder: Path, networks: Networks, arguments: list[str], seconds: float) -> dict[str, Any]:
-    names = list(ADDRESSES[::-1])
-    return {"case": "cut", "deadline": seconds} | strike(
-        folder / "cut", networks, arguments, lambda jobs: networks.cut(), names, seconds
-    )
+def cut(
+    folder: Path, networks: Networks, ranks: int, arguments: Sequence[str], step: int = 2
+) -> dict[str, Any]:
+    lost = [rf"host 1 \(\S+, {ADDRESSES[1]}, ranks? .*\) is lost: ranks? .* cannot be reached"]
+    lost += [rf"host 0 \({ADDRESSES[0]}, ranks? .*\) is lost: it ended or cannot be reached"]
+    jobs = start(folder / "cut", networks, ranks, arguments)
+    return {"case": "cut"} | strike(jobs, lambda: networks.cut(), lost, step)
 
 
-def kill(folder: Path, networks: Networks, arguments: list[str]) -> dict[str, Any]:
-    def shoot(jobs: list[Job]) -> None:
-        found = jobs[1].where(VICTIM)
-        assert found is not None
-        os.kill(found.pid, signal.SIGKILL)
+def kill(
+    folder: Path, networks: Networks, ranks: int, arguments: Sequence[str], step: int = 2
+) -> dict[str, Any]:
+    victim = ranks - 1
+    jobs = start(folder / "kill", networks, ranks, arguments)
 
-    names = [f"rank {VICTIM} was killed by signal 9 in phase"] * HOSTS
-    return {"case": "kill"} | strike(folder / "kill", networks, arguments, shoot, names, 0.0)
+    def shoot() -> None:
+        heartbeat = jobs[1].where(victim)
+        assert heartbeat is not None
+        os.kill(heartbeat.pid, signal.SIGKILL)
+
+    lost = [rf"host 1 \(\S+, {ADDRESSES[1]}, ranks? .*\) is lost: ranks? .* ended"]
+    lost += [rf"rank {victim} was killed by signal 9 in phase"]
+    return {"case": "kill"} | strike(jobs, shoot, lost, step)
 
 
 def strike(
-    folder: Path,
-    networks: Networks,
-    arguments: list[str],
-    blow: Callable[[list[Job]], None],
-    names: list[str],
-    seconds: float,
+    jobs: list[Job], blow: Callable[[], None], patterns: list[str], step: int
 ) -> dict[str, Any]:
-    """What follows a blow in step 2; the last lines are to hold `names`."""
-    jobs = start(folder, networks, arguments)
+    """What follows a blow in a step; each host's last line is to match its pattern."""
     try:
-        reached = await_step(jobs[0], 2, LONGEST_RUN)
+        reached = await_step(jobs, step, LONGEST_RUN)
         struck_at = time.monotonic()
         if reached:
-            blow(jobs)
-        place = jobs[0].where(0)
-        ended = finish(jobs, struck_at, seconds + MARGIN_SECONDS + 60.0)
+            blow()
+        heartbeat = jobs[0].where(0)
+        ended = end_all(jobs, struck_at)
     finally:
         stop(jobs)
-    named = [name in one.last_line for name, one in zip(names, ended, strict=True)]
-    limit = seconds + MARGIN_SECONDS
+    named = [
+        bool(re.search(pattern, one.last_line))
+        for pattern, one in zip(patterns, ended, strict=True)
+    ]
+    in_time = all(one.status != 0 and one.seconds <= LOST_WITHIN_SECONDS for one in ended)
     left = [what for one in ended for what in one.left]
-    ended_well = all(one.status not in (0, None) and one.seconds <= limit for one in ended)
     return {
-        "good": reached and ended_well and all(named) and not left,
-        "in": place.position if place else "",
+        "good": reached and in_time and all(named) and not left,
+        "in": heartbeat.position if heartbeat else "",
         "seconds": [round(one.seconds, 2) for one in ended],
         "status": [one.status for one in ended],
         "named": named,
@@ -241,34 +249,35 @@ def strike(
     }
 
 
+def end_all(jobs: list[Job], struck_at: float) -> list[Ended]:
+    """At the same time: each is looked at when it has ended, and not when those before it have."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(lambda job: job.end(struck_at, LOST_WITHIN_SECONDS + 60.0), jobs))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--seconds", type=float, default=5.0, help="until a host counts as lost")
     parser.add_argument("--keep", type=Path, help="a folder for the runs, which then stay")
-    given, more = parser.parse_known_args()
+    asked, more = parser.parse_known_args()
     if why := missing():
         print(f"mindgrpo: two hosts cannot be played here: {why}.", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    arguments = [*words(ARGUMENTS | {"rl_config.max_steps": given.steps}), *more]
-    folder = given.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
+    arguments = [*words(ARGUMENTS | {"rl_config.max_steps": asked.steps}), *more]
+    folder = asked.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
+    cases = {"same": same, "cut": cut, "kill": kill}
     good = True
     try:
-        for case in given.cases:
+        for case in asked.cases:
             # A line that was cut stays so.
             with two_networks() as networks:
-                if case == "same":
-                    told = same(folder, networks, arguments)
-                elif case == "kill":
-                    told = kill(folder, networks, arguments)
-                else:
-                    told = cut(folder, networks, arguments, given.seconds)
-            print(json.dumps(told), flush=True)
-            good = good and told["good"]
+                result = cases[case](folder, networks, RANKS, arguments)
+            print(json.dumps(result), flush=True)
+            good = good and result["good"]
     finally:
-        if given.keep is None:
+        if asked.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     return 0 if good else 1
 

@@ -1,0 +1,69 @@
+"""Two hosts, each a network of its own on this machine: results of one host, and losses that both tell in time.
+
+The shortest form of scripts/faults/two_hosts.py, with one rank a host and a very small model. Does not prove anything
+of HCCL, of three hosts, nor of networks that lose or delay packets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_runs import input_keys, make_inputs
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
+
+import two_hosts  # noqa: E402
+from job import Job  # noqa: E402
+from kill_matrix import words  # noqa: E402
+
+RANKS = 2
+ARGUMENTS = {
+    "context.backend": "device",
+    "rl_config.prompts_per_step": 2,
+    "rl_config.num_generations": 4,
+    "rl_config.eval_samples": 2,
+    "rl_config.eval_steps": 1000,
+    "rl_config.seq_length": 64,
+    "actor_config.lr_schedule.lr_decay_style": "constant",
+    "actor_config.parallel_config.data_parallel": 2,
+    "actor_config.parallel_config.model_parallel": 1,
+    "actor_config.parallel_config.pipeline_stage": 1,
+    "generate_config.parallel_config.model_parallel": 1,
+    "generate_config.sampling_config.max_tokens": 4,
+}
+LONGEST_RUN = 200.0
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    if why := two_hosts.missing():
+        pytest.skip(why)
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return words(ARGUMENTS | input_keys(folder))
+
+
+def test_two_hosts_have_the_results_of_one_until_a_rank_is_killed_which_both_tell(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    with Job(tmp_path / "alone", RANKS, [*arguments, "--rl_config.max_steps", "1"]) as alone:
+        ended = alone.end(time.monotonic(), LONGEST_RUN)
+    assert ended.status == 0, ended.last_line
+    with two_hosts.two_networks() as networks:
+        many = [*arguments, "--rl_config.max_steps", "500"]
+        result = two_hosts.kill(tmp_path, networks, RANKS, many)
+    assert result["good"], json.dumps(result)
+    run, expected = tmp_path / "kill" / "host_0" / "run", tmp_path / "alone" / "run"
+    assert two_hosts.are_same(run, expected), two_hosts.differences(run, expected)
+
+
+def test_a_line_that_is_cut_is_told_by_both_hosts_with_the_name_of_the_other(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    with two_hosts.two_networks() as networks:
+        result = two_hosts.cut(tmp_path, networks, RANKS, arguments, step=0)
+    assert result["good"], json.dumps(result)
