@@ -35,7 +35,13 @@ ARGUMENTS = {
     "generate_config.parallel_config.model_parallel": 1,
     "generate_config.sampling_config.max_tokens": 4,
 }
-LONGEST_RUN = 200.0
+# Where other tests have the cores.
+LONGEST_RUN = 400.0
+# A model that has learned nothing earns nothing from the example's rewards, and all gradients would be 0.
+REWARD = """
+def spread(completions):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +50,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("inputs")
     make_inputs(folder)
-    return words(ARGUMENTS | input_keys(folder))
+    (folder / "reward.py").write_text(REWARD)
+    reward = ["--verifier_function", f"{folder}/reward.py:spread", "--verifier_weight", "1.0"]
+    return [*words(ARGUMENTS | input_keys(folder)), *reward]
 
 
 def test_two_hosts_have_the_results_of_one_until_a_rank_is_killed_which_both_tell(
@@ -59,6 +67,7 @@ def test_two_hosts_have_the_results_of_one_until_a_rank_is_killed_which_both_tel
     assert result["good"], json.dumps(result)
     run, expected = tmp_path / "kill" / "host_0" / "run", tmp_path / "alone" / "run"
     assert two_hosts.are_same(run, expected), two_hosts.differences(run, expected)
+    assert two_hosts.rows(run / "metrics.jsonl")[0]["grad_norm"] > 0
 
 
 def test_a_line_that_is_cut_is_told_by_both_hosts_with_the_name_of_the_other(
