@@ -26,7 +26,7 @@ class Hardware(ABC):
 
     @abstractmethod
     def open(self, world_size: int) -> None:
-        """Sets this process up, before anything is placed on the device. Raises UserError where there is none."""
+        """Sets this process up, after MindSpore has the device and before anything is placed on it."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int]) -> Any:
@@ -35,6 +35,10 @@ class Hardware(ABC):
     @abstractmethod
     def copied(self, array: np.ndarray) -> Any:
         """`array`, float32, in fresh memory of the device, apart from the host's."""
+
+    def give_up(self, parameter: Any) -> None:
+        """Gives back the memory of a parameter that is about to get another."""
+        return None
 
     @abstractmethod
     def synchronize(self) -> None:
