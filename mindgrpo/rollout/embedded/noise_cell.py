@@ -62,9 +62,13 @@ class GumbelNoise(nn.Cell):
         return ops.bitwise_or(upper, lower)
 
     def construct(self, keys: Any) -> Any:
-        bits = self.bits(keys)
-        is_upper = bits < 0
-        # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
-        nearest = ops.where(is_upper, -1 - bits, bits)
-        share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
-        return -ops.log(-ops.where(is_upper, ops.log1p(-share), ops.log(share)))
+        return variates(self.bits(keys))
+
+
+def variates(bits: Any) -> Any:
+    """float32 Gumbel variates of int32 with the bits of uint32, see noise.gumbel_of."""
+    is_upper = bits < 0
+    # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
+    nearest = ops.where(is_upper, -1 - bits, bits)
+    share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
+    return -ops.log(-ops.where(is_upper, ops.log1p(-share), ops.log(share)))
