@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from mindgrpo.backend.targets import BOARD_FOLDERS
+from mindgrpo.backend.targets import BOARD_FOLDERS, choose_target
 from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
@@ -42,6 +42,8 @@ TESTED_OPTIONAL = {  # package: (tested version, what it is for)
 
 # Variables of the environment that a run reads.
 COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
+# One of them is set by CANN's set_env.sh.
+CANN_FOLDERS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 
@@ -62,6 +64,7 @@ def findings() -> list[Finding]:
     """Every finding, good ones too; a run can work where none has the level `error`."""
     return [
         *needs(),
+        _device(os.environ),
         _kernels(),
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
         _launcher(),
@@ -125,6 +128,16 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
     return wrong
+
+
+def _device(environment: Mapping[str, str]) -> Finding:
+    device = choose_target(None, None).device
+    if device == "CPU":
+        return Finding("ok", "runs compute on the CPU: no Ascend device (/dev/davinci*) is here")
+    if not any(environment.get(name) for name in CANN_FOLDERS):
+        what = f"there is an Ascend device, but none of {', '.join(CANN_FOLDERS)} is set"
+        return Finding("error", what, "install CANN and source its set_env.sh")
+    return Finding("ok", "runs compute on an Ascend device, through CANN")
 
 
 def _kernels() -> Finding:
