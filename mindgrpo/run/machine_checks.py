@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from mindgrpo.backend.targets import BOARD_FOLDERS, choose_target
+from mindgrpo.backend.targets import BOARD_FOLDERS, device_state
 from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
@@ -42,8 +42,6 @@ TESTED_OPTIONAL = {  # package: (tested version, what it is for)
 
 # Variables of the environment that a run reads.
 COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
-# One of them is set by CANN's set_env.sh.
-CANN_FOLDERS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 
@@ -131,13 +129,8 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def _device(environment: Mapping[str, str]) -> Finding:
-    device = choose_target(None, None).device
-    if device == "CPU":
-        return Finding("ok", "runs compute on the CPU: no Ascend device (/dev/davinci*) is here")
-    if not any(environment.get(name) for name in CANN_FOLDERS):
-        what = f"there is an Ascend device, but none of {', '.join(CANN_FOLDERS)} is set"
-        return Finding("error", what, "install CANN and source its set_env.sh")
-    return Finding("ok", "runs compute on an Ascend device, through CANN")
+    what, remedy = device_state(environment)
+    return Finding("error" if remedy else "ok", what, remedy)
 
 
 def _kernels() -> Finding:

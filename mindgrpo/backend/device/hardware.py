@@ -1,4 +1,4 @@
-"""What the devices of one backend differ in, and which of them there is."""
+"""What the devices of one backend differ in."""
 
 from __future__ import annotations
 
@@ -70,14 +70,3 @@ class Hardware(ABC):
     def mark(self, name: str) -> AbstractContextManager[None]:
         """What runs inside, marked as a range in that profile."""
         return nullcontext()
-
-
-def of(device: str) -> Hardware:
-    """The hardware of a device's name; its libraries are imported here and no earlier."""
-    if device == "Ascend":
-        from mindgrpo.backend.device.ascend import Ascend
-
-        return Ascend()
-    from mindgrpo.backend.device.host_cpu import HostCpu
-
-    return HostCpu()
