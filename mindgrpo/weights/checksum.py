@@ -1,7 +1,7 @@
 """Sums over weights' bits that do not depend on the layout: equal sums show that two layouts hold the same values.
 
-An element's bits, mixed, are multiplied by a factor of its global row and column, modulo 2^32, so that slices which were exchanged
-change the sum as well. The weights must be in memory.
+An element's bits, mixed, are multiplied by a factor of its global row and column, modulo 2^32, so that slices which
+were exchanged change the sum as well. The weights must be in memory.
 """
 
 from __future__ import annotations
