@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindgrpo.backend import targets
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.run import machine_checks as doctor
 
@@ -128,3 +129,14 @@ def test_a_cache_that_cannot_be_written_is_told(
     (unbuilt / "mindgrpo").touch()
     found = finding("cannot hold the C kernels")
     assert found.level == "warn" and "XDG_CACHE_HOME" in found.remedy
+
+
+def test_an_ascend_device_without_cann_is_named_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert doctor._device({}).level == "ok"
+    (tmp_path / "davinci0").touch()
+    monkeypatch.setattr(targets, "DEVICE_FILES", tmp_path)
+    missing = doctor._device({})
+    assert missing.level == "error" and "set_env.sh" in missing.remedy
+    assert doctor._device({"ASCEND_HOME_PATH": "/usr/local/Ascend"}).level == "ok"

@@ -178,3 +178,18 @@ def test_a_dump_that_lacks_something_is_refused_in_a_sentence(
     (tmp_path / dump.BATCH).write_text("{}")
     with pytest.raises(UserError, match=dump.BATCH):
         dump.read(tmp_path)
+
+
+DEVICE = {"context.backend": "device"}
+
+
+def test_on_a_device_numbers_that_are_not_finite_are_skipped_and_a_damaged_reshard_ends_the_run(
+    tmp_path: Path,
+) -> None:
+    damage = "nan_loss@1,nan_gradient@2,reshard_bit@3"
+    status, said = run(tmp_path, damage, **DEVICE)
+    assert status == 1
+    steps = rows(tmp_path / "run")
+    assert [step["skipped_updates"] for step in steps] == [1, 1]
+    assert [step["weights_version"] for step in steps] == [0, 0]
+    assert "the generator's tensors are not the policy's" in said

@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sampling_oracle as oracle
+from mindspore import Tensor, nn
 from scipy.stats import chi2
 
 from mindgrpo.backend.kernels.native import library
+from mindgrpo.rollout.embedded.noise_cell import GumbelNoise, variates
 from mindgrpo.rollout.noise import (
     EVALUATION,
     ROLLOUT,
@@ -143,3 +145,35 @@ def test_keys_and_noise_are_the_same_in_c_bit_for_bit(tmp_path: Path) -> None:
         call(int(key), 9, 1000, out.size, out.ctypes.data)
         expected = gumbel(position_keys(np.array([key]), np.array([9])), 1000, out.size)[0]
         np.testing.assert_array_equal(out.view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 67), (37, 100), (1024, 64)])
+def test_graphs_have_the_same_bits_and_variates_to_float32(first: int, count: int) -> None:
+    keys = position_keys(sample_keys(3, ROLLOUT, 9, range(40)), np.arange(40))
+    halves = Tensor(keys.view(np.int32).reshape(-1, 2))
+    cell = GumbelNoise(first, count)
+    bits = BitsOf(cell)(halves).asnumpy().view(np.uint32)
+    np.testing.assert_array_equal(bits, token_bits(keys, first, count))
+    np.testing.assert_allclose(
+        cell(halves).asnumpy(), gumbel(keys, first, count), rtol=0, atol=4e-6
+    )
+
+
+class BitsOf(nn.Cell):
+    def __init__(self, noise: GumbelNoise) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def construct(self, keys: Tensor) -> Tensor:
+        return self.noise.bits(keys)
+
+
+class Variates(nn.Cell):
+    def construct(self, bits: Tensor) -> Tensor:
+        return variates(bits)
+
+
+def test_the_ends_of_the_variates_are_exact_in_graphs_too() -> None:
+    ends = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
+    found = Variates()(Tensor(ends.view(np.int32))).asnumpy()
+    np.testing.assert_allclose(found, gumbel_of(ends), rtol=0, atol=4e-6)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.connect import connect
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
@@ -36,39 +37,50 @@ RAW = {
 class Setting:
     """Weights, gradients and the optimizer of one process, as a policy has them."""
 
-    def __init__(self, kernels: Kernels, on_host: bool) -> None:
+    def __init__(self, backend: str, kernels: Kernels, on_host: bool) -> None:
         config = decoder_config(RAW, "here")
         layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(2),))
-        backend = CpuBackend({})
-        backend.kernels = kernels
-        self.weights = Weights(layout, 0, backend)
-        self.gradients = Weights(layout, 0, backend)
-        self.optimizer = AdamW(self.weights, self.gradients, backend, SETTINGS, on_host)
+        self.backend = made = connect(choose_target("CPU", backend), {})
+        made.kernels = kernels
+        self.weights = Weights(layout, 0, made)
+        self.gradients = Weights(layout, 0, made, "gradient")
+        self.optimizer = AdamW(self.weights, self.gradients, made, SETTINGS, on_host)
 
     def reset(self) -> None:
         fill_random(self.weights, seed=3)
-        for moments in (self.optimizer.first, self.optimizer.second):
-            for run in moments.arrays.flat_buffers:
-                run[...] = 0.0
+        for role in (self.optimizer.first, self.optimizer.second, self.gradients):
+            with role.on_host(write=True) as host:
+                for run in host.flat_buffers:
+                    run[...] = 0.0
 
     def copies(self) -> dict[str, np.ndarray]:
-        return {
-            name: part.astype(np.float64) for name, part in self.weights.arrays.hf_views.items()
-        }
+        with self.weights.on_host() as host:
+            return {name: part.astype(np.float64) for name, part in host.hf_views.items()}
+
+    def fill_gradients(self, value: float) -> None:
+        with self.gradients.on_host(write=True) as host:
+            for run in host.flat_buffers:
+                run[...] = value
 
 
-# With plain kernels the device's way is a graph, and the host's is numpy's.
-WAYS = [(NativeKernels, False), (NativeKernels, True), (PlainKernels, False), (PlainKernels, True)]
+# On a device the update is a graph, and with moments on the host a kernel's; in shared memory it is a kernel's.
+WAYS = [
+    ("shared_memory", NativeKernels, False),
+    ("shared_memory", NativeKernels, True),
+    ("shared_memory", PlainKernels, False),
+    ("device", PlainKernels, False),
+    ("device", PlainKernels, True),
+]
 
 
 @pytest.fixture(
-    scope="module", params=WAYS, ids=lambda way: f"{way[0].__name__}{'-on_host' * way[1]}"
+    scope="module", params=WAYS, ids=lambda way: f"{way[0]}-{way[1].__name__}{'-on_host' * way[2]}"
 )
 def built(request: pytest.FixtureRequest) -> Setting:
-    kernels, on_host = request.param
+    backend, kernels, on_host = request.param
     if kernels is NativeKernels and library_path() is None:
         pytest.skip("no C compiler on this machine")
-    return Setting(kernels(), on_host)
+    return Setting(backend, kernels(), on_host)
 
 
 @pytest.fixture
@@ -110,69 +122,55 @@ def test_five_steps_are_those_of_adamw_in_numpy(setting: Setting) -> None:
     scale = 0.5
     for update in range(1, 6):
         rate = 1e-2 / update
-        for name, part in setting.gradients.arrays.hf_views.items():
-            gradient = rng.normal(0, 10.0 ** rng.uniform(-4, 1), part.shape).astype(np.float32)
-            part[...] = gradient
-            expected[name].step(gradient.astype(np.float64) * scale, rate)
+        with setting.gradients.on_host(write=True) as host:
+            for name, part in host.hf_views.items():
+                gradient = rng.normal(0, 10.0 ** rng.uniform(-4, 1), part.shape)
+                part[...] = gradient
+                expected[name].step(part.astype(np.float64) * scale, rate)
         setting.optimizer.step(update, rate, scale)
-    for name, part in setting.weights.arrays.hf_views.items():
-        np.testing.assert_allclose(part, expected[name].weight, rtol=0, atol=1e-6, err_msg=name)
-        moment = setting.optimizer.second.arrays.hf_views[name]
-        np.testing.assert_allclose(moment, expected[name].second, rtol=2e-5, err_msg=name)
+    with setting.weights.on_host() as host, setting.optimizer.second.on_host() as moments:
+        for name, part in host.hf_views.items():
+            np.testing.assert_allclose(part, expected[name].weight, rtol=0, atol=1e-6, err_msg=name)
+            moment = moments.hf_views[name]
+            np.testing.assert_allclose(moment, expected[name].second, rtol=2e-5, err_msg=name)
 
 
 def test_without_gradients_matrices_shrink_by_the_decay_and_norms_and_biases_stay(
     setting: Setting,
 ) -> None:
     before = setting.copies()
-    for run in setting.gradients.arrays.flat_buffers:
-        run[...] = 0.0
+    setting.fill_gradients(0.0)
     setting.optimizer.step(1, 0.5, 1.0)
-    for name, part in setting.weights.arrays.hf_views.items():
+    for name, part in setting.copies().items():
         factor = 1 - 0.5 * SETTINGS.weight_decay if is_matrix(name) else 1.0
         np.testing.assert_allclose(part, before[name] * factor, rtol=1e-6, err_msg=name)
 
 
 def test_the_gradients_are_zero_after_a_step(setting: Setting) -> None:
-    for run in setting.gradients.arrays.flat_buffers:
-        run[...] = 2.0
+    setting.fill_gradients(2.0)
     setting.optimizer.step(1, 1e-3, 0.25)
-    for run in setting.gradients.arrays.flat_buffers:
-        np.testing.assert_array_equal(run, 0.0)
+    with setting.gradients.on_host() as host:
+        for run in host.flat_buffers:
+            np.testing.assert_array_equal(run, 0.0)
 
 
-class Distant:
-    """A pool whose graphs see only what was pushed and whose views show only what was pulled."""
-
-    def __init__(self, runs: tuple[np.ndarray, ...]) -> None:
-        self.flat_buffers = runs
-        self.device = [run.copy() for run in runs]
-
-    def pull(self) -> None:
-        for run, kept in zip(self.flat_buffers, self.device, strict=True):
-            run[...] = kept
-
-    def push(self) -> None:
-        for run, kept in zip(self.flat_buffers, self.device, strict=True):
-            kept[...] = run
-
-
-def test_on_the_host_weights_come_from_the_device_and_go_back_with_empty_gradients() -> None:
-    setting = Setting(PlainKernels(), on_host=True)
+def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> None:
+    setting = Setting("device", PlainKernels(), on_host=True)
     setting.reset()
-    before = [run.copy() for run in setting.weights.arrays.flat_buffers]
-    weights = setting.weights.pool = Distant(setting.weights.arrays.flat_buffers)  # type: ignore[assignment]
-    for run in setting.gradients.arrays.flat_buffers:
-        run[...] = 1.0
-    gradients = setting.gradients.pool = Distant(setting.gradients.arrays.flat_buffers)  # type: ignore[assignment]
-    for run in setting.weights.arrays.flat_buffers:
-        run[...] = np.nan
+    setting.fill_gradients(1.0)
+    before = setting.backend.host_device_bytes
     setting.optimizer.step(1, 1e-2, 1.0)
-    for device, old in zip(weights.device, before, strict=True):
-        # A first step of Adam moves by lr, whatever the gradient.
-        assert np.isfinite(device).all()
-        np.testing.assert_allclose(
-            device, old * (1 - 1e-3 * (device is weights.device[0])) - 1e-2, atol=1e-6
-        )
-    for device in gradients.device:
-        np.testing.assert_array_equal(device, 0.0)
+    # Weights and gradients come and go; the moments do neither.
+    expected = 2 * (setting.weights.num_bytes + setting.gradients.num_bytes)
+    assert setting.backend.host_device_bytes - before == expected
+
+
+def test_on_a_device_nothing_travels() -> None:
+    setting = Setting("device", PlainKernels(), on_host=False)
+    setting.reset()
+    setting.fill_gradients(1.0)
+    before = setting.backend.host_device_bytes
+    setting.optimizer.sum_gradients()
+    setting.optimizer.step(1, 1e-2, 1.0)
+    setting.optimizer.clear_gradients()
+    assert setting.backend.host_device_bytes == before

@@ -118,16 +118,15 @@ def pairs(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
     return made
 
 
-@pytest.mark.parametrize("read_soon", [True, False])
 @pytest.mark.parametrize("with_library", [True, False])
 def test_copies_are_those_of_numpy_and_touch_nothing_else(
-    read_soon: bool, with_library: bool, monkeypatch: pytest.MonkeyPatch
+    with_library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_library:
         monkeypatch.setattr(copies, "library", lambda: None)
     made = pairs(np.random.default_rng(1))
     whole = [target.base if target.base is not None else target for target, _ in made]
-    made_copies = Copies(made, read_soon)
+    made_copies = Copies(made)
     made_copies.run()
     for target, source in made:
         np.testing.assert_array_equal(target, source)

@@ -6,6 +6,7 @@ A device's libraries, MindSpore among them, are imported when that device is cho
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.native import library as native_library
@@ -24,14 +25,22 @@ def load(target: Target) -> Callable[[dict[str, str], bool], Backend]:
     The device's libraries, MindSpore among them, are imported here and no earlier.
     """
     if target.backend == "device":
-        from mindgrpo.backend.device import backend, hardware
-
-        return lambda environment, compiled: backend.DeviceBackend(
-            hardware.of(target.device), environment, compiled
-        )
+        return partial(_device_backend, target.device)
     from mindgrpo.backend.cpu.backend import CpuBackend
 
     return CpuBackend
+
+
+def _device_backend(device: str, environment: dict[str, str], compiled: bool) -> Backend:
+    from mindgrpo.backend.device.backend import DeviceBackend
+
+    if device == "Ascend":
+        from mindgrpo.backend.device.ascend import Ascend
+
+        return DeviceBackend(Ascend(), environment, compiled)
+    from mindgrpo.backend.device.host_cpu import HostCpu
+
+    return DeviceBackend(HostCpu(), environment, compiled)
 
 
 def connect(

@@ -14,13 +14,10 @@ from mindgrpo.backend.kernels.native.library import library
 
 
 class Copies:
-    """Pairs (target, source) of equal shapes. The arrays have to outlive this; `read_soon`: the targets are."""
+    """Pairs (target, source) of equal shapes. The arrays have to outlive this."""
 
-    def __init__(
-        self, pairs: Sequence[tuple[np.ndarray, np.ndarray]], read_soon: bool = False
-    ) -> None:
+    def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         self._pairs = list(pairs)
-        self._read_soon = read_soon
         self._library = library()
         jobs = [_job(target, source) for target, source in self._pairs if target.size]
         self._table = np.array(_joined(jobs), np.int64).reshape(-1, 6)
@@ -31,7 +28,7 @@ class Copies:
                 target[...] = source
             return
         table = ctypes.c_void_p(self._table.ctypes.data)
-        self._library.copy_runs(table, ctypes.c_int64(len(self._table)), int(self._read_soon))
+        self._library.copy_runs(table, ctypes.c_int64(len(self._table)))
 
     @property
     def num_elements(self) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindgrpo.errors import UserError
+
 # What the host's processors do anyway.
 HOST_PRECISION = "must_keep_origin_dtype"
 
@@ -30,10 +32,10 @@ class RuntimeSettings:
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
-    """Sets up this process for `target`; what the device cannot do, a sentence each."""
+    """Sets up this process for `target`; what the device cannot do, a sentence each. Raises UserError."""
     import mindspore as ms
 
-    ms.set_device(target)
+    _open(target)
     if settings.deterministic:
         ms.set_deterministic(True)
     if settings.jit_level:
@@ -50,6 +52,21 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
     if not settings.compiled:
         slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
     return slow + _set_precision(settings.precision_mode, target)
+
+
+def _open(target: str) -> None:
+    import mindspore as ms
+
+    try:
+        ms.set_device(target)
+    except (RuntimeError, ValueError) as error:
+        if target == "CPU":
+            raise
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
+        raise UserError(
+            f"context.device_target is '{target}', but MindSpore cannot use such a device here ({reason}); install "
+            "CANN, source its set_env.sh and check npu-smi info, or set context.device_target to CPU."
+        ) from None
 
 
 def _set_memory(settings: RuntimeSettings, target: str) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mindgrpo.errors import UserError
 
+# One of them is set by CANN's set_env.sh.
+CANN_FOLDERS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 DEVICE_FILES = Path("/dev")
 # Where ranks of one host meet: the first that can be written to.
 BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -87,3 +89,13 @@ def check_hosts(target: Target, environment: Mapping[str, str], world_size: int)
 def _has_ascend() -> bool:
     """Whether the host's driver shows an Ascend device."""
     return any(DEVICE_FILES.glob("davinci[0-9]*"))
+
+
+def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
+    """What runs compute on here without a `context.device_target`, and the remedy where they cannot; else ""."""
+    if not _has_ascend():
+        return "runs compute on the CPU: no Ascend device (/dev/davinci*) is here", ""
+    if not any(environment.get(name) for name in CANN_FOLDERS):
+        what = f"there is an Ascend device, but none of {', '.join(CANN_FOLDERS)} is set"
+        return what, "install CANN and source its set_env.sh"
+    return "runs compute on an Ascend device, through CANN", ""

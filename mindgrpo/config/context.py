@@ -40,8 +40,8 @@ class Context(Section):
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
     """memory budget per device, such as 58GB; null: no budget"""
     backend: OptionalText = None
-    """shared_memory: ranks of one host share memory (CPU); device: MindSpore's communication between devices, on one
-    host or several (HCCL on Ascend, MCCL on CPU); null: shared_memory on CPU, device on Ascend"""
+    """shared_memory: the processors of one host, whose ranks share memory; device: devices with memory of their own and
+    MindSpore's communication, on one host or several (docs/devices.md); null: the device's default"""
     max_call_depth: int | None = Field(None, ge=1)
     """maximum nesting depth of calls in a graph; null: the framework's default"""
     save_graphs: bool | int = Field(False, ge=0, le=3)

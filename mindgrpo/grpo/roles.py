@@ -50,7 +50,7 @@ class Roles:
         self.policy, self.engine, self.reference = policy, engine, reference
         self.weight_check, self.residency = weight_check, residency
         self.traffic = Traffic(0, 0.0)
-        self._counted = 0
+        self._counted = backend.host_device_bytes
         self._to_engine = self._syncer_to(engine.weights, plan.reshard)
         # The policy's way to the reference's weights, or to a copy that is then mixed into them.
         self._mixup = reference_mixup

@@ -18,7 +18,7 @@ from typing import Literal
 
 import psutil
 
-from mindgrpo.backend.targets import BOARD_FOLDERS
+from mindgrpo.backend.targets import BOARD_FOLDERS, device_state
 from mindgrpo.monitor.host_memory import format_bytes
 
 Level = Literal["ok", "warn", "error"]
@@ -62,6 +62,7 @@ def findings() -> list[Finding]:
     """Every finding, good ones too; a run can work where none has the level `error`."""
     return [
         *needs(),
+        _device(os.environ),
         _kernels(),
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
         _launcher(),
@@ -125,6 +126,11 @@ def wrong_variables(environment: Mapping[str, str]) -> list[str]:
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         wrong.append(f"TMPDIR is {folder!r}, but must be a folder that can be written")
     return wrong
+
+
+def _device(environment: Mapping[str, str]) -> Finding:
+    what, remedy = device_state(environment)
+    return Finding("error" if remedy else "ok", what, remedy)
 
 
 def _kernels() -> Finding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from mindgrpo.weights.checksum import MODULUS, factors_of
 from mindgrpo.weights.local_weights import Weights
@@ -22,6 +22,8 @@ def device_sums(weights: Weights) -> dict[str, int]:
         if weights.is_transposed(name):
             rows, columns = columns, rows
         bits = part.reshape(rows.size, columns.size).view(ms.int32)
+        upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
+        bits = ops.bitwise_xor(bits, upper)
         # Products wrap, and so a sum of any width has the sum's lower 32 bits.
         terms = bits * rows.reshape(-1, 1) * columns.reshape(1, -1)
         sums[name] = int(terms.sum().asnumpy()) % MODULUS

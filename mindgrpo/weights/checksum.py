@@ -1,7 +1,7 @@
 """Sums over weights' bits that do not depend on the layout: equal sums show that two layouts hold the same values.
 
-An element is multiplied by a factor of its global row and column, modulo 2^32, so that slices which were exchanged
-change the sum as well. The weights must be in memory.
+An element's bits, mixed, are multiplied by a factor of its global row and column, modulo 2^32, so that slices which
+were exchanged change the sum as well. The weights must be in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _sum(part: np.ndarray, box: Box) -> int:
     total = np.zeros(1, np.uint64)
     for start in range(0, len(bits), ROWS_AT_ONCE):
         block = slice(start, start + ROWS_AT_ONCE)
-        total += rows[block] @ (bits[block] @ columns)
+        # The upper half in the lower one, too: of two changed signs alone, the sum modulo 2^32 would not change.
+        mixed = bits[block] ^ (bits[block] >> np.uint32(16))
+        total += rows[block] @ (mixed @ columns)
     return int(total[0]) % MODULUS
 
 

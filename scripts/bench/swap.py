@@ -41,7 +41,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     ]
     for seed, role in enumerate(roles):
         fill_random(role, seed)
-    kept = [np.concatenate(role.arrays.flat_buffers) for role in roles]
+    kept = [_values(role) for role in roles]
 
     def offload() -> None:
         for role in roles:
@@ -65,10 +65,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     medians = moving.Alternating(backend, given.repeats).medians(
         swap=(moving.nothing, cycle), memcpy=(moving.nothing, both_ways)
     )
-    same = all(
-        np.array_equal(np.concatenate(r.arrays.flat_buffers), k)
-        for r, k in zip(roles, kept, strict=True)
-    )
+    same = all(np.array_equal(_values(r), k) for r, k in zip(roles, kept, strict=True))
     told = backend.world.gather_objects((2 * bytes_a_way, same))
     if backend.rank == 0:
         moved = sum(size for size, _ in told)
@@ -85,6 +82,10 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
             }
         )
     backend.close()
+
+
+def _values(role):  # type: ignore[no-untyped-def]
+    return np.concatenate(role.arrays.flat_buffers)
 
 
 if __name__ == "__main__":

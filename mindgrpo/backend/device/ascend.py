@@ -16,9 +16,8 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.profile import ProfileSettings
-from mindgrpo.errors import UserError
 
 
 class _Gather(nn.Cell):
@@ -38,17 +37,11 @@ class Ascend(Hardware):
     has_profile = True
 
     def __init__(self) -> None:
-        self.kernels = PlainKernels()
+        # In float32, which fused attention does not take, attention is MindSpore's other operations.
+        self.kernels = AscendKernels()
 
     def open(self, world_size: int) -> None:
-        try:
-            ms.set_device("Ascend")
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"context.device_target is 'Ascend', but MindSpore cannot use an Ascend device here ({reason}); "
-                "install CANN and source its set_env.sh, or set context.device_target to CPU."
-            ) from None
+        """MindSpore has the device already (runtime.py)."""
 
     @property
     def memory_bytes(self) -> int | None:

@@ -36,11 +36,11 @@ class DeviceGroup(Group):
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         if self._name:
-            # By way of the members' own arrays: in rank order, and in the dtype that they have.
-            parts = self.gather_objects(array)
-            array[...] = parts[0]
-            for part in parts[1:]:
-                array += part
+            # By way of all members' arrays: in rank order, and in the dtype that they have.
+            arrays = self.gather_objects(array)
+            array[...] = arrays[0]
+            for other in arrays[1:]:
+                array += other
         return array
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What the devices of one backend differ in, and which of them there is."""
+"""What the devices of one backend differ in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Hardware(ABC):
 
     @abstractmethod
     def open(self, world_size: int) -> None:
-        """Sets this process up, before anything is placed on the device. Raises UserError where there is none."""
+        """Sets this process up, after MindSpore has the device and before anything is placed on it."""
 
     @abstractmethod
     def zeros(self, shape: Sequence[int]) -> Any:
@@ -35,6 +35,10 @@ class Hardware(ABC):
     @abstractmethod
     def copied(self, array: np.ndarray) -> Any:
         """`array`, float32, in fresh memory of the device, apart from the host's."""
+
+    def give_up(self, parameter: Any) -> None:
+        """Gives back the memory of a parameter that is about to get another."""
+        return None
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -66,14 +70,3 @@ class Hardware(ABC):
     def mark(self, name: str) -> AbstractContextManager[None]:
         """What runs inside, marked as a range in that profile."""
         return nullcontext()
-
-
-def of(device: str) -> Hardware:
-    """The hardware of a device's name; its libraries are imported here and no earlier."""
-    if device == "Ascend":
-        from mindgrpo.backend.device.ascend import Ascend
-
-        return Ascend()
-    from mindgrpo.backend.device.host_cpu import HostCpu
-
-    return HostCpu()

@@ -10,6 +10,7 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import mindspore as ms
 import numpy as np
@@ -26,19 +27,28 @@ class HostCpu(Hardware):
 
     def __init__(self) -> None:
         self.kernels = PlainKernels()
+        # By address: what parameters lie in.
+        self._pages: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 
     def open(self, world_size: int) -> None:
-        ms.set_device("CPU")
         if world_size > 1:
             # A rank without a second core to itself has no threads that spin between operations.
             threads = max(1, len(os.sched_getaffinity(0)) // world_size)
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     def zeros(self, shape: Sequence[int]) -> Tensor:
-        # Pages of their own go back to the system with the tensor; those of MindSpore's allocator would not.
+        # Pages of their own go back to the system at once; those of MindSpore's allocator would not.
         count = int(np.prod(shape, dtype=np.int64))
         pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return Tensor.from_numpy(np.frombuffer(pages, np.float32, count).reshape(shape))
+        array = np.frombuffer(pages, np.float32, count).reshape(shape)
+        self._pages[array.ctypes.data] = pages
+        return Tensor.from_numpy(array)
+
+    def give_up(self, parameter: Any) -> None:
+        # A graph that used the parameter keeps a hold on the memory until it runs again.
+        pages = self._pages.pop(parameter.asnumpy().ctypes.data, None)
+        if pages is not None:
+            pages.madvise(mmap.MADV_DONTNEED)
 
     def copied(self, array: np.ndarray) -> Tensor:
         tensor = self.zeros(array.shape)

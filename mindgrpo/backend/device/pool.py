@@ -115,11 +115,14 @@ class DevicePool(Pool):
         flat = _Flat(array)
         for parameter, offset, shape in self._parameters:
             values = flat.view(offset, shape)
+            if self._state is _State.DEVICE:
+                self._hardware.give_up(parameter)
             parameter.set_data(self._hardware.copied(values), slice_shape=True)
             self._count(values.nbytes)
 
     def _give_up(self, state: _State) -> None:
-        # What holds the device's memory is the tensor that a parameter had.
         for parameter, _, _ in self._parameters:
+            if self._state is _State.DEVICE:
+                self._hardware.give_up(parameter)
             parameter.set_data(Tensor(np.full(1, np.nan, np.float32)), slice_shape=True)
         self._state = state

@@ -62,9 +62,18 @@ class GumbelNoise(nn.Cell):
         return ops.bitwise_or(upper, lower)
 
     def construct(self, keys: Any) -> Any:
-        bits = self.bits(keys)
-        is_upper = bits < 0
-        # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
-        nearest = ops.where(is_upper, -1 - bits, bits)
-        share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
-        return -ops.log(-ops.where(is_upper, ops.log1p(-share), ops.log(share)))
+        return variates(self.bits(keys))
+
+
+def variates(bits: Any) -> Any:
+    """float32 Gumbel variates of int32 with the bits of uint32, see noise.gumbel_of."""
+    is_upper = bits < 0
+    # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
+    nearest = ops.where(is_upper, -1 - bits, bits)
+    share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
+    # -log(1 - share) of small shares, the largest variates, as its series: log1p was seen to be log of the sum.
+    series = share / 7.0
+    for i in range(6, 0, -1):
+        series = (series + 1.0 / i) * share
+    upper = ops.where(share < 0.0625, series, -ops.log(1.0 - share))
+    return -ops.log(ops.where(is_upper, upper, -ops.log(share)))

@@ -24,21 +24,16 @@ static void stream_run(char *to, const char *from, int64_t bytes) {
 }
 
 /* `count` copies of `rows` runs each: a row of `table` is to, from (addresses), rows, bytes a run, and the bytes from
- * one run to the next in the target and in the source. `keep` says that the target is read again soon. */
-void copy_runs(const int64_t *table, int64_t count, int keep) {
+ * one run to the next in the target and in the source. */
+void copy_runs(const int64_t *table, int64_t count) {
     for (const int64_t *job = table; job < table + 6 * count; job += 6) {
         char *to = (char *)(intptr_t)job[0];
         const char *from = (const char *)(intptr_t)job[1];
         int64_t rows = job[2], bytes = job[3];
         if (job[4] == bytes && job[5] == bytes) bytes *= rows, rows = 1;
-        for (int64_t i = 0; i < rows; i++) {
-            if (keep)
-                memcpy(to + i * job[4], from + i * job[5], bytes);
-            else
-                stream_run(to + i * job[4], from + i * job[5], bytes);
-        }
+        for (int64_t i = 0; i < rows; i++) stream_run(to + i * job[4], from + i * job[5], bytes);
     }
 #ifdef __AVX2__
-    if (!keep) _mm_sfence();
+    _mm_sfence();
 #endif
 }

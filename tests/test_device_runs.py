@@ -1,0 +1,95 @@
+"""Whole runs on the backend for devices, on CPU in one process, against the same runs in shared memory.
+
+With a reference that follows, old log-probs, groups that are replaced, adapters, checkpoints, and so little room on the
+device that roles take turns. What several ranks do is in test_distributed.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_runs import completions, make_inputs, model_bits, rows, run
+
+from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.rollout.embedded import plain
+
+DEVICE = ("--context.backend", "device")
+STEPS = ("--rl_config.max_steps", "3")
+LORA = ("--actor_config.lora.rank", "4", "--actor_config.lora.alpha", "8")
+# Together the roles take 0.6 MiB, and the two that need most in one phase 330 KiB.
+TIGHT = ("--context.max_device_memory", "400KB", "--rl_config.save_ckpt_interval", "2")
+Made = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Runs by their words, each made once."""
+    folder = tmp_path_factory.mktemp("device")
+    make_inputs(folder)
+    known: dict[tuple[str, ...], Path] = {}
+
+    def make(*words: str) -> Path:
+        if words not in known:
+            with pytest.MonkeyPatch.context() as patch:
+                # Compiles in half of the time.
+                patch.setattr(plain, "DECODE_STEPS", 2)
+                known[words] = run(folder, folder / f"run{len(known)}", *words)
+        return known[words]
+
+    return make
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    """Figures to rounding, whatever was copied on the way; completions with their numbers to 1e-4."""
+    for one, other in zip(rows(found), rows(expected), strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() - {"host_device_bytes", "rollout/wasted_fraction"}:
+            if not key.startswith(("logprob_gap", "rollout/")):
+                _close(key, one[key], other[key])
+    for line, expected_line in zip(completions(found), completions(expected), strict=True):
+        mine, theirs = json.loads(line), json.loads(expected_line)
+        assert mine["token_ids"] == theirs["token_ids"]
+        assert mine["rewards"] == theirs["rewards"]
+
+
+def _close(key: str, one: Any, other: Any) -> None:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5, err_msg=key)
+    else:
+        assert one == other, key
+
+
+def copied(run: Path) -> list[int]:
+    return [row["host_device_bytes"] for row in read_metrics(run / "metrics.jsonl")]
+
+
+def test_a_run_has_the_figures_and_completions_of_shared_memory(made: Made) -> None:
+    assert_same(made(*STEPS, *DEVICE), made(*STEPS))
+
+
+def test_a_step_that_offloads_nothing_copies_no_weights_or_gradients(made: Made) -> None:
+    assert copied(made(*STEPS, *DEVICE)) == [0, 0, 0]
+
+
+def test_with_adapters_roles_take_turns_on_a_small_device_with_the_same_result(made: Made) -> None:
+    tight = made(*STEPS, *LORA, *DEVICE, *TIGHT)
+    assert min(copied(tight)) > 0
+    assert_same(tight, made(*STEPS, *LORA))
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(made: Made) -> None:
+    words = (*STEPS, *LORA, *DEVICE, *TIGHT)
+    whole = made(*words)
+    resumed = made(*words, "--resume_training", str(folder_of(whole, 2)))
+    ignored = {"host_device_bytes"}
+    for one, other in zip(rows(resumed), rows(whole), strict=True):
+        assert {k: v for k, v in one.items() if k not in ignored} == {
+            k: v for k, v in other.items() if k not in ignored
+        }
+    assert model_bits(resumed) == model_bits(whole)
