@@ -1,15 +1,16 @@
 """How soon MindSpore's cluster notices that a rank or a host of several is lost: variables of its processes.
 
 MS_NODE_TIMEOUT means two things. In the scheduler it is how long a rank may be without a heartbeat, which a thread of
-MindSpore's own sends, whatever the rank computes. In a rank on CPU it is how long a sum waits for its neighbour, which
-may compile or score for minutes. So the variable is the scheduler's, and ranks have PEER_SECONDS instead.
+MindSpore's own sends, whatever the rank computes. In a rank, where no device has a limit of its own, it is how long a
+sum waits for its neighbour, which may compile or score for minutes. So the variable is the scheduler's, and ranks have
+PEER_SECONDS instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-# From the end of a rank or a line to the last line of every host's launcher; docs/hosts.md has the sum.
+# From the loss to the last line of every host's launcher; docs/hosts.md has the sum.
 LOST_WITHIN_SECONDS = 20.0
 SILENT_SECONDS = 10
 ANSWER_SECONDS = 4
