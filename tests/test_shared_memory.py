@@ -1,4 +1,4 @@
-"""Groups, links and buckets over shared memory, between plain processes, with the C library and without.
+"""Groups and links over shared memory, between plain processes, with the C library and without.
 
 Does not prove anything about msrun or speed, nor about machines whose memory ordering is weaker than x86-64's.
 """
@@ -22,7 +22,7 @@ from mindgrpo.backend.contract import PeerLost
 from mindgrpo.backend.cpu import host as host_module
 from mindgrpo.backend.cpu.host import Host, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
-from mindgrpo.backend.cpu.shared_memory import Segment, SharedBuckets, SharedLink
+from mindgrpo.backend.cpu.shared_memory import Segment, SharedLink
 from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
@@ -189,23 +189,6 @@ def test_an_array_larger_than_a_slot_is_refused(library: ctypes.CDLL | None) -> 
     assert "4097 bytes do not fit a slot of 4096" in str(run(library, 2, _send_too_much)[0])
 
 
-def _buckets(host: Host, size: int) -> list[int]:
-    group = _group(host, size, SMALL_BUFFER)
-    buckets = SharedBuckets(host, size, 4096, 0)
-    buckets.of(host.rank)[:] = host.rank + 1
-    group.barrier()
-    seen = [int(buckets.of(other).sum()) for other in range(size)]
-    group.barrier()
-    return seen
-
-
-def test_every_rank_reads_every_bucket_and_none_is_written_into_anothers(
-    library: ctypes.CDLL | None,
-) -> None:
-    outcomes = run(library, 4, _buckets)
-    assert all(seen == [4096, 8192, 12288, 16384] for seen in outcomes.values())
-
-
 def _die_before_a_barrier(host: Host, size: int) -> None:
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
@@ -271,7 +254,7 @@ def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
 def _mixed(host: Host, size: int) -> None:
     if host.rank == 1:
         host = Host(host.job, host.rank, size, None)
-    SharedBuckets(host, size, 4096, 0)
+    Segment(host, "mixed", range(size), 4096)
 
 
 def test_ranks_with_and_without_the_library_do_not_join() -> None:
