@@ -51,6 +51,9 @@ class ArrayPool:
         count = int(np.prod(shape, dtype=np.int64))
         return self._array[offset : offset + count].reshape(shape)
 
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> None:
+        """There is no graph to use one."""
+
     @contextmanager
     def on_host(self, write: bool = False) -> Iterator[ArrayPool]:
         yield self
