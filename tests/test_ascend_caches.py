@@ -31,7 +31,7 @@ from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> CpuBackend:
     """Before anything is computed, as it sets the device."""
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 def caches(heads: Heads, slots: int, length: int, dtype: Any = ms.float32) -> list[Parameter]:

@@ -48,7 +48,7 @@ KERNELS_OF_THE_PLUGIN = (
 
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> CpuBackend:
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 def checked(name: str, calls: list[str]) -> Callable[..., Any]:

@@ -33,7 +33,7 @@ from mindgrpo.errors import UserError
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> CpuBackend:
     """Before anything is computed, as it sets the device."""
-    return CpuBackend({}, "shared_memory")
+    return CpuBackend({})
 
 
 class Gradient(nn.Cell):
