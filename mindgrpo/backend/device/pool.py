@@ -76,7 +76,7 @@ class DevicePool(Pool):
             self._upload(self._host)
         else:
             for parameter, _, shape in self._parameters:
-                parameter.set_data(self._hardware.zeros(shape), slice_shape=True)
+                self._replace(parameter, self._hardware.zeros(shape))
         self._host = None
         self._state = _State.DEVICE
 
@@ -115,14 +115,16 @@ class DevicePool(Pool):
         flat = _Flat(array)
         for parameter, offset, shape in self._parameters:
             values = flat.view(offset, shape)
-            if self._state is _State.DEVICE:
-                self._hardware.give_up(parameter)
-            parameter.set_data(self._hardware.copied(values), slice_shape=True)
+            self._replace(parameter, self._hardware.copied(values))
             self._count(values.nbytes)
 
     def _give_up(self, state: _State) -> None:
         for parameter, _, _ in self._parameters:
-            if self._state is _State.DEVICE:
-                self._hardware.give_up(parameter)
-            parameter.set_data(Tensor(np.full(1, np.nan, np.float32)), slice_shape=True)
+            self._replace(parameter, Tensor(np.full(1, np.nan, np.float32)))
         self._state = state
+
+    def _replace(self, parameter: Parameter, tensor: Tensor) -> None:
+        """Gives the parameter the memory of `tensor` and its own back."""
+        if self._state is _State.DEVICE:
+            self._hardware.give_up(parameter)
+        parameter.set_data(tensor, slice_shape=True)
