@@ -16,7 +16,13 @@ from mindspore import nn, ops
 
 from mindgrpo.backend.kernels.ascend_ops import AscendOps, FusedOp
 from mindgrpo.backend.kernels.contract import Heads
-from mindgrpo.backend.kernels.mindspore_attention import HeadAttention, RopeAndMask
+from mindgrpo.backend.kernels.mindspore_attention import (
+    CachedAttention,
+    HeadAttention,
+    PackedAttention,
+    PrefillAttention,
+    RopeAndMask,
+)
 from mindgrpo.errors import UserError
 
 # `sparse_mode`: the whole mask is used, and no score is left out because of where it stands.
@@ -77,10 +83,9 @@ class RopeAndHidden(RopeAndMask):
 
 
 class _FusedAttention(HeadAttention):
-    """What the three have in common: fused norms and rotary positions, and the dtype that attention computes in."""
+    """Of any attention: fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
 
-    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
-        super().__init__(heads)
+    def fuse(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         check_heads(heads)
         self.norm = FusedRmsNorm(fused.rms_norm, heads.norm_eps or 0.0)
         self.rotate = fused.rotary_position_embedding
@@ -93,9 +98,9 @@ class _FusedAttention(HeadAttention):
         cos, sin = angles[:, :, :, : self.dim], angles[:, :, :, self.dim :]
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
-    def flash(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
-        """queries [N, queries, D], keys and values [N, kv, D], hidden [R, 1, T, T] or [T, T] -> [R, T, queries D]"""
-        return self.attend(
+    def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
+        """`keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]"""
+        mixed = self.attend(
             queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
             keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
             values.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
@@ -105,71 +110,42 @@ class _FusedAttention(HeadAttention):
             input_layout="BSH",
             sparse_mode=WHOLE_MASK,
         )
+        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
 
 
-class FlashPackedAttention(_FusedAttention):
-    def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, hidden: Any, angles: Any
-    ) -> Any:
-        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        mixed = self.flash(queries, keys, values, hidden, hidden.shape[0]).astype(qkv.dtype)
-        return mixed.reshape(-1, self.queries * self.dim)
+class FlashPackedAttention(_FusedAttention, PackedAttention):
+    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
+        super().__init__(heads)
+        self.fuse(heads, fused, dtype)
 
 
-class _WithCache(_FusedAttention):
+class FlashPrefillAttention(_FusedAttention, PrefillAttention):
     """`keys` and `values` may be float32, or the attention's dtype, which spares a copy of them at every token."""
 
     def __init__(
         self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
     ) -> None:
-        super().__init__(heads, fused, dtype)
-        self.decode = fused.incre_flash_attention
-        self.cached_keys, self.cached_values = keys, values
+        PrefillAttention.__init__(self, heads, keys, values)
+        self.fuse(heads, fused, dtype)
 
-    def cache_rows_of(self, heads: Any) -> Any:
-        return heads.reshape(-1, self.dim).astype(self.cached_keys.dtype)
-
-
-class FlashPrefillAttention(_WithCache):
-    def construct(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        mask: Any,
-        angles: Any,
-        source: Any,
-        cache_rows: Any,
-    ) -> Any:
-        length = mask.shape[3]
-        rows = qkv.shape[0] // length
-        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        copies = ops.gather(self.by_head(keys, rows, length), source, 0)
-        ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(copies))
-        copies = ops.gather(self.by_head(values, rows, length), source, 0)
-        ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(copies))
+    def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
         # [T, T] serves all rows; [1, 1, T, T] is not among the documented shapes.
-        hidden = (mask < 0.0).reshape(length, length)
-        mixed = self.flash(queries, keys, values, hidden, rows).astype(qkv.dtype)
-        return mixed.reshape(-1, self.queries * self.dim)
+        hidden = (mask < 0.0).reshape(mask.shape[2:])
+        return super().mixed(queries, keys, values, hidden, rows)
 
 
-class FlashCachedAttention(_WithCache):
-    def construct(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        mask: Any,
-        angles: Any,
-        cache_rows: Any,
-    ) -> Any:
+class FlashCachedAttention(_FusedAttention, CachedAttention):
+    """Of caches as FlashPrefillAttention fills them."""
+
+    def __init__(
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
+    ) -> None:
+        CachedAttention.__init__(self, heads, keys, values)
+        self.fuse(heads, fused, dtype)
+        self.decode = fused.incre_flash_attention
+
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
         shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
-        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        keys = ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(keys))
-        values = ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(values))
         # The cache is the layout BNSD as it is.
         mixed = self.decode(
             ops.expand_dims(queries, 2).astype(self.dtype),
@@ -182,4 +158,4 @@ class FlashCachedAttention(_WithCache):
             num_key_value_heads=self.kv,
             inner_precise=HIGH_PRECISION,
         )
-        return mixed.astype(qkv.dtype).reshape(-1, self.queries * self.dim)
+        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)

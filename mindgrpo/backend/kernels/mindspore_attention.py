@@ -89,8 +89,9 @@ class HeadAttention(nn.Cell):
         return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
 
     def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
-        """`keys` and `values` [R, kv, T, D] -> mixed [N, queries D]"""
+        """`keys` and `values` [N, kv, D] -> mixed [N, queries D]"""
         length = mask.shape[3]
+        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
         queries = queries.reshape(rows, length, self.kv, self.group, self.dim)
         queries = queries.transpose(0, 2, 3, 1, 4).reshape(
             rows * self.kv, self.group * length, self.dim
@@ -108,16 +109,19 @@ class PackedAttention(HeadAttention):
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
     ) -> Any:
-        rows, length = mask.shape[0], mask.shape[3]
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
-        return self.mixed(queries, keys, values, mask, rows)
+        return self.mixed(queries, keys, values, mask, mask.shape[0])
 
 
 class PrefillAttention(HeadAttention):
     def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
+
+    def cache_rows_of(self, heads: Any, rows: int, length: int, source: Any) -> Any:
+        """Of `heads` [N, kv, D] those of the prompts `source`, as rows of the cache, in its dtype."""
+        copies = ops.gather(self.by_head(heads, rows, length), source, 0)
+        return copies.reshape(-1, self.dim).astype(self.cached_keys.dtype)
 
     def construct(
         self,
@@ -133,10 +137,9 @@ class PrefillAttention(HeadAttention):
         length = mask.shape[3]
         rows = qkv.shape[0] // length
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
-        copies = ops.gather(keys, source, 0).reshape(-1, self.dim)
+        copies = self.cache_rows_of(keys, rows, length, source)
         ops.scatter_update(self.cached_keys, cache_rows, copies)
-        copies = ops.gather(values, source, 0).reshape(-1, self.dim)
+        copies = self.cache_rows_of(values, rows, length, source)
         ops.scatter_update(self.cached_values, cache_rows, copies)
         return self.mixed(queries, keys, values, mask, rows)
 
@@ -156,10 +159,17 @@ class CachedAttention(HeadAttention):
         angles: Any,
         cache_rows: Any,
     ) -> Any:
-        slots, length = mask.shape[0], mask.shape[2]
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        keys = ops.scatter_update(self.cached_keys, cache_rows, keys.reshape(-1, self.dim))
-        values = ops.scatter_update(self.cached_values, cache_rows, values.reshape(-1, self.dim))
+        dtype = self.cached_keys.dtype
+        keys = keys.reshape(-1, self.dim).astype(dtype)
+        values = values.reshape(-1, self.dim).astype(dtype)
+        keys = ops.scatter_update(self.cached_keys, cache_rows, keys)
+        values = ops.scatter_update(self.cached_values, cache_rows, values)
+        return self.mixed_with_cache(queries, keys, values, mask)
+
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
+        """`queries` [B, queries, D] against the whole cache [B kv S, D] -> mixed [B, queries D]"""
+        slots, length = mask.shape[0], mask.shape[2]
         keys = keys.reshape(slots * self.kv, length, self.dim)
         values = values.reshape(slots * self.kv, length, self.dim)
         queries = queries.reshape(slots * self.kv, self.group, self.dim)
