@@ -29,6 +29,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout  # noqa: E402
 from mindgrpo.algorithm.schedule import learning_rate  # noqa: E402
 from mindgrpo.algorithm.types import STOPPED, Rollout, TrainBatch  # noqa: E402
 from mindgrpo.backend.connect import connect  # noqa: E402
+from mindgrpo.backend.targets import SHARED_MEMORY  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.models.decoder import KEEP_ALL  # noqa: E402
 from mindgrpo.models.decoder_config import decoder_config  # noqa: E402
@@ -133,15 +134,18 @@ def main() -> None:
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.98, 1e-8, 0.01),
     )
-    policy = Policy(config, layout, connect(None, None, dict(os.environ)), settings)
+    policy = Policy(config, layout, connect(SHARED_MEMORY, dict(os.environ)), settings)
     fill_random(policy.weights, arguments.seed, 0.04)
     train(policy, load_tokenizer(HERE / "model"), arguments.steps, arguments.lr, arguments.seed)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     for old in arguments.output_dir.glob("*.safetensors"):
         old.unlink()
-    with SafetensorsWriter(arguments.output_dir, 1 << 30) as writer:
+    with (
+        SafetensorsWriter(arguments.output_dir, 1 << 30) as writer,
+        policy.weights.on_host() as full,
+    ):
         for spec in layout.specs:
-            writer.add(spec.name, policy.weights.hf_views[spec.name])
+            writer.add(spec.name, full.hf_views[spec.name])
     (arguments.output_dir / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
 
 
