@@ -183,8 +183,11 @@ class Backend(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def host_pool(self, num_bytes: int) -> Pool:
-        """A pool of the host's memory, on any device, that no graph works on."""
+    def host_pool(self, num_bytes: int, shared: bool = False) -> Pool:
+        """A pool of the host's memory, on any device, that no graph works on.
+
+        `shared`: other processes can read it, through its `descriptor`.
+        """
 
     def synchronize(self) -> None:
         """Waits for single operations on the device, made outside of graphs: the next graph does not wait for them.

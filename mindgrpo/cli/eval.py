@@ -47,7 +47,7 @@ from mindgrpo.run.preflight import (
     read_tokenizer,
     scorer_of,
 )
-from mindgrpo.weights.pretrained import check_tensors, load_weights
+from mindgrpo.weights.pretrained import check_tensors
 
 EVALUATION_KEYS: dict[str, str] = {
     "actor_config.load": "the Hugging Face directory of the model, also --model",
@@ -206,7 +206,7 @@ def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> Rollo
         residency.register(name, pools, rebuilt=True, filled=False)
     residency.activate("rollout")
     engine.wake()
-    engine.publish(lambda: load_weights(engine.weights, config.actor_config.load), VERSION)
+    engine.load(config.actor_config.load, VERSION)
     return engine
 
 

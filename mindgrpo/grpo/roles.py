@@ -6,6 +6,7 @@ Knows which role needs which memory when, and that the engine's weights are the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.grpo.run_plan import RunPlan
@@ -14,9 +15,8 @@ from mindgrpo.memory.residency import Residency
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.execute import Traffic
-from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.syncer import WeightSyncer, mix
+from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weight_sync.verify import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 
@@ -51,7 +51,7 @@ class Roles:
         self.weight_check, self.residency = weight_check, residency
         self.traffic = Traffic(0, 0.0)
         self._counted = backend.host_device_bytes
-        self._to_engine = self._syncer_to(engine.weights, plan.reshard)
+        self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)
         # The policy's way to the reference's weights, or to a copy that is then mixed into them.
         self._mixup = reference_mixup
         self._to_reference: WeightSyncer | None = None
@@ -81,7 +81,9 @@ class Roles:
             residency.register(
                 "reference", [self.reference.weights.pool], rebuilt=False, filled=True
             )
-        copies = {"adapters_copy": self._to_engine.copies}
+        copies = {"adapters_copy": list(self._to_engine.copies)}
+        if self._to_engine.host_copies:
+            residency.register_host("engine_bucket", self._to_engine.host_copies)
         if self._to_reference is not None:
             own = [self._reference_copy.pool] if self._reference_copy else []
             copies["reference_copy"] = [*own, *self._to_reference.copies]
@@ -115,18 +117,19 @@ class Roles:
         if policy.adapters is not None:
             weights.append(policy.adapters.weights)
         self.weight_check.keep(weights, policy.version)
-        if not is_fresh:
-            self.traffic = self.engine.publish(self._to_engine.run, policy.version)
+        if not is_fresh or not self._to_engine.has_sums:
+            transfer = partial(self._to_engine.run, self.weight_check.is_due)
+            self.traffic = self.engine.publish(transfer, policy.version)
 
     def enter_rollout(self) -> int:
         """Has the engine ready to draw by the policy's weights, whose version it returns. Raises WeightsDiffer."""
         self.enter("rollout")
-        self.weight_check.check(self.engine.weights, self.policy.version)
+        self.weight_check.check(self._to_engine, self.policy.version)
         return self.policy.version
 
-    def _syncer_to(self, target: Weights, plan: Plan | None = None) -> WeightSyncer:
+    def _syncer_to(self, target: Weights) -> WeightSyncer:
         policy = self.policy
-        return WeightSyncer(policy.weights, policy.adapters, target, self.backend, plan)
+        return WeightSyncer(policy.weights, policy.adapters, target, self.backend)
 
     def sync_reference(self) -> None:
         """reference = mixup * policy + (1 - mixup) * reference (TR-DPO, arXiv:2404.09656)."""

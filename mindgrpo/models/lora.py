@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import nn, ops
 
 from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
+from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import FUSED, Weights
 from mindgrpo.weights.pretrained import generator_of
 
@@ -30,11 +31,11 @@ def fill_adapters(adapters: Weights, seed: int) -> None:
                 part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
 
 
-def merge(weights: Weights, adapters: Weights, settings: LoraSettings) -> None:
+def merge(weights: Weights | HostTensors, adapters: Weights, settings: LoraSettings) -> None:
     """Adds scale * B A to each adapted part of `weights`, where they are; both of one layout, on one rank."""
     adapted = [name for name in weights.names if adapter_names(name)[1] in adapters.boxes]
     scale = np.float32(settings.scale)
-    if weights.pool.is_host_memory:
+    if isinstance(weights, HostTensors) or weights.pool.is_host_memory:
         views, low_rank = weights.arrays.hf_views, adapters.arrays.hf_views
         for name in adapted:
             a_name, b_name = adapter_names(name)

@@ -24,9 +24,12 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
+    """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the grid."""
+
     data_parallel: int
     model_parallel: int
     pipeline_stage: int = 1
+    spacing: int = 1
 
     def __post_init__(self) -> None:
         for key in ("data_parallel", "model_parallel", "pipeline_stage"):
@@ -41,16 +44,21 @@ class Grid:
     def size(self) -> int:
         return self.data_parallel * self.model_parallel * self.pipeline_stage
 
+    @property
+    def end(self) -> int:
+        """All of its ranks are below this one."""
+        return self.size * self.spacing
+
     @cached_property
     def array(self) -> NDArray[np.int64]:
         """Ranks by [stage, data, model]: model neighbours are adjacent ranks."""
         shape = (self.pipeline_stage, self.data_parallel, self.model_parallel)
-        ranks = np.arange(self.size, dtype=np.int64).reshape(shape)
+        ranks = (np.arange(self.size, dtype=np.int64) * self.spacing).reshape(shape)
         ranks.flags.writeable = False
         return ranks
 
     def holds(self, rank: int) -> bool:
-        return 0 <= rank < self.size
+        return 0 <= rank < self.end and rank % self.spacing == 0
 
     def coordinates(self, rank: int) -> Coordinates:
         if not self.holds(rank):
@@ -58,7 +66,7 @@ class Grid:
                 f"rank {rank} is outside the layout {self}, which has {self.size} ranks; "
                 f"start fewer ranks or enlarge an axis of the parallel_config."
             )
-        stage, data, model = np.unravel_index(rank, self.array.shape)
+        stage, data, model = np.unravel_index(rank // self.spacing, self.array.shape)
         return Coordinates(data=int(data), model=int(model), stage=int(stage))
 
     def model_group(self, rank: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """What a rollout engine is: requests in, completions out, by weights of a known version.
 
-The steps and evaluations of a run speak to this protocol alone. `embedded/` implements it in the ranks' own graphs; an
-engine in other processes implements it with `weights` as the memory that it is handed tensors in.
+The steps and evaluations of a run speak to this protocol alone. `embedded/` implements it in the ranks' own graphs,
+`vllm/` with vLLM in processes of its own, which are handed named tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import numpy as np
 from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.models.shard import Adapters
 from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.transfer import WeightTransfer
 from mindgrpo.weights.local_weights import Weights
 
 Result = TypeVar("Result")
@@ -60,10 +63,6 @@ class RolloutEngine(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     @property
-    def weights(self) -> Weights:
-        """This rank's share of the weights that the engine takes, for weight sync to write and to verify."""
-
-    @property
     def version(self) -> int | None:
         """Of the weights that the engine would draw by; None where it has none."""
 
@@ -84,17 +83,34 @@ class RolloutEngine(Protocol):
         what it was not made for.
         """
 
+    def transfer_from(
+        self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
+    ) -> WeightTransfer:
+        """How the policy's weights, adapters added in, come to the engine: run inside of `publish`.
+
+        `plan` is that of the base weights into the generating layout, where it is known.
+        """
+
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
         """Runs `transfer`, which fills `weights`, and makes them those of `version`; what it returns.
 
         A transaction: where it raises, the engine has no version and refuses to draw.
         """
 
+    def load(self, directory: str, version: int) -> None:
+        """Publishes the weights of a model directory. Raises UserError."""
+
     def sleep(self) -> None:
-        """Gives up weights and cache: nothing is drawn before the next `publish`. Asleep already, it stays so."""
+        """Gives up the cache, and the weights where they are in the ranks' memory: these have no version then.
+
+        Asleep already, it stays so.
+        """
 
     def wake(self) -> None:
         """Takes back the memory that `publish` and `generate` need."""
 
     def memory_bytes(self) -> int:
         """What the engine takes on this rank when it is awake, outside of `pools` included."""
+
+    def close(self) -> None:
+        """Ends what the engine has started."""

@@ -1,4 +1,4 @@
-"""The sums of weights/checksum.py, computed on the device."""
+"""The sums of weights/checksum.py, computed where the weights are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from mindgrpo.weights.checksum import MODULUS, factors_of
+from mindgrpo.weights.checksum import MODULUS, factors_of, part_sums
 from mindgrpo.weights.local_weights import Weights
 
 
+def sums_of(weights: Weights) -> dict[str, int]:
+    """What `part_sums` gives for this rank's slices, on any device."""
+    return part_sums(weights) if weights.pool.is_host_memory else device_sums(weights)
+
+
 def device_sums(weights: Weights) -> dict[str, int]:
-    """Computed where the weights are; only the sums come to the host."""
+    """Computed on the device; only the sums come to the host."""
     sums = {}
     for name in weights.names:
         part, box = weights.part(name), weights.boxes[name]

@@ -13,9 +13,12 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.rounds import Piece, largest_row, rounds
-from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights
+from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights, is_transposed
 
 SMALLEST_BUCKET_BYTES = 1 << 16
+# What a rank may receive into.
+Target = Weights | HostTensors
 
 
 @dataclass
@@ -33,7 +36,7 @@ class DeviceRounds:
     """
 
     def __init__(
-        self, plan: Plan, source: Weights, target: Weights, backend: Backend, bucket_bytes: int
+        self, plan: Plan, source: Weights, target: Target, backend: Backend, bucket_bytes: int
     ) -> None:
         self._source, self._target, self._backend = source, target, backend
         self._keep = plan.of(backend.rank).keep
@@ -79,12 +82,12 @@ class DeviceRounds:
 
     def _write(self, written: Sequence[tuple[str, Box, Any]]) -> None:
         target = self._target
-        if not target.on_host_only:
+        if isinstance(target, Weights) and not target.on_host_only:
             target.set_parts([(target.region(name, box), values) for name, box, values in written])
             return
         for name, box, values in written:
             self._backend.host_device_bytes += box.size * FLOAT_BYTES
             view = target.arrays.hf_views[name][box.within(target.boxes[name]).slices]
-            if target.is_transposed(name):
+            if is_transposed(name, view.ndim):  # the values come as their sender stores them
                 view = view.T
             view[...] = values.asnumpy().reshape(view.shape)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +14,10 @@ import numpy as np
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.copies import Copies
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weight_sync.device_rounds import DeviceRounds
+from mindgrpo.weight_sync.device_rounds import DeviceRounds, Target
 from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.transfer import Traffic
+from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import WeightArrays, Weights
 
 DEFAULT_BUCKET_BYTES = 16 << 20
@@ -24,14 +25,6 @@ DEFAULT_BUCKET_BYTES = 16 << 20
 
 class ReshardError(RuntimeError):
     """A target that did not get every one of its elements, or not the sender's bits."""
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """`bytes_received` of this rank only; `seconds` of the whole call."""
-
-    bytes_received: int
-    seconds: float
 
 
 class _Moving(Protocol):
@@ -54,7 +47,7 @@ class Resharder:
         self,
         plan: Plan,
         source: Weights,
-        target: Weights,
+        target: Target,
         backend: Backend,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
@@ -85,7 +78,7 @@ class _InPlace:
 
     extra_bytes = 0
 
-    def __init__(self, plan: Plan, source: Weights, target: Weights, backend: Backend) -> None:
+    def __init__(self, plan: Plan, source: Weights, target: Target, backend: Backend) -> None:
         self._backend = backend
         moves = plan.of(backend.rank)
         peers = backend.peer_pools(source.pool)
@@ -123,5 +116,5 @@ def checksums(weights: Weights, boxes: dict[str, Box] | None = None) -> dict[str
         }
 
 
-def _view(weights: WeightArrays, name: str, box: Box) -> np.ndarray:
+def _view(weights: WeightArrays | HostTensors, name: str, box: Box) -> np.ndarray:
     return weights.hf_views[name][box.within(weights.boxes[name]).slices]

@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return max(self.source.grid.size, self.target.grid.size)
+        return max(self.source.grid.end, self.target.grid.end)
 
     @cached_property
     def _bytes_of_move(self) -> NDArray[np.int64]:
@@ -146,7 +146,7 @@ def plan_reshard(source: Layout, target: Layout, itemsize: int = 4) -> Plan:
     _refuse_different_models(source, target)
     boxes = _BoxCutter()
     demands = [demand for spec in target.specs for demand in _demands(source, target, spec, boxes)]
-    senders = _choose_senders(demands, max(source.grid.size, target.grid.size))
+    senders = _choose_senders(demands, max(source.grid.end, target.grid.end))
     counts = [len(demand.wanted_by) for demand in demands]
     return Plan(
         source=source,

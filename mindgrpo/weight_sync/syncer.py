@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from mindspore import ops
@@ -9,17 +10,21 @@ from mindspore import ops
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.models.lora import merge
 from mindgrpo.models.shard import Adapters
-from mindgrpo.weight_sync.execute import Resharder, Traffic
+from mindgrpo.weight_sync.device_checksum import sums_of
+from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.local_weights import Weights
 
 
 class WeightSyncer:
-    """Repeats one transfer from `source` and its adapters to `target`, whose layout may be any.
+    """A WeightTransfer from `source` and its adapters to `target`, whose layout may be any.
 
-    `plan` is that of the base weights (None: computed here). `copies` are the pools that the transfer needs on the
-    device besides the weights on both sides: the adapters in the target's layout.
+    `plan` is that of the base weights (None: computed here). `copies` are the adapters in the target's layout.
     """
+
+    host_copies: Sequence[Pool] = ()
+    has_sums = True
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class WeightSyncer:
         plan: Plan | None = None,
     ) -> None:
         self._target, self._adapters, self._backend = target, adapters, backend
+        self.layout = target.layout
         plan = plan or plan_reshard(source.layout, target.layout)
         self._base = Resharder(plan, source, target, backend)
         self.copies: list[Pool] = []
@@ -42,15 +48,17 @@ class WeightSyncer:
             self.copies.append(self._copy.pool)
             self._low_rank = Resharder(plan_reshard(own.layout, layout), own, self._copy, backend)
 
-    def run(self) -> Traffic:
-        """Transfers once; all ranks together, with the weights of both sides and `copies` on the device."""
+    def run(self, keeps_sums: bool = False) -> Traffic:
         traffic = self._base.run()
         if self._adapters is None:
             return traffic
         more = self._low_rank.run()
         merge(self._target, self._copy, self._adapters.settings)
         self._backend.synchronize()
-        return Traffic(traffic.bytes_received + more.bytes_received, traffic.seconds + more.seconds)
+        return traffic + more
+
+    def sums(self) -> dict[str, int]:
+        return sums_of(self._target)
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.weight_sync.device_checksum import device_sums
-from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weight_sync.device_checksum import sums_of
+from mindgrpo.weight_sync.transfer import WeightTransfer
+from mindgrpo.weights.checksum import MODULUS, total_sums
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -34,28 +36,28 @@ class WeightCheck:
     def __init__(self, backend: Backend, interval: int | None, adapted: frozenset[str]) -> None:
         self._backend, self._interval, self._adapted = backend, interval, adapted
         self._kept: _Kept | None = None
-        self._due = False
+        self.is_due = False
 
     def begin_step(self, step: int) -> None:
         """`step` counts from 0."""
         every = self._interval
-        self._due = every is not None and (step == 0 or (step + 1) % every == 0)
+        self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
 
     def lacks(self, version: int) -> bool:
         """Whether sums of `version` are needed and not kept yet."""
-        return self._due and (self._kept is None or self._kept.version != version)
+        return self.is_due and (self._kept is None or self._kept.version != version)
 
     def keep(self, policy: Sequence[Weights], version: int) -> None:
         """Sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
         if self.lacks(version):
             first, *others = policy
-            self._kept = _Kept(version, self._sums(first, "policy's"))
+            self._kept = _Kept(version, self._totals(first.layout, sums_of(first), "policy's"))
             for weights in others:
-                self._sums(weights, "policy's")
+                self._totals(weights.layout, sums_of(weights), "policy's")
 
-    def check(self, generator: Weights, version: int) -> None:
-        """The generator's weights, at hand, against the policy's of `version`; all ranks together."""
-        if not self._due:
+    def check(self, received: WeightTransfer, version: int) -> None:
+        """What the generator has received against the policy's weights of `version`; all ranks together."""
+        if not self.is_due:
             return
         if self._kept is None or self._kept.version != version:
             had = "none" if self._kept is None else f"version {self._kept.version}"
@@ -63,7 +65,7 @@ class WeightCheck:
                 f"the generator was to be given the policy's weights of version {version}, but the last that it was "
                 f"given are {had}: they are stale"
             )
-        sums = self._sums(generator, "generator's")
+        sums = self._totals(received.layout, received.sums(), "generator's")
         wrong = [
             name
             for name, value in self._kept.sums.items()
@@ -77,10 +79,9 @@ class WeightCheck:
                 f"{version}, first {wrong[0]}: {cause}"
             )
 
-    def _sums(self, weights: Weights, whose: str) -> dict[str, int]:
-        sums = part_sums(weights) if weights.pool.is_host_memory else device_sums(weights)
+    def _totals(self, layout: Layout, sums: dict[str, int], whose: str) -> dict[str, int]:
         by_rank = self._backend.world.gather_objects(sums)
-        totals, wrong = total_sums(weights.layout, by_rank, MODULUS)
+        totals, wrong = total_sums(layout, by_rank, MODULUS)
         if wrong:
             name, ranks = next(iter(wrong.items()))
             raise WeightsDiffer(

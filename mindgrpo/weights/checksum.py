@@ -21,10 +21,11 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def part_sums(weights: Weights) -> dict[str, int]:
     """Returns the sum of this rank's slice of each parameter."""
     with weights.on_host() as host:
-        return {name: _sum(part, weights.boxes[name]) for name, part in host.hf_views.items()}
+        return {name: box_sum(part, weights.boxes[name]) for name, part in host.hf_views.items()}
 
 
-def _sum(part: np.ndarray, box: Box) -> int:
+def box_sum(part: np.ndarray, box: Box) -> int:
+    """Returns the sum of `box` of a parameter, float32 [out, in] or one-dimensional."""
     bits = part.view(np.uint32)
     if bits.ndim == 1:
         bits = bits[None]

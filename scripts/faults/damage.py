@@ -21,8 +21,8 @@ from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.execute import Traffic
 from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.transfer import Traffic
 
 Change = Callable[[Any], Any]
 
@@ -102,7 +102,7 @@ def nan_gradient(at: int) -> None:
 def reshard_bit(at: int) -> None:
     """One bit of one weight of the generator."""
 
-    def change(traffic: Any, syncer: Any) -> Any:
+    def change(traffic: Any, syncer: Any, *_: Any) -> Any:
         with syncer._target.on_host(write=True) as host:
             part = next(iter(host.hf_views.values()))
             part.view(np.uint32)[0, 0] ^= 1
@@ -114,7 +114,7 @@ def reshard_bit(at: int) -> None:
 def reshard_places(at: int) -> None:
     """Two rows of one matrix of the generator."""
 
-    def change(traffic: Any, syncer: Any) -> Any:
+    def change(traffic: Any, syncer: Any, *_: Any) -> Any:
         with syncer._target.on_host(write=True) as host:
             part = host.hf_views["model.layers.0.mlp.down_proj.weight"]
             part[[0, 1]] = part[[1, 0]]
@@ -138,8 +138,8 @@ def stale_generator(at: int) -> None:
     """No weights are delivered, on any rank, and the generator is told that they were."""
     original = WeightSyncer.run
 
-    def changed(syncer: WeightSyncer) -> Any:
-        return Traffic(0, 0.0) if Clock.step >= at else original(syncer)
+    def changed(syncer: WeightSyncer, *rest: Any) -> Any:
+        return Traffic(0, 0.0) if Clock.step >= at else original(syncer, *rest)
 
     put(WeightSyncer, "run", changed)
 

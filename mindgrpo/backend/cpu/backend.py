@@ -208,8 +208,8 @@ class CpuBackend(Backend):
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return {rank: PeerPool(*addresses[rank]) for rank in others}
 
-    def host_pool(self, num_bytes: int) -> Pool:
-        pool = HostPool(num_bytes)
+    def host_pool(self, num_bytes: int, shared: bool = False) -> HostPool:
+        pool = SharedPool(num_bytes) if shared else HostPool(num_bytes)
         self.live_pools.add(pool)
         return pool
 

@@ -17,7 +17,7 @@ from mindgrpo.backend.device.group import DeviceGroup, DeviceLink, waiting
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.pool import DevicePool
 from mindgrpo.backend.graph import CompileLog, Graph
-from mindgrpo.backend.host_pool import HostPool
+from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.health.rank_health import RankHealth
 
@@ -115,8 +115,8 @@ class DeviceBackend(Backend):
         self.live_pools.add(pool)
         return pool
 
-    def host_pool(self, num_bytes: int) -> Pool:
-        pool = HostPool(num_bytes)
+    def host_pool(self, num_bytes: int, shared: bool = False) -> HostPool:
+        pool = SharedPool(num_bytes) if shared else HostPool(num_bytes)
         self.live_pools.add(pool)
         return pool
 

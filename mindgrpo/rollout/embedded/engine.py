@@ -15,7 +15,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.shard import Shard
+from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.decode_loop import missing_options
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -24,7 +24,10 @@ from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import load_weights
 
 
 class EmbeddedEngine:
@@ -44,7 +47,7 @@ class EmbeddedEngine:
         cache_config: KVCacheConfig,
         kernels: Kernels | None = None,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self._backend = sampling, backend
         self.weights = Weights(layout, backend.rank, backend, "generator")
         self.version: int | None = None
         self.stats = RolloutStats(0, 0, 0, 0)
@@ -72,6 +75,17 @@ class EmbeddedEngine:
 
     def wake(self) -> None:
         """The memory room has brought the pools."""
+
+    def transfer_from(
+        self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
+    ) -> WeightSyncer:
+        return WeightSyncer(policy, adapters, self.weights, self._backend, plan)
+
+    def load(self, directory: str, version: int) -> None:
+        self.publish(lambda: load_weights(self.weights, directory), version)
+
+    def close(self) -> None:
+        """Nothing was started."""
 
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
         self.version = None
