@@ -115,7 +115,8 @@ class GRPOTrainer:
         run.backend.health.enter("close")
         run.watch.close()
         self.scorer.close()
-        engine = self.roles.engine.capabilities.name
+        engine = self.roles.engine.capabilities
+        self.roles.engine.close()
         reason = ended.reason if ended else None
         run.record.close(session.done, engine, reason, session.checkpoints.best)
         if ended is not None:

@@ -189,6 +189,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     )
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
         outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
+    engine.close()
     for outcome in outcomes:
         for name, message in outcome.scored.scores.messages.items():
             console.line(f"  reward {name}: {message}")
@@ -200,7 +201,9 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
 def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
     """With its weights, and its cache on the device."""
     cache_config = inputs.cache_config(config)
-    engine = make_engine(inputs.model, inputs.layout, backend, inputs.sampling, cache_config)
+    engine = make_engine(
+        config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config
+    )
     residency = Residency(device_budget(config))
     for name, pools in engine.pools.items():
         residency.register(name, pools, rebuilt=True, filled=False)

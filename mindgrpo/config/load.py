@@ -146,7 +146,7 @@ def _parsed(text: str) -> object:
 
 
 def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
-    """Tells whether a key is live; adds a notice for a retired key and one that a run goes on without."""
+    """Tells whether a key is live; adds a notice for a retired one."""
     if key in LIVE:
         return True
     retired = retired_key(key)
@@ -156,9 +156,7 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
     elif key in PENDING:
         pending = PENDING[key]
         asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
-        if pending.may_go_on(entry.value):
-            notices[key] = f"{asked}: {pending.goes_on} ({entry.origin})."
-        elif not pending.accepts(entry.value):
+        if not pending.accepts(entry.value):
             raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
     elif key not in SECTIONS:
         raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")

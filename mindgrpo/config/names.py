@@ -23,24 +23,15 @@ def _data(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Pending:
-    """A key that will be live later: what an active value asks for, and the inactive value, which is accepted.
-
-    Where a run without the feature still does what its user came for, `goes_on` says once at start what it does
-    instead, for the values of `goes_on_for`; any other active value is an error.
-    """
+    """A key that will be live later: what an active value asks for, and the inactive value, which is accepted."""
 
     feature: str
     inactive: object
     verdict: str = "is not available yet"
-    goes_on: str = ""
-    goes_on_for: tuple[int, ...] = ()
 
     def accepts(self, value: object) -> bool:
-        # Types are compared as well: `use_vllm: False` and `use_vllm: 0` are two things in YAML.
+        # Types are compared as well: `False` and `0` are two things in YAML.
         return type(value) is type(self.inactive) and value == self.inactive
-
-    def may_go_on(self, value: object) -> bool:
-        return type(value) is int and value in self.goes_on_for
 
 
 _NOT_LIVE = _data("retired.yaml")

@@ -116,8 +116,6 @@ def _explain_known(key: str) -> str:
 def _pending(key: str) -> str:
     pending = PENDING[key]
     instead = f"leave it at {_written(pending.inactive)}"
-    if pending.goes_on:
-        instead = f"if it is set, {pending.goes_on}"
     return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mindgrpo.config.section import BEFORE_TEXT, OptionalText, Section
+from mindgrpo.config.vllm import VllmConfig
 
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "model shapes in MindFormers' format; must agree with the model's config.json"
@@ -178,10 +179,29 @@ class GenerateConfig(Section):
     """empty, or the same as actor_config.load"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     parallel_config: GenerateParallelConfig = GenerateParallelConfig()
+    use_vllm: Literal[0, 1, 2] = 0
+    """1: vLLM generates; 0 and 2 (MindRLHF's mode for debugging): the embedded generator does"""
     max_model_len: int | None = Field(None, ge=2)
     """maximum length of prompt and completion together; null: the sum of the two limits"""
     max_num_seqs: int | None = Field(None, ge=1)
     """maximum number of samples in flight on each data-parallel rank; null: all"""
     max_prompt_length: int = Field(512, ge=1)
     """maximum length of a prompt in tokens"""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """vLLM: maximum number of tokens in one of its steps; null: vLLM's own"""
+    block_size: int | None = Field(None, ge=1)
+    """vLLM: tokens in a block of the KV cache; null: vLLM's own"""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """vLLM: share of a device's memory that an engine may take; on CPU of the host's, shared by its engines; null:
+    vLLM's own on a device, no limit on CPU"""
     sampling_config: SamplingConfig = SamplingConfig()
+    vllm: VllmConfig = VllmConfig()
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.use_vllm == 1
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a prompt and its completion have together."""
+        return self.max_model_len or self.max_prompt_length + self.sampling_config.max_tokens

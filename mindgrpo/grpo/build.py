@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
+import psutil
+
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
@@ -14,9 +16,10 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas
-from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.grpo.run_plan import RunPlan, generator_bytes
 from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
+from mindgrpo.grpo.vllm_settings import vllm_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -28,6 +31,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
+from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.verify import WeightCheck
@@ -49,7 +53,7 @@ def make_roles(
     budget = device_budget(plan.config) or backend.device_memory_bytes
     residency = Residency(budget, keeps=not backend.shares_memory)
     policy = make_policy(plan, backend, sampling)
-    engine = make_engine(plan.model, plan.infer, backend, sampling, plan.cache_config)
+    engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:
         _fill(policy.weights, plan.config, plan.config.actor_config.load, random_weights)
     if policy.adapters is not None:
@@ -67,6 +71,7 @@ def make_roles(
 
 
 def make_engine(
+    config: Config,
     model: DecoderConfig,
     layout: Layout,
     backend: Backend,
@@ -74,6 +79,15 @@ def make_engine(
     cache_config: KVCacheConfig,
 ) -> RolloutEngine:
     """Without weights, and asleep."""
+    if config.generate_config.uses_vllm:
+        on_host = config.context.target.device == "CPU"
+        host_memory = psutil.virtual_memory().total if on_host else None
+        weight_bytes = generator_bytes(config, layout)
+        return VllmEngine(
+            layout,
+            backend,
+            vllm_settings(config, model, layout.grid, cache_config, weight_bytes, host_memory),
+        )
     return EmbeddedEngine(model, layout, backend, sampling, cache_config)
 
 

@@ -15,6 +15,7 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.vllm_settings import worker_cache_bytes
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
@@ -23,6 +24,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.vllm.settings import ITEM_BYTES
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = 4
@@ -71,8 +73,16 @@ class RunPlan:
     @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""
-        in_slots = keeps_slots(self.config.context.target)
-        return notices(self.model) if in_slots else []
+        generate = self.config.generate_config
+        if generate.uses_vllm:
+            return []
+        own = notices(self.model) if keeps_slots(self.config.context.target) else []
+        unused = [
+            f"generate_config.{key} has no effect: it is vLLM's, and the embedded generator is used"
+            for key in ("block_size", "gpu_memory_utilization", "max_num_batched_tokens")
+            if getattr(generate, key) is not None
+        ]
+        return [*own, *unused]
 
     def memory(self) -> list[PhaseMemory]:
         """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
@@ -90,8 +100,8 @@ class RunPlan:
             "policy": largest_share(self.train) + adapters(self.train),
             "gradients": trained,
             "optimizer": 2 * trained,
-            "generator": largest_share(self.infer),
-            "kv_cache": self._generator_bytes(),
+            "generator": generator_bytes(self.config, self.infer),
+            "kv_cache": self.kv_cache_bytes,
             "adapters_copy": adapters(self.infer),
         }
         if self.config.actor_config.optimizer.opt_offload:
@@ -113,7 +123,13 @@ class RunPlan:
         longest = generate.sampling_config.max_tokens
         return KVCacheConfig(slots, group, prompts, generate.max_prompt_length, longest)
 
-    def _generator_bytes(self) -> int:
+    @property
+    def kv_cache_bytes(self) -> int:
+        if not self.config.generate_config.uses_vllm:
+            return self._embedded_cache_bytes()
+        return worker_cache_bytes(self.config, self.model, self.infer.grid, self.cache_config)
+
+    def _embedded_cache_bytes(self) -> int:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
         model, tp_size = self.model, self.infer.grid.model_parallel
         kv = max(1, model.num_key_value_heads // tp_size)
@@ -136,10 +152,14 @@ class RunPlan:
             f"train {self.train.grid}, stages of "
             + "+".join(str(len(layers)) for layers in self.train.stage_layers)
             + " layers",
-            f"generate {self.infer.grid}",
+            f"generate {self.infer.grid}{self._by_vllm()}",
         ]
         reference = "none (beta is 0)" if self.reference is None else str(self.reference.grid)
         return [*lines, f"reference {reference}"]
+
+    def _by_vllm(self) -> str:
+        generate = self.config.generate_config
+        return f", vLLM in {generate.vllm.dtype}" if generate.uses_vllm else ""
 
     def most_memory(self) -> str:
         most = max(self.memory(), key=lambda phase: phase.total)
@@ -169,6 +189,13 @@ def largest_share(layout: Layout) -> int:
         for stage in layout.stages_of(spec.name):
             stages[stage] += size
     return max(stages) * FLOAT_BYTES
+
+
+def generator_bytes(config: Config, layout: Layout) -> int:
+    """Of the weights of the rank of `layout` that holds most, or of that worker of vLLM."""
+    generate = config.generate_config
+    itemsize = ITEM_BYTES[generate.vllm.dtype] if generate.uses_vllm else FLOAT_BYTES
+    return largest_share(layout) // FLOAT_BYTES * itemsize
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:

@@ -51,9 +51,10 @@ class SeedKey:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What engines differ in; `name` is for reports."""
+    """What engines differ in; name and release are for reports."""
 
     name: str
+    release: str | None = None
 
 
 class RolloutEngine(Protocol):

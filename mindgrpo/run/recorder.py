@@ -25,6 +25,7 @@ from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
@@ -200,7 +201,7 @@ class RunRecord:
     def close(
         self,
         num_steps: int,
-        engine: str,
+        engine: Capabilities,
         ended: str | None = None,
         best: dict[str, Any] | None = None,
     ) -> None:
@@ -219,8 +220,10 @@ class RunRecord:
             "compiles": self._compiles(),
             "eval_before": before,
             "eval_after": after,
-            "engine": engine,
+            "engine": engine.name,
         }
+        if engine.release is not None:
+            summary["engine_version"] = engine.release
         if best is not None:
             summary["best_checkpoint"] = best
         if ended is not None:

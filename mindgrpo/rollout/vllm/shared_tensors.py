@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.vllm.settings import ITEM_BYTES, Dtype
 from mindgrpo.weight_sync.stream import groups_of
 from mindgrpo.weights.host_tensors import ALIGN_ELEMENTS, FLOAT_BYTES, HostTensors, num_elements
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGN_BYTES = ALIGN_ELEMENTS * FLOAT_BYTES
 # The two ends of a tensor that its checksum is of.
 SAMPLE_BYTES = 1 << 16

@@ -1,0 +1,215 @@
+"""vLLM as a RolloutEngine: the first rank of each generating replica owns one engine process, the others hear from it.
+
+The process keeps its weights between steps. They come to it as named tensors, group by group, through a bucket of
+memory that both see; a publish is a transaction, and the engine draws by the version that it was asked for or not at
+all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
+from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.models.shard import Adapters
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
+from mindgrpo.rollout.noise import sample_keys
+from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.vllm.process import EngineCommand, EngineProcess, Message
+from mindgrpo.rollout.vllm.settings import VllmSettings
+from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
+from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.stream import TensorStream, groups_of
+from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import check_tensors
+
+PROGRESS_SECONDS = 10.0
+
+
+class EngineMemory(Pool):
+    """What an engine's process takes, as the account sees it; the process gives it up and takes it back by itself."""
+
+    is_host_memory = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
+        raise ValueError("an engine's memory has no parameters")
+
+    def on_host(self, write: bool = False) -> Any:
+        raise ValueError("an engine's memory is another process's")
+
+    def offload(self) -> None: ...
+
+    def load(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+def owners_layout(layout: Layout) -> Layout:
+    """All parameters whole, on the first rank of each replica of `layout`."""
+    grid = Grid(layout.grid.data_parallel, 1, 1, spacing=layout.grid.model_parallel)
+    return Layout(grid, layout.specs, (range(layout.stage_layers[-1].stop),))
+
+
+class VllmEngine:
+    """`layout` is the generating one: its model axis is vLLM's tensor parallelism."""
+
+    def __init__(self, layout: Layout, backend: Backend, settings: VllmSettings) -> None:
+        self.version: int | None = None
+        self.stats = RolloutStats(0, 0, 0, 0)
+        # What the process says of itself once it is ready; empty on ranks without one.
+        self.description: Message = {}
+        self._settings, self._backend = settings, backend
+        self._degree = layout.grid.model_parallel
+        self._layout = owners_layout(layout)
+        self._sink = SharedTensors(self._layout, backend, settings.dtype, self._hand_over)
+        coordinates = layout.grid.coordinates(backend.rank)
+        self._group = backend.group(layout.grid.replica(coordinates.data))
+        self._process: EngineProcess | None = None
+        self._is_awake = True
+        if self._layout.grid.holds(backend.rank):
+            bucket = self._sink.bucket.descriptor
+            command = EngineCommand(settings.python, bucket, settings.max_silence_seconds)
+            self._process = EngineProcess(command, backend.health, os.environ)
+        self.pools: Mapping[str, Sequence[Pool]] = {
+            role: [EngineMemory(size)] for role, size in settings.memory.items()
+        }
+
+    def _ask(self, message: Message, progress: Callable[[Message], None] | None = None) -> Message:
+        """The reply of this rank's process, which is started with the first question; {} without one."""
+        if self._process is None:
+            return {}
+        if not self.description:
+            own = self._settings
+            start = {"type": "start", "tensor_parallel": self._degree, "model": own.model}
+            start |= {"dtype": own.dtype, "max_model_len": own.max_model_len, "seed": own.seed}
+            self.description = self._process.start(start | {"arguments": dict(own.arguments)})
+        return self._process.request(message, progress or (lambda _: None))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities("vllm", self.description.get("version"))
+
+    def memory_bytes(self) -> int:
+        return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
+
+    def sleep(self) -> None:
+        if self._is_awake and self.version is not None:
+            self._ask({"type": "sleep"})
+            self._is_awake = False
+
+    def wake(self) -> None:
+        if not self._is_awake:
+            self._ask({"type": "wake"})
+            self._is_awake = True
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.close()
+
+    def transfer_from(
+        self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
+    ) -> TensorStream:
+        return TensorStream(policy, adapters, self._layout, self._backend, self._sink)
+
+    def load(self, directory: str, version: int) -> None:
+        files = check_tensors(directory, self._layout.specs)
+
+        def read() -> None:
+            for group in groups_of(self._layout):
+                tensors = HostTensors(group, self._backend.rank, self._sink.pool)
+                for name, view in tensors.hf_views.items():
+                    view[...] = files.read(name)
+                if tensors.boxes:
+                    self._sink.take(tensors)
+
+        self.publish(read, version)
+
+    def publish(self, transfer: Callable[[], Result], version: int) -> Result:
+        self.version = None
+        tensors = [[spec.name, list(spec.shape)] for spec in self._layout.specs]
+        self._ask({"type": "begin_weights", "version": version, "tensors": tensors})
+        result = transfer()
+        committed = self._ask({"type": "commit_weights", "version": version})
+        self._check_workers(committed, version)
+        for pool in self._sink.host_copies:
+            pool.release()
+        self.version = version
+        return result
+
+    def _hand_over(self, tensors: list[dict[str, Any]]) -> None:
+        self._ask({"type": "load_weights", "tensors": tensors})
+
+    def _check_workers(self, reply: Message, version: int) -> None:
+        if self._process is not None and {*reply["versions"]} != {version}:
+            raise StaleWeights(
+                f"vLLM's workers have weights {reply['versions']}, the policy {version}"
+            )
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+    ) -> list[Completion]:
+        if self.version != version:
+            raise StaleWeights(f"vLLM has weights {self.version}, the policy {version}")
+        wanted = [request for request in requests if request.samples]
+        reply: Message = {"completions": [], "prompt_tokens": 0}
+        if wanted:
+            message = _generation(wanted, sampling, key, version)
+            reply = self._ask(message, _Progress(self._backend))
+            if self._process is not None:
+                self._check_workers(reply, version)
+            reply = self._group.gather_objects(reply)[0]
+        made = reply["completions"]
+        tokens = sum(len(one["tokens"]) for one in made)
+        self.stats = RolloutStats(tokens, tokens, 0, reply["prompt_tokens"])
+        samples = [sample for request in wanted for sample in request.samples]
+        return [
+            Completion(
+                sample,
+                np.array(one["tokens"], np.int32),
+                np.array(one["logps"], np.float32),
+                STOPPED if one["stopped"] else LENGTH,
+                version,
+            )
+            for sample, one in zip(samples, made, strict=True)
+        ]
+
+
+def _generation(
+    requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+) -> Message:
+    """What the process is asked for: a seed of its own for every sample, the same under every layout."""
+    rows = []
+    for request in requests:
+        limits = request.max_tokens or (sampling.max_tokens,) * len(request.samples)
+        keys = sample_keys(key.seed, key.purpose, key.step, request.samples).tolist()
+        samples = [{"seed": s, "max_tokens": n} for s, n in zip(keys, limits, strict=True)]
+        rows.append({"prompt": request.prompt.tolist(), "samples": samples})
+    settings = asdict(sampling) | {"top_k": max(0, sampling.top_k)}
+    return {"type": "generate", "version": version, "sampling": settings, "requests": rows}
+
+
+class _Progress:
+    """Shows every ten seconds how far the engine is, on the first rank alone."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._shown = backend, time.monotonic()
+
+    def __call__(self, message: Message) -> None:
+        now = time.monotonic()
+        if self._backend.rank == 0 and now - self._shown > PROGRESS_SECONDS:
+            self._shown = now
+            done, wanted, tokens = message["finished"], message["of"], message["tokens"]
+            self._backend.health.say(f"vLLM: {done} of {wanted} samples are done, {tokens} tokens")

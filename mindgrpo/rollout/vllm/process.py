@@ -1,0 +1,206 @@
+"""One engine process as the rank that owns it sees it: started, asked, watched and ended.
+
+Requests and replies are JSON objects over a socket, each after its length in four bytes; child/mindgrpo_engine is the
+other end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from mindgrpo.errors import UserError
+from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
+from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.launch.plan import STATUS_VARIABLE
+from mindgrpo.rollout.vllm.environment import child_environment
+
+CHILD = Path(__file__).with_name("child")
+POLL_SECONDS, END_SECONDS = 0.5, 10.0
+NUM_LAST_WORDS = 3
+SHARED_MEMORY = Path("/dev/shm")
+# In the status folder, for the launcher: what to remove where a rank could not.
+SHARED_NAMES = "engine_shared_{rank}"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+
+Message = dict[str, Any]
+
+
+class EngineLost(RuntimeError):
+    """The engine's process has ended, or answers nothing."""
+
+
+class EngineFailed(RuntimeError):
+    """The engine could not do what it was asked."""
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """`memory` is the descriptor of the bucket; an engine that sends nothing for `max_silence_seconds` is lost."""
+
+    python: Path
+    memory: int
+    max_silence_seconds: float
+
+
+class EngineProcess:
+    """Begins to start at once; `request` waits for it. `say` shows a line to the user."""
+
+    def __init__(
+        self, command: EngineCommand, health: RankHealth, environment: Mapping[str, str]
+    ) -> None:
+        self._health, self._patience = health, command.max_silence_seconds
+        self._log = _open_log(health)
+        self._buffer = b""
+        self._is_asked = False
+        self._shared: list[str] = []
+        self._socket, other = socket.socketpair()
+        try:
+            self._process = self._start(command, other.fileno(), environment)
+        finally:
+            other.close()
+        atexit.register(self._kill)
+        health.on_beat(self._check)
+
+    def _start(
+        self, command: EngineCommand, descriptor: int, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        own = child_environment(environment, command.python)
+        if KV_SPACE not in environment:
+            own.pop(KV_SPACE, None)  # the size is an argument
+        own["PYTHONPATH"] = str(CHILD)
+        if STATUS_VARIABLE in environment:
+            own[STATUS_VARIABLE] = environment[STATUS_VARIABLE]  # it ends with the job
+        words = ["--socket", str(descriptor), "--memory", str(command.memory)]
+        return subprocess.Popen(
+            [str(command.python), "-m", "mindgrpo_engine", *words],
+            env=own,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=(descriptor, command.memory),
+            start_new_session=True,
+        )
+
+    def request(
+        self, message: Message, on_progress: Callable[[Message], None] = lambda _: None
+    ) -> Message:
+        """The reply. Raises EngineLost, EngineFailed, and UserError for what the engine says is the user's mistake."""
+        self._is_asked = True
+        kind = message["type"]
+        try:
+            self._send(message)
+            while (reply := self._receive(kind))["type"] == "progress":
+                on_progress(reply)
+        except OSError as error:
+            raise self._lost(f"in {kind}: {error}") from None
+        self._is_asked = False
+        if reply["type"] != "error":
+            return reply
+        if reply.get("kind") == "user":
+            raise UserError(f"vLLM: {reply['error']}")
+        raise EngineFailed(f"vLLM's engine failed in {kind}: {reply['error']}")
+
+    def start(self, message: Message) -> Message:
+        """As `request`, for the first one; notes what the engine has in shared memory."""
+        reply = self.request(message)
+        self._shared = list(reply.get("shared_memory", ()))
+        if self._health.folder is not None:
+            path = self._health.folder / SHARED_NAMES.format(rank=self._health.rank)
+            path.write_text("\n".join(self._shared), encoding="utf-8")
+        return reply
+
+    def _send(self, message: Message) -> None:
+        text = json.dumps(message).encode()
+        self._socket.sendall(len(text).to_bytes(4, "big") + text)
+
+    def _receive(self, kind: str) -> Message:
+        heard = time.monotonic()
+        while True:
+            length = int.from_bytes(self._buffer[:4], "big")
+            if len(self._buffer) >= 4 and len(self._buffer) >= 4 + length:
+                text, self._buffer = self._buffer[4 : 4 + length], self._buffer[4 + length :]
+                message: Message = json.loads(text)
+                return message
+            if select.select([self._socket], [], [], POLL_SECONDS)[0]:
+                some = self._socket.recv(1 << 20)
+                if not some:
+                    raise self._lost(f"in {kind}")
+                self._buffer += some
+                heard = time.monotonic()
+            elif time.monotonic() - heard > self._patience:
+                raise EngineLost(
+                    f"vLLM's engine of rank {self._health.rank} sent nothing for {self._patience:.0f} s in {kind}: "
+                    f"{self._last_words()}"
+                )
+
+    def _lost(self, where: str) -> EngineLost:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(POLL_SECONDS)
+        return EngineLost(self._ending(where))
+
+    def _ending(self, where: str) -> str:
+        code = self._process.poll()
+        how = "has closed its connection" if code is None else describe_code(code)
+        rank = self._health.rank
+        return f"vLLM's engine of rank {rank} {how} {where}: {self._last_words()}"
+
+    def _last_words(self) -> str:
+        self._log.flush()
+        with open(f"/proc/self/fd/{self._log.fileno()}", "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line]
+        words = " | ".join(lines[-NUM_LAST_WORDS:])
+        return f"its last words are: {words}" if words else "it left no words"
+
+    def _check(self) -> None:
+        """Ends this rank where its engine has ended between requests: the next one may be far away."""
+        if self._is_asked or self._process.poll() is None or self._health.folder is None:
+            return
+        folder, rank = self._health.folder, self._health.rank
+        sentence = self._ending(position_of(folder, rank).strip() or "while it had nothing to do")
+        print(f"mindgrpo: {sentence}", file=sys.stderr, flush=True)
+        write_failure(folder, rank, Failure(rank, time.time(), 1, sentence))
+        self._kill()
+        os._exit(1)
+
+    def close(self) -> None:
+        """Asks it to end, and kills it where it does not."""
+        self._is_asked = True
+        with suppress(OSError, EngineLost, EngineFailed):
+            self._patience = END_SECONDS
+            self.request({"type": "stop"})
+            self._process.wait(END_SECONDS)
+        self._kill()
+
+    def _kill(self) -> None:
+        """The process and what it started, and what these have left in shared memory."""
+        self._is_asked = True
+        atexit.unregister(self._kill)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._socket.close()
+        for name in self._shared:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+
+def _open_log(health: RankHealth) -> IO[bytes]:
+    """Beside the ranks' logs; without a launcher a file that nobody else sees."""
+    if health.folder is None:
+        return tempfile.TemporaryFile()
+    return (health.folder.parent / f"engine_{health.rank}.log").open("ab")

@@ -1,0 +1,28 @@
+"""What a vLLM engine is started with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """`model` is a directory with config.json; `arguments` are vLLM's own, by name.
+
+    `memory` is what an engine takes on each of its ranks, in bytes by role, for the account.
+    """
+
+    python: Path
+    model: str
+    dtype: Dtype
+    max_model_len: int
+    seed: int
+    max_silence_seconds: float
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, int] = field(default_factory=dict)
