@@ -58,8 +58,13 @@ class ArrayPool:
     def on_host(self, write: bool = False) -> Iterator[ArrayPool]:
         yield self
 
+    def forget(self) -> None:
+        """As a peer's pool has it."""
+
 
 class ThreadBackend:
+    shares_memory = True
+
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.world_size = rank, world.size
         self.world = ThreadGroup(world, rank)
@@ -67,6 +72,12 @@ class ThreadBackend:
 
     def pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
         return ArrayPool(num_bytes)
+
+    def host_pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
+        return ArrayPool(num_bytes)
+
+    def peer_pools(self, pool: ArrayPool) -> dict[int, ArrayPool]:
+        return dict(enumerate(self.world.gather_objects(pool)))
 
 
 def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -97,6 +97,14 @@ class JobProcesses:
         for pid in left:
             self.signal(pid, signal.SIGKILL)
         remove_shared_files(self._name)
+        remove_engine_files(self._folder)
+
+
+def remove_engine_files(status_folder: Path) -> None:
+    """What engine processes have left in shared memory, as the ranks that own them wrote down."""
+    for listed in status_folder.glob("engine_shared_*"):
+        for name in listed.read_text(encoding="utf-8").split():
+            (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
 
 
 def remove_shared_files(job: str) -> None:

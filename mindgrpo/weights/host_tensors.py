@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Mapping
 
 import numpy as np
 
 from mindgrpo.backend.contract import HostArrays, Pool
 from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.local_weights import FLOAT_BYTES, is_transposed
 
-# Tensors begin at multiples of 64 bytes, as other libraries want them.
-ALIGN_ELEMENTS = 16
-FLOAT_BYTES = 4
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+# Tensors begin at multiples of it, as other libraries want them.
+ALIGN_BYTES = 64
 
 
-def num_elements(boxes: Sequence[Box]) -> int:
-    """Of the memory that tensors of these shapes take, the gaps between them included."""
-    return sum(_aligned(prod(box.shape)) for box in boxes)
+def aligned_bytes(box: Box, itemsize: int) -> int:
+    """Of a tensor and what is left free up to the next one."""
+    return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class HostTensors:
-    """The parts of `layout`'s parameters that `rank` has, float32 [out, in], each contiguous, from the pool's start on.
+    """The parts of `layout`'s parameters that `rank` has, float32, from the pool's start on; none off its grid.
 
-    Several of them may use one pool, one after another. Weight sync writes into it as into any rank's weights; a rank
-    off the layout's grid has none and needs no pool.
+    `hf_views` are [out, in]; matrices lie in memory [in, out] where ranks keep them so, and then nothing is transposed
+    on the way here. Several of these may use one pool, one after another. Weight sync writes into it as into any
+    rank's weights.
     """
 
     on_host_only = True
@@ -45,8 +41,11 @@ class HostTensors:
     def _lay_out(self, memory: HostArrays) -> None:
         offset = 0
         for name, box in self.boxes.items():
-            self.hf_views[name] = memory.view(offset, box.shape)
-            offset += _aligned(box.size)
+            if is_transposed(name, len(box.shape)):
+                self.hf_views[name] = memory.view(offset, box.shape[::-1]).T
+            else:
+                self.hf_views[name] = memory.view(offset, box.shape)
+            offset += aligned_bytes(box, FLOAT_BYTES) // FLOAT_BYTES
 
     @property
     def arrays(self) -> HostTensors:

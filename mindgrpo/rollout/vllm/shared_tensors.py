@@ -12,9 +12,9 @@ from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm.settings import ITEM_BYTES, Dtype
 from mindgrpo.weight_sync.stream import groups_of
-from mindgrpo.weights.host_tensors import ALIGN_ELEMENTS, FLOAT_BYTES, HostTensors, num_elements
+from mindgrpo.weights.host_tensors import HostTensors, aligned_bytes
+from mindgrpo.weights.local_weights import FLOAT_BYTES
 
-ALIGN_BYTES = ALIGN_ELEMENTS * FLOAT_BYTES
 # The two ends of a tensor that its checksum is of.
 SAMPLE_BYTES = 1 << 16
 CONVERTED_AT_ONCE = 1 << 20
@@ -40,18 +40,22 @@ def checksum(tensor: bytes | memoryview) -> int:
 class SharedTensors:
     """A TensorSink on the ranks that own an engine, and an empty one on the others.
 
-    `hand_over` is called with a group's tensors, as the engine reads them: name, shape, offset in bytes and checksum.
+    `hand_over` is called with a group's tensors, as the engine reads them: name, shape, whether it lies in memory
+    transposed, offset in bytes and checksum.
     The bucket has room for the largest group. Half-precision weights arrive as float32 in memory of their own.
     """
 
     def __init__(self, layout: Layout, backend: Backend, dtype: Dtype, hand_over: HandOver) -> None:
         self._dtype, self._hand_over = dtype, hand_over
-        boxes = [[*group.held_by(backend.rank).values()] for group in groups_of(layout)]
-        largest = max(map(num_elements, boxes))
-        self.bucket: Any = backend.host_pool(largest * ITEM_BYTES[dtype], shared=True)
+        groups = [group.held_by(backend.rank).values() for group in groups_of(layout)]
+
+        def largest(itemsize: int) -> int:
+            return max(sum(aligned_bytes(box, itemsize) for box in boxes) for boxes in groups)
+
+        self.bucket: Any = backend.host_pool(largest(ITEM_BYTES[dtype]), shared=True)
         self.pool: Pool = self.bucket
         if dtype != "float32":
-            self.pool = backend.host_pool(largest * FLOAT_BYTES)
+            self.pool = backend.host_pool(largest(FLOAT_BYTES))
 
     @property
     def host_copies(self) -> Sequence[Pool]:
@@ -63,20 +67,23 @@ class SharedTensors:
 
     def _written(self, tensors: HostTensors, memory: HostArrays) -> Iterator[dict[str, Any]]:
         itemsize, offset = ITEM_BYTES[self._dtype], 0
-        for name, values in tensors.hf_views.items():
+        for name, view in tensors.hf_views.items():
+            transposed = not view.flags.c_contiguous
+            values = view.T if transposed else view
+            room = aligned_bytes(tensors.boxes[name], itemsize)
             # The pool's elements are of four bytes whatever is in them.
-            num_bytes = values.size * itemsize
-            words = memory.view(offset // FLOAT_BYTES, (-(-num_bytes // FLOAT_BYTES),))
-            stored = words.view(np.uint8)[:num_bytes]
+            words = memory.view(offset // FLOAT_BYTES, (room // FLOAT_BYTES,))
+            stored = words.view(np.uint8)[: values.size * itemsize]
             if itemsize != FLOAT_BYTES:
                 self._convert(values.reshape(-1), stored.view(np.uint16))
             yield {
                 "name": name,
-                "shape": list(values.shape),
+                "shape": list(view.shape),
+                "transposed": transposed,
                 "offset": offset,
                 "crc": checksum(stored.data),
             }
-            offset += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            offset += room
 
     def _convert(self, values: np.ndarray, stored: np.ndarray) -> None:
         for start in range(0, values.size, CONVERTED_AT_ONCE):

@@ -1,0 +1,245 @@
+"""The policy's weights as an engine is handed them: whole named tensors from any layout, in the engine's dtype.
+
+Does not prove that vLLM computes with them: that is tests/vllm.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks_as_threads import ThreadBackend, run
+
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
+from mindgrpo.models.lora import fill_adapters
+from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_names, adapter_specs
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import Adapters
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.rollout.vllm.engine import owners_layout
+from mindgrpo.rollout.vllm.settings import Dtype
+from mindgrpo.rollout.vllm.shared_tensors import SharedTensors, to_bfloat16
+from mindgrpo.weight_sync.stream import TensorStream, groups_of
+from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
+
+NUM_LAYERS = 4
+LORA = LoraSettings(2, 6.0, TARGETS)
+
+
+def model(tied: bool) -> DecoderConfig:
+    fields = {
+        "model_type": "qwen2",
+        "vocab_size": 37,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": tied,
+    }
+    return decoder_config(fields, "here")
+
+
+def layout(config: DecoderConfig, grid: Grid) -> Layout:
+    stages = layers_of_stage(NUM_LAYERS, grid.pipeline_stage)
+    return Layout(grid, parameter_specs(config), tuple(stages))
+
+
+class Kept:
+    """A TensorSink that keeps a copy of everything."""
+
+    def __init__(self, layout: Layout, backend: ThreadBackend) -> None:
+        self.inner = SharedTensors(layout, backend, "float32", self.hand_over)
+        self.pool, self.host_copies = self.inner.pool, self.inner.host_copies
+        self.tensors: dict[str, np.ndarray] = {}
+        self.groups: list[list[str]] = []
+
+    def hand_over(self, entries: list[dict]) -> None:
+        self.groups.append([entry["name"] for entry in entries])
+
+    def take(self, tensors: HostTensors) -> None:
+        self.tensors |= {name: view.copy() for name, view in tensors.hf_views.items()}
+        self.inner.take(tensors)
+
+
+def whole_model(config: DecoderConfig) -> dict[str, np.ndarray]:
+    alone = layout(config, Grid(1, 1, 1))
+    weights = Weights(alone, 0, ThreadBackend(run_world(1), 0))
+    fill_random(weights, seed=3)
+    return {name: view.copy() for name, view in weights.arrays.hf_views.items()}
+
+
+def run_world(size: int):
+    from ranks_as_threads import World
+
+    return World(size)
+
+
+def streamed(backend: ThreadBackend, config: DecoderConfig, grids: tuple[Grid, Grid]):
+    """The tensors that each rank's sink took, its groups, and whether sums agree with the policy's."""
+    source = Weights(layout(config, grids[0]), backend.rank, backend, "policy", shared=True)
+    fill_random(source, seed=3)
+    owners = owners_layout(layout(config, grids[1]))
+    sink = Kept(owners, backend)
+    stream = TensorStream(source, None, owners, backend, sink)
+    assert not stream.has_sums
+    traffic = stream.run(keeps_sums=True)
+    policy, _ = total_sums(source.layout, backend.world.gather_objects(part_sums(source)), MODULUS)
+    received, wrong = total_sums(owners, backend.world.gather_objects(stream.sums()), MODULUS)
+    assert policy == received and not wrong
+    return sink.tensors, sink.groups, traffic.bytes_received
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "grids",
+    [
+        (Grid(1, 1, 1), Grid(1, 1, 1)),
+        (Grid(1, 2, 2), Grid(2, 2, 1)),
+        (Grid(1, 4, 1), Grid(4, 1, 1)),
+        (Grid(2, 1, 2), Grid(1, 4, 1)),
+    ],
+    ids=str,
+)
+def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
+    grids: tuple[Grid, Grid], tied: bool
+) -> None:
+    config = model(tied)
+    expected = whole_model(config)
+    by_rank = run(grids[0].size, streamed, config, grids)
+    for rank, (tensors, groups, _) in enumerate(by_rank):
+        if rank % grids[1].model_parallel:
+            assert not tensors and not groups
+            continue
+        assert list(tensors) == [name for group in groups for name in group]
+        assert tensors.keys() == expected.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(tensors[name], values, err_msg=name)
+
+
+def test_a_group_is_a_layer_or_what_stands_before_or_after_the_layers() -> None:
+    _, groups, _ = run(1, streamed, model(tied=False), (Grid(1, 1, 1), Grid(1, 1, 1)))[0]
+    assert len(groups) == NUM_LAYERS + 2
+    assert groups[0] == ["model.embed_tokens.weight"]
+    assert groups[-1] == ["model.norm.weight", "lm_head.weight"]
+    for number, group in enumerate(groups[1:-1]):
+        assert all(name.startswith(f"model.layers.{number}.") for name in group)
+
+
+def test_a_rank_that_owns_an_engine_receives_only_what_it_lacks() -> None:
+    config, grids = model(tied=True), (Grid(1, 2, 2), Grid(1, 4, 1))
+    source = layout(config, grids[0])
+    held = sum(box.size for box in source.held_by(0).values())
+    total = sum(np.prod(spec.shape) for spec in source.specs)
+    received = [num_bytes for _, _, num_bytes in run(4, streamed, config, grids)]
+    assert received == [4 * (total - held), 0, 0, 0]
+
+
+def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
+    config = model(tied=True)
+    owners = owners_layout(layout(config, Grid(1, 1, 1)))
+
+    def largest(itemsize: int) -> int:
+        sizes = [
+            [int(np.prod(spec.shape)) * itemsize for spec in g.specs] for g in groups_of(owners)
+        ]
+        return max(sum(-(-size // 64) * 64 for size in group) for group in sizes)
+
+    backend = ThreadBackend(run_world(1), 0)
+    for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
+        sink = SharedTensors(owners, backend, dtype, lambda _: None)
+        assert sink.bucket.num_bytes == largest(itemsize)
+        assert sink.pool.num_bytes == largest(4)
+        assert len(sink.host_copies) == (1 if dtype == "float32" else 2)
+
+
+def test_adapters_arrive_added_in() -> None:
+    config = model(tied=True)
+    backend = CpuBackend({})
+    alone = layout(config, Grid(1, 1, 1))
+    source = Weights(alone, 0, backend, "policy")
+    fill_random(source, seed=3)
+    low_rank = Weights(replace(alone, specs=adapter_specs(alone.specs, LORA)), 0, backend, "low")
+    fill_adapters(low_rank, seed=5)
+    rng = np.random.default_rng(1)
+    for name, part in low_rank.arrays.hf_views.items():
+        if "lora_B" in name:
+            part[...] = rng.normal(0, 0.1, part.shape)
+    sink = Kept(owners_layout(alone), backend)
+    TensorStream(source, Adapters(low_rank, LORA), owners_layout(alone), backend, sink).run()
+    views, factors, changed = source.arrays.hf_views, low_rank.arrays.hf_views, 0
+    for name, values in sink.tensors.items():
+        expected = views[name].astype(np.float64)
+        a_name, b_name = adapter_names(name)
+        if b_name in factors:
+            expected = expected + LORA.scale * (factors[b_name] @ factors[a_name])
+            changed += 1
+        np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6, err_msg=name)
+    assert changed == 7 * NUM_LAYERS
+
+
+def nearest_bfloat16(value: float) -> int:
+    """By the distance to both neighbours; of two as near, the even one."""
+    lower = struct.unpack("<I", struct.pack("<f", value))[0] >> 16
+    neighbours = [
+        (n, struct.unpack("<f", struct.pack("<I", n << 16))[0]) for n in (lower, lower + 1)
+    ]
+    return min(neighbours, key=lambda one: (abs(one[1] - value), one[0] % 2))[0]
+
+
+def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
+    rng = np.random.default_rng(0)
+    ties = (np.arange(1 << 8, dtype=np.uint32) << 16 | 0x3F808000).view(np.float32)
+    values = np.concatenate(
+        [
+            rng.normal(0, 1, 2000).astype(np.float32),
+            (10.0 ** rng.uniform(-37, 37, 500)).astype(np.float32),
+            ties,
+            np.array([0.0, -0.0, 1e-40], np.float32),
+        ]
+    )
+    assert to_bfloat16(values).tolist() == [nearest_bfloat16(float(v)) for v in values]
+    special = to_bfloat16(np.array([np.inf, -np.inf, np.nan], np.float32))
+    assert special.tolist()[:2] == [0x7F80, 0xFF80]
+    assert special[2] & 0x7F80 == 0x7F80 and special[2] & 0x7F
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype) -> None:
+    config = model(tied=True)
+    owners = owners_layout(layout(config, Grid(1, 1, 1)))
+    backend = ThreadBackend(run_world(1), 0)
+    source = Weights(layout(config, Grid(1, 1, 1)), 0, backend, "policy")
+    fill_random(source, seed=3)
+    seen: dict[str, np.ndarray] = {}
+    itemsize = 4 if dtype == "float32" else 2
+
+    def read(entries: list[dict]) -> None:
+        with sink.bucket.on_host() as memory:
+            data = memory.view(0, (sink.bucket.num_bytes // 4,)).view(np.uint8)
+        for entry in entries:
+            assert entry["offset"] % 64 == 0
+            shape = entry["shape"][::-1] if entry["transposed"] else entry["shape"]
+            count = int(np.prod(shape)) * itemsize
+            raw = data[entry["offset"] : entry["offset"] + count].copy()
+            if dtype == "bfloat16":
+                values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = raw.view(np.float32 if itemsize == 4 else np.float16)
+            values = values.reshape(shape)
+            seen[entry["name"]] = values.T if entry["transposed"] else values
+
+    sink = SharedTensors(owners, backend, dtype, read)
+    TensorStream(source, None, owners, backend, sink).run()
+    exact = 0.0 if dtype == "float32" else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    for name, values in source.arrays.hf_views.items():
+        error = np.abs(seen[name].astype(np.float64) - values)
+        assert (error <= exact * np.abs(values) + (0 if exact == 0 else 2.0**-25)).all(), name
