@@ -42,6 +42,7 @@ from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (
     dry_run_rewards,
+    engine_notes,
     held_out_prompts,
     read_model,
     read_tokenizer,
@@ -108,6 +109,8 @@ def read_inputs(
         model = read_model(config)
         check_tensors(config.actor_config.load, parameter_specs(model))
         check_positions(config, model)
+        if scores:
+            engine_notes(config)
         grid = grid_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
         prompts = held_out_prompts(config, tokenizer, ranks)

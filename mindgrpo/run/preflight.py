@@ -5,6 +5,7 @@ Loads no weights and touches no device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.run.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
 
@@ -145,8 +147,17 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature "
             "above 0."
         )
-    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices)
+    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices, *engine_notes(config))
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
+
+
+def engine_notes(config: Config) -> list[str]:
+    """What the user should hear of the environment of vLLM's engines. Raises UserError where there is none."""
+    if not config.generate_config.uses_vllm:
+        return []
+    python = find_python(config.generate_config.vllm.python, os.environ)
+    warning = untried(read_versions(python))
+    return [] if warning is None else [warning]
 
 
 def _stop_notes(sampling: SamplingParams, vocab_size: int) -> list[str]:
