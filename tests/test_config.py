@@ -253,9 +253,6 @@ def test_memory_sizes_are_binary(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "instead"),
     [
-        ("generate_config.use_vllm", "False", "set it to 0"),
-        ("generate_config.use_vllm", "True", "set it to 0"),
-        ("generate_config.use_vllm", "3", "set it to 0"),
         ("generate_config.trust_remote_code", "true", "is refused; set it to False"),
         ("actor_config.parallel_config.context_parallel", "2", "set it to 1"),
         ("actor_config.parallel_config.use_seq_parallel", "True", "set it to False"),

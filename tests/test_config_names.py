@@ -32,8 +32,7 @@ def test_what_has_no_effect_in_the_users_configuration_is_told_once(load: Loader
     loaded = load(USERS_CONFIGURATION)
     told = [notice.split(" ")[0] for notice in loaded.notices]
     assert len(told) == len(set(told))
-    gone_on_without = {"generate_config.use_vllm"}
-    assert set(told) - set(RETIRED) == gone_on_without
+    assert set(told) <= set(RETIRED)
     assert "rl_config.align_type" in told and "context.device_id" in told
     assert all("(grpo_config.yaml line" in notice for notice in loaded.notices)
 
@@ -47,21 +46,6 @@ def test_no_key_of_the_users_configuration_is_passed_over(load: Loader) -> None:
         is_live = loaded.origins.get(key, "").startswith("grpo_config.yaml line")
         inactive = key in PENDING and key not in told
         assert is_live + (retired_key(key) in told or key in told) + inactive == 1, key
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "instead"),
-    [
-        ("generate_config.use_vllm", "1", "the embedded generator is used"),
-        ("generate_config.use_vllm", "2", "the embedded generator is used"),
-    ],
-)
-def test_what_a_run_goes_on_without_is_told_in_one_line(
-    load: Loader, key: str, value: str, instead: str
-) -> None:
-    (notice,) = load(section(key, value)).notices
-    assert notice.startswith(f"{key} {value} asks for ") and "is not available yet" in notice
-    assert instead in notice and "(grpo_config.yaml line 2)" in notice
 
 
 def test_aliases_lead_to_keys_that_are_not_retired() -> None:

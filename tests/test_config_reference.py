@@ -81,7 +81,7 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
         ("optimizer", ["actor_config.optimizer is a section of"]),
         (
             "generate_config.use_vllm",
-            ["which is not available yet; if it is set, the embedded generator is used"],
+            ["generate_config.use_vllm: 1: vLLM generates", "in TRL: use_vllm"],
         ),
         ("rl_config.enable_compile_cache", ["which is not available yet; leave it at False"]),
         ("model_config", ["actor_config.model_config: ", "ref_config.model_config: "]),

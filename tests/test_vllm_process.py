@@ -133,19 +133,21 @@ def test_what_is_asked_for_reaches_the_engine_and_what_it_answers_the_caller(
 
 
 def test_no_variable_of_ranks_reaches_the_engine_but_the_jobs_own(
-    monkeypatch: pytest.MonkeyPatch, backend: CpuBackend, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RANK_ID", "3")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    monkeypatch.setenv("MINDGRPO_STATUS_DIR", str(tmp_path))
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    (tmp_path / "status").mkdir()
+    backend = CpuBackend({"MINDGRPO_STATUS_DIR": str(tmp_path / "status")})
     engine = engine_of(backend, tmp_path)
     publish(engine, backend, 1)
     engine.close()
+    backend.health.end_checks()
     seen = json.loads((tmp_path / "environment.json").read_text())
     assert not {"RANK_ID", "MS_ROLE"} & seen.keys()
     # By this the launcher knows the processes of its job.
-    assert seen["MINDGRPO_STATUS_DIR"] == str(tmp_path)
+    assert seen["MINDGRPO_STATUS_DIR"] == str(tmp_path / "status")
     assert seen["VLLM_LOGGING_LEVEL"] == "ERROR" and seen["PYTHONPATH"] == str(DOUBLE)
 
 

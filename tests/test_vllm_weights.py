@@ -20,7 +20,6 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.rollout.vllm.engine import owners_layout
 from mindgrpo.rollout.vllm.settings import Dtype
 from mindgrpo.rollout.vllm.shared_tensors import SharedTensors, to_bfloat16
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
@@ -46,6 +45,10 @@ def model(tied: bool) -> DecoderConfig:
         "tie_word_embeddings": tied,
     }
     return decoder_config(fields, "here")
+
+
+def owners_layout(layout: Layout) -> Layout:
+    return layout.whole_on(layout.grid.first_ranks)
 
 
 def layout(config: DecoderConfig, grid: Grid) -> Layout:

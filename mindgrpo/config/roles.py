@@ -192,8 +192,8 @@ class GenerateConfig(Section):
     block_size: int | None = Field(None, ge=1)
     """vLLM: tokens in a block of the KV cache; null: vLLM's own"""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """vLLM: share of a device's memory that an engine may take; on CPU of the host's, shared by its engines; null:
-    vLLM's own on a device, no limit on CPU"""
+    """vLLM: share of a device's memory that an engine may take; where processors compute, of the host's memory and all
+    engines of the run together; null: vLLM's own on a device, else no limit"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
 

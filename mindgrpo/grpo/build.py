@@ -80,7 +80,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Without weights, and asleep."""
     if config.generate_config.uses_vllm:
-        on_host = config.context.target.device == "CPU"
+        on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
         weight_bytes = generator_bytes(config, layout)
         return VllmEngine(

@@ -22,7 +22,6 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import LoraSettings
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
-from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.syncer import WeightSyncer
@@ -42,6 +41,7 @@ COMPANIONS = (
     "chat_template.json",
 )
 MAX_SHARD_BYTES = 2 << 30
+ALONE = Grid(1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def export_policy(
 
     Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
     """
-    full = Weights(_whole(weights.layout), backend.rank, backend, "export", on_host_only=True)
+    full = Weights(
+        weights.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True
+    )
     syncer = WeightSyncer(weights, adapters, full, backend)
     with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
         syncer.run()
@@ -99,7 +101,7 @@ def export_adapters(
 ) -> None:
     """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
     own = adapters.weights
-    full = Weights(_whole(own.layout), backend.rank, backend, "export", on_host_only=True)
+    full = Weights(own.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True)
     with memory.temporary_host("export_copy", [full.pool]):
         Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
         if backend.rank == 0:
@@ -126,11 +128,6 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         "target_modules": list(settings.targets),
     }
     (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
-
-
-def _whole(layout: Layout) -> Layout:
-    """The same parameters on rank 0 alone."""
-    return Layout(Grid(1, 1, 1), layout.specs, (range(layout.stage_layers[-1].stop),))
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:

@@ -55,6 +55,10 @@ class RunPlan:
 
     @cached_property
     def reshard(self) -> Plan:
+        """Of the policy's weights to the generator, or to the ranks that hand them to vLLM."""
+        if self.config.generate_config.uses_vllm:
+            whole = self.infer.whole_on(self.infer.grid.first_ranks)
+            return plan_reshard(self.train, whole, FLOAT_BYTES)
         return plan_reshard(self.train, self.infer, FLOAT_BYTES)
 
     def num_steps(self, num_prompts: int) -> int:
@@ -82,6 +86,10 @@ class RunPlan:
             for key in ("block_size", "gpu_memory_utilization", "max_num_batched_tokens")
             if getattr(generate, key) is not None
         ]
+        if generate.use_vllm == 2:
+            unused.append(
+                "generate_config.use_vllm is 2, a mode of MindRLHF for debugging: the embedded generator is used"
+            )
         return [*own, *unused]
 
     def memory(self) -> list[PhaseMemory]:

@@ -49,6 +49,11 @@ class Grid:
         """All of its ranks are below this one."""
         return self.size * self.spacing
 
+    @property
+    def first_ranks(self) -> Grid:
+        """The first rank of each replica of a grid without pipeline stages."""
+        return Grid(self.data_parallel, 1, 1, spacing=self.model_parallel)
+
     @cached_property
     def array(self) -> NDArray[np.int64]:
         """Ranks by [stage, data, model]: model neighbours are adjacent ranks."""

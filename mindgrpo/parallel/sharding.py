@@ -232,6 +232,12 @@ class Layout:
     def stages_of(self, name: str) -> tuple[int, ...]:
         return stages_of(self.by_name[name], self.stage_layers)
 
+    def whole_on(self, grid: Grid) -> Layout:
+        """The same parameters on a grid that splits none of them."""
+        if grid.model_parallel != 1 or grid.pipeline_stage != 1:
+            raise ValueError(f"{grid} splits parameters")
+        return Layout(grid, self.specs, (range(self.stage_layers[-1].stop),))
+
     def held_by(self, rank: int) -> dict[str, Box]:
         """Non-empty boxes by name, in the order of `specs`; nothing for ranks off the grid."""
         if not self.grid.holds(rank):

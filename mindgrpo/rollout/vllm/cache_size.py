@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # vLLM keeps one block to itself.
 SPARE_BLOCKS = 1
-# Of vLLM on CPU where the configuration names none; its other platforms have smaller ones.
+# vLLM's own choice for processors, where the configuration names none; for devices it chooses smaller ones.
 BLOCK_TOKENS = 128
 
 

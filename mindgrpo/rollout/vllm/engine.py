@@ -19,7 +19,6 @@ from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Adapters
-from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
@@ -57,12 +56,6 @@ class EngineMemory(Pool):
     def release(self) -> None: ...
 
 
-def owners_layout(layout: Layout) -> Layout:
-    """All parameters whole, on the first rank of each replica of `layout`."""
-    grid = Grid(layout.grid.data_parallel, 1, 1, spacing=layout.grid.model_parallel)
-    return Layout(grid, layout.specs, (range(layout.stage_layers[-1].stop),))
-
-
 class VllmEngine:
     """`layout` is the generating one: its model axis is vLLM's tensor parallelism."""
 
@@ -73,7 +66,7 @@ class VllmEngine:
         self.description: Message = {}
         self._settings, self._backend = settings, backend
         self._degree = layout.grid.model_parallel
-        self._layout = owners_layout(layout)
+        self._layout = layout.whole_on(layout.grid.first_ranks)
         self._sink = SharedTensors(self._layout, backend, settings.dtype, self._hand_over)
         coordinates = layout.grid.coordinates(backend.rank)
         self._group = backend.group(layout.grid.replica(coordinates.data))

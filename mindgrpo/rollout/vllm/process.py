@@ -25,7 +25,6 @@ from typing import IO, Any
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.launch.plan import STATUS_VARIABLE
 from mindgrpo.rollout.vllm.environment import child_environment
 
 CHILD = Path(__file__).with_name("child")
@@ -34,6 +33,8 @@ NUM_LAST_WORDS = 3
 SHARED_MEMORY = Path("/dev/shm")
 # In the status folder, for the launcher: what to remove where a rank could not.
 SHARED_NAMES = "engine_shared_{rank}"
+# By it the launcher knows the processes that end with its job.
+OF_THE_JOB = "MINDGRPO_STATUS_DIR"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 Message = dict[str, Any]
@@ -82,8 +83,8 @@ class EngineProcess:
         if KV_SPACE not in environment:
             own.pop(KV_SPACE, None)  # the size is an argument
         own["PYTHONPATH"] = str(CHILD)
-        if STATUS_VARIABLE in environment:
-            own[STATUS_VARIABLE] = environment[STATUS_VARIABLE]  # it ends with the job
+        if self._health.folder is not None:
+            own[OF_THE_JOB] = str(self._health.folder)
         words = ["--socket", str(descriptor), "--memory", str(command.memory)]
         return subprocess.Popen(
             [str(command.python), "-m", "mindgrpo_engine", *words],
