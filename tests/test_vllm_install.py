@@ -96,6 +96,9 @@ def test_an_environment_is_kept_until_the_lock_file_changes(
     tmp_path: Path, lock: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, kept = tmp_path / "engine", tmp_path / "engine" / "kept"
+    for shadow in ("attr", "pip", "venv", "vllm"):
+        (tmp_path / f"{shadow}.py").write_text("raise SystemExit('this is not the installed one')")
+    monkeypatch.chdir(tmp_path)
     variables = make_index(tmp_path / "index", lock) | {"PYTHON": python}
     installer.install(target, variables, lock=lock)
     kept.touch()

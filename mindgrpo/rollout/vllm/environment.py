@@ -93,7 +93,9 @@ class Versions:
 
 @cache
 def tried() -> dict[str, Any]:
-    """`tried`: the versions that were run; `lock`: the file with all of them, and the build of torch in it."""
+    """`tried`: the versions that were run; `others`: packages to name beside vLLM, in the order of Versions; `lock`:
+    the file with every version, the build of torch and the Pythons that it is for.
+    """
     content: dict[str, Any] = json.loads(TRIED.read_text(encoding="utf-8"))
     return content
 
@@ -160,7 +162,7 @@ def _named_python(value: str, origin: str, environment: Mapping[str, str]) -> Pa
 def read_versions(python: Path) -> Versions:
     """Asks the interpreter, without an import of vLLM. Raises UserError where it does not run or has no vLLM."""
     distributions = [*dict.fromkeys(row["distribution"] for row in tried()["tried"]), "vllm"]
-    optional = ("torch", "transformers", "vllm-ascend", "vllm-mindspore")
+    optional: list[str] = tried()["others"]
     command = [str(python), "-c", READ_VERSIONS, *distributions, *optional]
     try:
         ended = subprocess.run(

@@ -29,8 +29,8 @@ LOCK = Path(__file__).with_name(tried()["lock"]["file"])
 SMALL_ROOM, LARGE_ROOM = 3 * 10**9, 12 * 10**9
 ASK_PYTHON = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 QUIET = ("--quiet", "--disable-pip-version-check", "--no-input")
-# As engines import it; a package that is missing or too new shows here.
-IMPORT = "from vllm import LLM"
+# As engines import it; a package that is missing or too new shows here. `from vllm import LLM` would hide which.
+IMPORT = "import vllm; vllm.LLM"
 
 
 def install(
@@ -100,7 +100,7 @@ def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
 
 def _python_version(path: str, environment: Mapping[str, str]) -> str | None:
     """Of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
-    command = [path, "-c", ASK_PYTHON]
+    command = [path, "-I", "-c", ASK_PYTHON]
     try:
         ended = subprocess.run(
             command, env=_plain(environment), capture_output=True, text=True, timeout=60
@@ -232,7 +232,8 @@ def _run(command: list[str], environment: Mapping[str, str], problem: str, remed
     """Standard output. Raises UserError with `problem`, the last error that was printed, and `remedy`."""
     ended = subprocess.run(
         command,
-        env=_plain(environment),
+        # Modules of the present folder do not stand in for those that are installed.
+        env={**_plain(environment), "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
