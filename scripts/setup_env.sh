@@ -2,6 +2,7 @@
 # Makes .venv, installs mindgrpo into it and puts it first on PATH. Sourced: `source setup_env.sh [extra,...]`.
 # Installs only when setup.py changed since the last time; refuses every Python but 3.10, 3.11 and 3.12.
 # Leaves behind: MINDGRPO_ROOT, MINDGRPO_PYTHON, VIRTUAL_ENV, PATH.
+# `bash setup_env.sh --vllm [--only_small]` makes .venv-vllm instead, as `mindgrpo engine install` does, and needs no .venv.
 
 MINDGRPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -73,4 +74,18 @@ _setup_env() {
     fi
 }
 
-_setup_env "$@"
+_setup_vllm() {
+    local python="$MINDGRPO_ROOT/.venv/bin/python"
+    # Any Python can run the installer, which looks for the one that vLLM needs.
+    [ -z "${PYTHON:-}" ] && _python_version "$python" >/dev/null || python="$(_find_python)" || exit 2
+    PYTHONPATH="$MINDGRPO_ROOT" "$python" -c \
+        'import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())' \
+        engine install --target "$MINDGRPO_ROOT/.venv-vllm" "$@"
+}
+
+if [ "${1:-}" = --vllm ]; then
+    shift
+    _setup_vllm "$@"
+else
+    _setup_env "$@"
+fi

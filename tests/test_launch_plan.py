@@ -72,6 +72,17 @@ def test_variables_of_the_user_win_and_an_empty_one_counts_as_unset() -> None:
     assert ours["MINDGRPO_LAUNCHED_AT"] == "9.500000"
 
 
+def test_what_the_user_did_not_set_is_listed_for_processes_that_are_no_ranks() -> None:
+    users = {"GLOG_v": "0", "HF_HUB_OFFLINE": "", "MINDGRPO_DEFAULTS": "HOME", "HOME": "/me"}
+    listed = plan_of(Options(1, (PROGRAM,)), **users).main.environment["MINDGRPO_DEFAULTS"].split()
+    assert {"OMP_NUM_THREADS", "HF_HUB_OFFLINE", "MS_NODE_TIMEOUT"} <= set(listed)
+    assert not {"GLOG_v", "HOME"} & set(listed)
+    users["OMP_NUM_THREADS"] = "3"
+    ours = plan_of(Options(1, (PROGRAM,)), **users).main.environment
+    assert ours["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in ours["MINDGRPO_DEFAULTS"].split()
+
+
 def test_ranks_find_the_package_of_a_clone_by_a_path_and_an_installed_one_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -70,3 +70,19 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
     (logs,) = (tmp_path / "output" / "logs").iterdir()
     assert (logs / "worker_1.log").read_text() == expected[1]
     assert {path.name for path in tmp_path.iterdir()} == {"my_main.py", "output"}
+
+
+def test_vllm_can_be_installed_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    (target := tmp_path / ".venv-vllm").mkdir()
+    (target / "foreign").touch()
+    command = (installed / "bin" / "mindgrpo", "engine", "install")
+    ended = subprocess.run(
+        [str(word) for word in command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    # Found its lock file, and the folder's default, before it refused.
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"mindgrpo: {target} holds something else"), ended.stderr
+    (package,) = installed.glob("lib/python*/site-packages/mindgrpo/rollout/vllm")
+    own, files = ROOT / "mindgrpo" / "rollout" / "vllm", ("*.py", "*.txt", "*.json")
+    names = [{path.name for kind in files for path in one.glob(kind)} for one in (own, package)]
+    assert names[0] == names[1] and "requirements-cpu.txt" in names[0]

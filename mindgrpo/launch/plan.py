@@ -13,6 +13,7 @@ from mindgrpo.launch.cluster_limits import cluster_variables
 from mindgrpo.launch.options import Options
 
 STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
+SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("worker.py")
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
@@ -109,7 +110,10 @@ def _environment(
     num_threads = max(1, host.num_cores // options.num_local_ranks)
     ours = {**DEFAULTS, **cluster_variables(options.hosts.num_hosts)}
     ours["OMP_NUM_THREADS"] = str(num_threads)
-    ours |= {name: value for name, value in environment.items() if value or name not in ours}
+    # Processes that are no ranks, such as vLLM's, are started without them.
+    ours[SET_HERE_VARIABLE] = " ".join(name for name in ours if not environment.get(name))
+    users = {name: value for name, value in environment.items() if name != SET_HERE_VARIABLE}
+    ours |= {name: value for name, value in users.items() if value or name not in ours}
     ours["PYTHONUNBUFFERED"] = "1"
     if host.columns is not None:
         ours["COLUMNS"] = str(host.columns)

@@ -19,7 +19,17 @@ from typing import Literal
 import psutil
 
 from mindgrpo.backend.targets import BOARD_FOLDERS, device_state
+from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.rollout.vllm.environment import (
+    INSTALL,
+    VARIABLE,
+    NotInstalled,
+    find_python,
+    read_versions,
+    tried_in_words,
+    untried,
+)
 
 Level = Literal["ok", "warn", "error"]
 Numbers = tuple[int, ...]
@@ -37,7 +47,6 @@ NEEDED = {
 }
 TESTED_OPTIONAL = {  # package: (tested version, what it is for)
     "mindformers": ("1.9.0", "an independent reference model"),
-    "vllm": ("0.31.0", "the optional rollout engine"),
 }
 
 # Variables of the environment that a run reads.
@@ -65,6 +74,7 @@ def findings() -> list[Finding]:
         _device(os.environ),
         _kernels(),
         *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
+        _engine(os.environ),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
         _cores(),
@@ -156,6 +166,23 @@ def _optional(package: str, tested: str, purpose: str) -> Finding:
         what = f"{package} {version}, tested is {tested} (optional: {purpose})"
         return Finding("warn", what, f"pip install {distributions[0]}=={tested}")
     return Finding("ok", f"{package} {version} (optional: {purpose})")
+
+
+def _engine(environment: Mapping[str, str]) -> Finding:
+    """vLLM, in an environment of its own; runs that do not ask for it need none."""
+    try:
+        python = find_python(None, environment)
+        versions = read_versions(python)
+    except UserError as error:
+        if environment.get(VARIABLE):
+            return Finding("warn", f"vLLM cannot be used: {error}", f"correct or unset {VARIABLE}")
+        if isinstance(error, NotInstalled):
+            return Finding("ok", f"vLLM is not installed (optional: another generator): {INSTALL}")
+        return Finding("warn", f"vLLM cannot be used: {error}", INSTALL)
+    what, warning = f"vLLM runs with {python}: {versions}", untried(versions)
+    if warning is None:
+        return Finding("ok", f"{what}; tried")
+    return Finding("warn", f"{what}; not tried", f"{INSTALL} for {tried_in_words()}")
 
 
 def _launcher() -> Finding:
