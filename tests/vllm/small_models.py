@@ -16,7 +16,7 @@ UNTIED: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 300,
-    "hidden_size": 64,
+    "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,

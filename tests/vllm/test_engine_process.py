@@ -456,6 +456,17 @@ def test_bfloat16_is_near_and_stop_leaves_nothing(oracle: Oracle, tmp_path: Path
     subject.engine.close()
 
 
+def test_sizes_that_vllms_kernels_refuse_are_refused_at_the_start(tmp_path: Path) -> None:
+    config = UNTIED | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    engine = EngineProcess(tmp_path)
+    reply = engine.start()
+    assert reply["type"] == "error" and reply["kind"] == "user", reply
+    assert "head_dim=16" in reply["error"], reply
+    assert engine.process.wait(10) == 1
+    engine.close()
+
+
 def test_an_unknown_argument_is_named_and_ends_the_process(tied: Subject, tmp_path: Path) -> None:
     engine = EngineProcess(tied.engine.model)
     reply = engine.start(max_num_sequences=4)

@@ -33,12 +33,14 @@ class Engine:
         import vllm
         from vllm.platforms import current_platform
 
+        from mindgrpo_engine.generator import REFUSALS
+
         self._platform: str = current_platform.device_type
         arguments = llm_arguments(request, self._platform)
         logging.getLogger("vllm.renderers.base").addFilter(_WithoutChatTemplates())
         try:
             self._llm = vllm.LLM(**arguments)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except (*REFUSALS, TypeError, NotImplementedError) as error:
             raise UserFailure(f"vLLM refuses to start: {sentence(error)}") from error
         self._versions = {"version": vllm.__version__, "torch": torch.__version__}
         self._folder = request["model"]
@@ -49,6 +51,17 @@ class Engine:
         self._publish: Any = None
         self._checkpoint: Any = None
         self.workers: list[int] = self._call("engine_open", os.getpid(), memory)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """One token with the weights that vLLM made up: some kernels refuse a model's sizes only when they run."""
+        from mindgrpo_engine.generator import Generation
+
+        request = {"prompt": [0], "samples": [{"seed": 0, "max_tokens": 1}]}
+        try:
+            Generation(self._vllm, lambda message: None).run({"temperature": 0.0}, [request])
+        except RuntimeError as error:
+            raise UserFailure(f"vLLM cannot run this model here: {sentence(error)}") from error
 
     @property
     def pids(self) -> set[int]:

@@ -15,8 +15,16 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+try:
+    from vllm.exceptions import VLLMClientError
+except ImportError:
+    # Older versions raise ValueError only. Not run here.
+    VLLMClientError = ValueError
+
 from mindgrpo_engine.messages import EngineFailure, Message, UserFailure, sentence
 
+# What vLLM raises where a value of the user's is wrong.
+REFUSALS = (ValueError, VLLMClientError)
 SEED_BITS = (1 << 63) - 1
 PROGRESS_SECONDS = 1.0
 SAMPLING_KEYS = {
@@ -114,7 +122,7 @@ class Generation:
         try:
             params = sampling_params(sampling, sample)
             inner = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        except ValueError as error:
+        except REFUSALS as error:
             raise UserFailure(f"vLLM refuses a sample: {sentence(error)}") from error
         self._completions.append(Completion())
         self._running[name] = inner
