@@ -26,7 +26,8 @@ Tensors = dict[str, np.ndarray]
 
 START_SECONDS = 240
 SAMPLE = 65536
-LIMITS = {"max_num_seqs": 32}
+# Small blocks, so that the prompts of the tests have prefixes that vLLM keeps.
+LIMITS = {"max_num_seqs": 32, "block_size": 32}
 PLAIN: Message = {"temperature": 1.0, "max_tokens": 12, "stop_ids": []}
 
 

@@ -36,7 +36,7 @@ def untied_tensors() -> Tensors:
     rng = np.random.default_rng(0)
     return {
         name: (1.0 if "norm" in name else 0.0)
-        + (0.3 * rng.standard_normal(shape)).astype(np.float32)
+        + (0.1 * rng.standard_normal(shape)).astype(np.float32)
         for name, shape in untied_shapes().items()
     }
 

@@ -53,7 +53,10 @@ class Server:
         end_at_once(self._shared_memory, self._folder)
 
     def _reply(self, message: Message) -> None:
-        send(self._connection, message)
+        try:
+            send(self._connection, message)
+        except OSError:
+            end_at_once(self._shared_memory, self._folder)
 
     def _start(self, request: Message) -> Message:
         if self._engine is not None:
