@@ -29,6 +29,8 @@ STARTS_RANKS = (
     "test_launch_script",
     "test_launch_signals",
     "test_wheel",
+    "test_engine_process",
+    "test_engine_ends",
     "test_graph_collectives",
     "test_shared_memory",
     "test_health",

@@ -55,6 +55,8 @@ WITHOUT_MINDSPORE = (
     "run/machine_checks",
     "cli/verbs",
 )
+# Runs in vLLM's environment, where mindgrpo's backends are not.
+ENGINE = PACKAGE / "rollout" / "vllm" / "child"
 DEVICE_WORDS = (
     "cpu|ascend|npu|hccl|mccl|lccl|cann|madvise|empty_cache|FlashAttentionScore"
     "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
@@ -172,7 +174,7 @@ def test_device_words_are_said_in_the_backend_only() -> None:
     wrong = [
         f"{name_of(path)}:{number} says {found.group()!r}"
         for path in sources("mindgrpo")
-        if path.relative_to(PACKAGE).parts[0] != "backend"
+        if path.relative_to(PACKAGE).parts[0] != "backend" and ENGINE not in path.parents
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         for found in word.finditer(line)
     ]

@@ -1,0 +1,1 @@
+"""One vLLM engine in a process of its own, driven over a socket; imports neither MindSpore nor mindgrpo."""

@@ -1,0 +1,195 @@
+"""One vLLM engine: started, given weights, generating, put to sleep; refuses what its weights do not allow."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+from typing import Any
+
+from mindgrpo_engine.messages import EngineFailure, Message, UserFailure, sentence
+from mindgrpo_engine.process import resident_bytes
+from mindgrpo_engine.settings import llm_arguments, prepare_import
+
+PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
+
+
+class _WithoutChatTemplates(logging.Filter):
+    """Drops a warning with a traceback: vLLM tries a chat template, and the engine has no tokenizer on purpose."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Chat template warmup failed")
+
+
+class Engine:
+    """What the process can do once it has started."""
+
+    def __init__(self, request: Message, memory: int) -> None:
+        prepare_import(request["arguments"])
+        self._plugins = _import_plugins()
+        import torch
+        import vllm
+        from vllm.platforms import current_platform
+
+        from mindgrpo_engine.generator import REFUSALS
+
+        self._platform: str = current_platform.device_type
+        arguments = llm_arguments(request, self._platform)
+        logging.getLogger("vllm.renderers.base").addFilter(_WithoutChatTemplates())
+        try:
+            self._llm = vllm.LLM(**arguments)
+        except (*REFUSALS, TypeError, NotImplementedError) as error:
+            raise UserFailure(f"vLLM refuses to start: {sentence(error)}") from error
+        self._versions = {"version": vllm.__version__, "torch": torch.__version__}
+        self._folder = request["model"]
+        self._vllm = self._llm.llm_engine
+        self._sleep_mode = bool(arguments.get("enable_sleep_mode")) and self._platform != "cpu"
+        self._asleep = False
+        self._version: int | None = None
+        self._publish: Any = None
+        self._checkpoint: Any = None
+        self.workers: list[int] = self._call("engine_open", os.getpid(), memory)
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """One token with the weights that vLLM made up: some kernels refuse a model's sizes only when they run."""
+        from mindgrpo_engine.generator import Generation
+
+        request = {"prompt": [0], "samples": [{"seed": 0, "max_tokens": 1}]}
+        try:
+            Generation(self._vllm, lambda message: None).run({"temperature": 0.0}, [request])
+        except RuntimeError as error:
+            raise UserFailure(f"vLLM cannot run this model here: {sentence(error)}") from error
+
+    @property
+    def pids(self) -> set[int]:
+        return {os.getpid(), *self.workers}
+
+    def ready(self) -> Message:
+        return {
+            "type": "ready",
+            "engine": "vllm",
+            **self._versions,
+            "platform": self._platform,
+            "workers": self.workers,
+            "plugins": self._plugins,
+        }
+
+    def begin_weights(self, request: Message) -> Message:
+        from mindgrpo_engine.expected import Checkpoint
+        from mindgrpo_engine.weights import Publish
+
+        self._version = self._publish = None
+        if self._asleep and self._sleep_mode:
+            raise EngineFailure("the engine is asleep: wake it before its weights are changed")
+        self._checkpoint = self._checkpoint or Checkpoint.of(self._folder)
+        shapes = {name: tuple(shape) for name, shape in request["tensors"]}
+        if len(shapes) != len(request["tensors"]):
+            raise EngineFailure("the publish names a tensor twice")
+        self._checkpoint.check(shapes)
+        self._call("engine_begin")
+        self._publish = Publish(request["version"], shapes)
+        return {"type": "begun"}
+
+    def load_weights(self, request: Message) -> Message:
+        from mindgrpo_engine.weights import SharedTensor
+
+        publish = self._begun()
+        try:
+            publish.take([SharedTensor.read(entry) for entry in request["tensors"]])
+            if request["tensors"]:
+                self._call("engine_load", request["tensors"], sorted(self._checkpoint.tied))
+        except BaseException:
+            self._publish = None
+            raise
+        return {"type": "loaded"}
+
+    def commit_weights(self, request: Message) -> Message:
+        publish, self._publish = self._begun(), None
+        publish.check_complete(request["version"])
+        self._call("engine_finish", publish.version)
+        self._reset_prefix_cache()
+        self._version = publish.version
+        return {"type": "committed", "versions": self._call("engine_held_version")}
+
+    def _begun(self) -> Any:
+        if self._publish is None:
+            raise EngineFailure("no publish of weights is under way: begin one")
+        return self._publish
+
+    def generate(self, request: Message, progress: Any) -> Message:
+        from mindgrpo_engine.generator import Generation, check_keys, logits_factor
+
+        version, sampling = request["version"], request["sampling"]
+        if self._version is None or version != self._version:
+            have = "no weights" if self._version is None else f"version {self._version}"
+            raise EngineFailure(f"version {version} of the weights is asked for, there are {have}")
+        if self._asleep:
+            raise EngineFailure("the engine is asleep: wake it before it generates")
+        check_keys(sampling)
+        if not all(self._call("engine_set_scale", logits_factor(sampling))):
+            raise UserFailure(
+                "vLLM's class of this model has no scale of its logits, without which log-probs at a "
+                f"temperature are not exact: use temperature 1 instead of {sampling['temperature']}"
+            )
+        completions = Generation(self._vllm, progress).run(sampling, request["requests"])
+        return {
+            "type": "completions",
+            "version": version,
+            "versions": self._call("engine_held_version"),
+            "completions": [completion.reply() for completion in completions],
+            "prompt_tokens": sum(len(each["prompt"]) for each in request["requests"]),
+        }
+
+    def sleep(self) -> Message:
+        self._reset_prefix_cache()
+        if self._platform == "cpu":
+            self._call("engine_give_up_cache")
+        elif self._sleep_mode and not self._asleep:
+            self._llm.sleep(level=1)
+        self._asleep = True
+        return {"type": "asleep", "bytes": resident_bytes(self.pids)}
+
+    def wake(self) -> Message:
+        if self._sleep_mode and self._asleep:
+            self._llm.wake_up()
+        self._asleep = False
+        return {"type": "awake", "bytes": resident_bytes(self.pids)}
+
+    def memory(self) -> Message:
+        weights, caches = zip(*self._call("engine_memory"), strict=True)
+        return {
+            "type": "memory",
+            "rss": resident_bytes(self.pids),
+            "weights": sum(weights),
+            "kv_cache": 0 if self._asleep else sum(caches),
+        }
+
+    def shut_down(self) -> None:
+        self._vllm.engine_core.shutdown()
+
+    def _reset_prefix_cache(self) -> None:
+        # vLLM answers False where a block is still in use, and keeps them all.
+        if not self._llm.reset_prefix_cache():
+            raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all workers."""
+        answers = self._llm.collective_rpc(method, args=arguments)
+        errors = [sentence for _, sentence in answers if sentence is not None]
+        if errors:
+            raise EngineFailure(errors[0])
+        return [result for result, _ in answers]
+
+
+def _import_plugins() -> list[str]:
+    """Names of what extends vLLM here; vllm_mindspore replaces parts of vLLM, so it is imported first."""
+    names = []
+    if importlib.util.find_spec("vllm_mindspore") is not None:
+        importlib.import_module("vllm_mindspore")
+        names.append("vllm_mindspore")
+    for group in PLUGIN_GROUPS:
+        names += [entry.name for entry in importlib.metadata.entry_points(group=group)]
+    return names

@@ -1,0 +1,78 @@
+"""What the engine's process owes the machine: it ends with its parent, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """The kernel sends SIGKILL when the thread that started this process ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def own_temporary_folder() -> Path:
+    """A folder for everything that vLLM and torch put into the temporary directory: theirs may stay behind."""
+    folder = Path(tempfile.mkdtemp(prefix=f"mindgrpo_engine_{os.getpid()}_"))
+    os.environ["TMPDIR"] = str(folder)
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+    tempfile.tempdir = str(folder)
+    return folder
+
+
+def shared_memory_names(pids: Iterable[int]) -> list[str]:
+    """Names in /dev/shm that these processes have open or mapped: of one engine all, and of no other engine any."""
+    start = f"{SHARED_MEMORY}/"
+    targets: set[str] = set()
+    for pid in pids:
+        folder = Path(f"/proc/{pid}")
+        with suppress(OSError):
+            lines = (folder / "maps").read_text("utf-8", "replace").splitlines()
+            targets.update(line[line.index(start) :] for line in lines if start in line)
+        with suppress(OSError):
+            targets.update(_links(folder / "fd"))
+    names = (target.removeprefix(start) for target in targets if target.startswith(start))
+    return sorted(name for name in names if not name.endswith(" (deleted)"))
+
+
+def _links(folder: Path) -> set[str]:
+    links = set()
+    for path in folder.iterdir():
+        with suppress(OSError):
+            links.add(os.readlink(path))
+    return links
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory that these processes hold, pages that two of them share counted in both."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            total += int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1])
+    return total * os.sysconf("SC_PAGE_SIZE")
+
+
+def remove_traces(names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_at_once(names: Iterable[str], folder: Path) -> None:
+    """Ends workers and process in the middle of whatever they do."""
+    children = multiprocessing.active_children()
+    open_names = shared_memory_names([os.getpid(), *(child.pid or 0 for child in children)])
+    for child in children:
+        child.kill()
+    remove_traces([*names, *open_names], folder)
+    os._exit(1)

@@ -1,0 +1,101 @@
+"""The loop of the engine's process: one request, its replies, until the socket ends or the parent says stop."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from mindgrpo_engine.engine import Engine
+from mindgrpo_engine.messages import EngineFailure, Message, receive, send, sentence
+from mindgrpo_engine.process import end_at_once, remove_traces, shared_memory_names
+
+
+class Server:
+    """Answers requests in turn. A thread reads them, so that the end of the socket is seen in the middle of one."""
+
+    def __init__(self, connection: socket.socket, memory: int, folder: Path) -> None:
+        self._connection = connection
+        self._memory = memory
+        self._folder = folder
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+        self._shared_memory: list[str] = []
+
+    def run(self) -> int:
+        """The process's exit status."""
+        threading.Thread(target=self._read, daemon=True, name="requests").start()
+        while True:
+            request = self._requests.get()
+            kind = request.get("type")
+            try:
+                self._reply(self._start(request) if kind == "start" else self._answer(request))
+            except Exception as error:
+                self._reply(_error(error))
+                if kind == "start" and self._engine is None:
+                    end_at_once(self._shared_memory, self._folder)
+            if kind == "stop":
+                return 0
+
+    def _read(self) -> None:
+        try:
+            while (request := receive(self._connection)) is not None:
+                self._requests.put(request)
+                if request.get("type") == "stop":
+                    return
+        except (OSError, ValueError):
+            traceback.print_exc()
+        sys.stderr.flush()
+        end_at_once(self._shared_memory, self._folder)
+
+    def _reply(self, message: Message) -> None:
+        try:
+            send(self._connection, message)
+        except OSError:
+            end_at_once(self._shared_memory, self._folder)
+
+    def _start(self, request: Message) -> Message:
+        if self._engine is not None:
+            raise EngineFailure("the engine has started already")
+        self._engine = Engine(request, self._memory)
+        self._shared_memory = shared_memory_names(self._engine.pids)
+        traces = {"shared_memory": self._shared_memory, "folder": str(self._folder)}
+        return self._engine.ready() | traces
+
+    def _answer(self, request: Message) -> Message:
+        if request.get("type") == "stop":
+            return self._stop()
+        engine = self._engine
+        if engine is None:
+            raise EngineFailure("the engine has not started: start it first")
+        handlers: dict[object, Callable[[], Message]] = {
+            "begin_weights": lambda: engine.begin_weights(request),
+            "load_weights": lambda: engine.load_weights(request),
+            "commit_weights": lambda: engine.commit_weights(request),
+            "generate": lambda: engine.generate(request, self._reply),
+            "sleep": engine.sleep,
+            "wake": engine.wake,
+            "memory": engine.memory,
+        }
+        handler = handlers.get(request.get("type"))
+        if handler is None:
+            raise EngineFailure(f"the engine knows no request {request.get('type')!r}")
+        return handler()
+
+    def _stop(self) -> Message:
+        if self._engine is not None:
+            self._engine.shut_down()
+        remove_traces(self._shared_memory, self._folder)
+        return {"type": "stopped"}
+
+
+def _error(error: Exception) -> Message:
+    """The reply to a request that failed; what the engine is to blame for goes to stderr in full."""
+    failure = error if isinstance(error, EngineFailure) else EngineFailure(sentence(error))
+    if failure.kind == "engine":
+        traceback.print_exc()
+    return failure.reply()

@@ -1,0 +1,165 @@
+"""The engine's process with several workers, how it starts and how it ends, and in bfloat16; with the real vLLM.
+
+Does not prove anything of an engine that is killed while it starts, nor of other platforms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from engine_process import PLAIN, EngineProcess, Oracle, send
+from engine_subject import (
+    EMBEDDING,
+    EXACT,
+    ONE,
+    PROMPTS,
+    Subject,
+    failed_publish,
+    gap,
+    needs_vllm,
+    requests_of,
+    started,
+)
+from small_models import TINY, UNTIED
+
+pytestmark = needs_vllm
+
+# bfloat16 in the engine against float32: 2 ** -8 of logits of some 10.
+NEAR = 0.3
+GONE_SECONDS = 5
+SHARED_MEMORY_BEFORE = set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    subject = started(tmp_path_factory.mktemp("split") / "model", "untied", tensor_parallel=2)
+    yield subject
+    subject.engine.close()
+
+
+def test_two_workers_agree_with_one(split: Subject, oracle: Oracle, tmp_path: Path) -> None:
+    for names in (list(split.tensors), [ONE], [EMBEDDING]):
+        split.publish(names)
+        assert gap(split, oracle, tmp_path) < EXACT
+    untied = started(tmp_path / "model", "untied")
+    untied.tensors, untied.version = split.tensors, 1
+    untied.publish([])
+    for temperature in (1.0, 0.7):
+        assert gap(split, oracle, tmp_path, temperature) < EXACT
+        both = [s.generate(requests_of(PROMPTS), temperature=temperature) for s in (split, untied)]
+        assert [done["tokens"] for done in both[0]] == [done["tokens"] for done in both[1]]
+    untied.engine.close()
+
+
+def test_a_failure_of_one_worker_leaves_the_answers_in_step(
+    split: Subject, oracle: Oracle, tmp_path: Path
+) -> None:
+    """Only the first worker checks the checksum, so only its answer is an error."""
+    reply = failed_publish(split, "crc", 700)
+    assert reply["type"] == "error" and ONE in reply["error"]
+    split.publish([ONE])
+    assert gap(split, oracle, tmp_path) < EXACT
+
+
+def wait_until_gone(pids: list[int], seconds: float = GONE_SECONDS) -> list[int]:
+    """Those of the processes that are still there after these seconds; zombies are gone."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(map(alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def traces(engine: EngineProcess) -> list[str]:
+    """What of the engine's is still there: its folder, and its names in /dev/shm."""
+    left = [name for name in engine.ready["shared_memory"] if Path("/dev/shm", name).exists()]
+    return left + [path for path in [engine.ready["folder"]] if Path(path).exists()]
+
+
+def orphans() -> set[str]:
+    """Names in /dev/shm that no process has open or mapped."""
+    names = set(os.listdir("/dev/shm"))
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            maps = (folder / "maps").read_text("utf-8", "replace")
+            names = {name for name in names if f"/dev/shm/{name}" not in maps}
+        with suppress(OSError):
+            names -= {Path(os.readlink(link)).name for link in (folder / "fd").iterdir()}
+    return names
+
+
+def test_workers_of_a_killed_engine_end_and_its_shared_memory_is_known(split: Subject) -> None:
+    engine = split.engine
+    mine = set(engine.ready["shared_memory"])
+    assert sum("cpushm" in name for name in mine) == 2 and len(mine) > 2, mine
+    assert mine <= set(os.listdir("/dev/shm"))
+    engine.process.send_signal(signal.SIGKILL)
+    assert engine.process.wait(GONE_SECONDS) == -signal.SIGKILL
+    assert wait_until_gone(engine.ready["workers"]) == []
+    assert any("cpushm" in name for name in orphans()), "nothing was left that could be removed"
+    for name in mine:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+    shutil.rmtree(engine.ready["folder"])
+    assert orphans() - SHARED_MEMORY_BEFORE == set()
+
+
+def test_the_end_of_the_socket_ends_engine_and_workers_while_they_work(tmp_path: Path) -> None:
+    subject = started(tmp_path / "model", "untied", tensor_parallel=2)
+    engine = subject.engine
+    many = requests_of(PROMPTS, num_samples=100, limit=100)
+    message = {"type": "generate", "version": 1, "requests": many}
+    send(engine.socket, message | {"sampling": PLAIN})
+    time.sleep(1)
+    engine.socket.close()
+    engine.process.wait(GONE_SECONDS)
+    assert wait_until_gone(engine.ready["workers"]) == []
+    assert traces(engine) == []
+    engine.close()
+
+
+def test_bfloat16_is_near_and_stop_leaves_nothing(oracle: Oracle, tmp_path: Path) -> None:
+    subject = started(tmp_path / "model", "tied", dtype="bfloat16")
+    for names in ([ONE], [EMBEDDING]):
+        subject.publish(names)
+        largest = gap(subject, oracle, tmp_path)
+        print(f"bfloat16: gap {largest:.3f}")
+        assert largest < NEAR
+    assert subject.engine.ask({"type": "stop"}) == {"type": "stopped"}
+    assert subject.engine.process.wait(10) == 0
+    assert traces(subject.engine) == []
+    subject.engine.close()
+
+
+def test_sizes_that_vllms_kernels_refuse_are_refused_at_the_start(tmp_path: Path) -> None:
+    config = UNTIED | {"hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    engine = EngineProcess(tmp_path)
+    reply = engine.start()
+    assert reply["type"] == "error" and reply["kind"] == "user", reply
+    assert "head_dim=16" in reply["error"], reply
+    assert engine.process.wait(10) == 1
+    engine.close()
+
+
+def test_an_unknown_argument_is_named_and_ends_the_process(tmp_path: Path) -> None:
+    engine = EngineProcess(TINY)
+    reply = engine.start(max_num_sequences=4)
+    assert reply["type"] == "error" and reply["kind"] == "user", reply
+    assert "max_num_sequences" in reply["error"] and "max_num_seqs" in reply["error"]
+    assert engine.process.wait(10) == 1
+    engine.close()
