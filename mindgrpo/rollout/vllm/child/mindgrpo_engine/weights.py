@@ -20,16 +20,19 @@ SAMPLE_BYTES = 65536
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """One tensor in the shared file: from offset on, contiguous; crc as `checksum` has it."""
+    """One tensor in the shared file, from offset on, its last dim fastest, or `transposed` its first; crc as
+    `checksum` has it."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
     crc: int
+    transposed: bool = False
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> SharedTensor:
-        return cls(entry["name"], tuple(entry["shape"]), entry["offset"], entry["crc"])
+        shape, transposed = tuple(entry["shape"]), entry.get("transposed", False)
+        return cls(entry["name"], shape, entry["offset"], entry["crc"], transposed)
 
     @property
     def num_elements(self) -> int:

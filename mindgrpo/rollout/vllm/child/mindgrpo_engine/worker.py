@@ -134,6 +134,8 @@ class EngineWorker:
 
 def view_of(mapping: mmap.mmap, tensor: SharedTensor, dtype: torch.dtype) -> torch.Tensor:
     flat = torch.frombuffer(mapping, dtype=dtype, count=tensor.num_elements, offset=tensor.offset)
+    if tensor.transposed:
+        return flat.reshape(tensor.shape[::-1]).T
     return flat.reshape(tensor.shape)
 
 
