@@ -163,6 +163,8 @@ def test_an_interrupt_leaves_nothing_and_a_kill_what_looks_unfinished(
 
     monkeypatch.setattr(installer, "choose_python", lambda _: (sys.executable, "3.11"))
     monkeypatch.setattr(installer, "_run", interrupted)
+    target.mkdir()
+    (target / MARK).write_text("0" * 64 + "\n")  # of an earlier lock file
     with pytest.raises(KeyboardInterrupt):
         installer.install(target, {}, lock=lock)
     assert seen == [True] and not target.exists()
