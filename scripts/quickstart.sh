@@ -70,6 +70,12 @@ esac
 
 scripts="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$scripts/setup_env.sh"
+# As `--generate_config.use_vllm 1` or with =: vLLM has an environment of its own.
+case " ${arguments[*]-} " in
+*" --generate_config.use_vllm 1 "* | *" --generate_config.use_vllm=1 "*)
+    [ -n "${MINDGRPO_VLLM_PYTHON:-}" ] || bash "$scripts/setup_env.sh" --vllm
+    ;;
+esac
 example=examples/grpo
 [ "$PWD" = "$MINDGRPO_ROOT" ] || MINDGRPO_LAUNCHER="cd $(printf %q "$MINDGRPO_ROOT") && bash scripts/launch.sh"
 export MINDGRPO_LAUNCHER="${MINDGRPO_LAUNCHER:-}"

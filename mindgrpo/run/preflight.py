@@ -33,6 +33,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.vllm.cache_size import BLOCK_MULTIPLE
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.run.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
@@ -155,6 +156,12 @@ def engine_notes(config: Config) -> list[str]:
     """What the user should hear of the environment of vLLM's engines. Raises UserError where there is none."""
     if not config.generate_config.uses_vllm:
         return []
+    block = config.generate_config.block_size
+    if config.context.target.keeps_weights_on_host and block and block % BLOCK_MULTIPLE:
+        raise UserError(
+            f"generate_config.block_size is {block}, but where processors compute vLLM takes multiples of "
+            f"{BLOCK_MULTIPLE}; set it to {-(-block // BLOCK_MULTIPLE) * BLOCK_MULTIPLE}, or leave it out."
+        )
     python = find_python(config.generate_config.vllm.python, os.environ)
     warning = untried(read_versions(python))
     return [] if warning is None else [warning]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 SPARE_BLOCKS = 1
 # vLLM's own choice for processors, where the configuration names none; for devices it chooses smaller ones.
 BLOCK_TOKENS = 128
+# Its attention for processors takes blocks of so many tokens, or of a multiple.
+BLOCK_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
