@@ -132,6 +132,13 @@ def test_the_end_of_the_socket_ends_engine_and_workers_while_they_work(tmp_path:
     engine.close()
 
 
+def test_the_end_of_the_socket_ends_an_idle_engine() -> None:
+    engine = EngineProcess(TINY)
+    engine.socket.close()
+    assert engine.process.wait(GONE_SECONDS) == 1
+    engine.close()
+
+
 def test_bfloat16_is_near_and_stop_leaves_nothing(oracle: Oracle, tmp_path: Path) -> None:
     subject = started(tmp_path / "model", "tied", dtype="bfloat16")
     for names in ([ONE], [EMBEDDING]):
