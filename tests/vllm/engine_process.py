@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -153,6 +154,8 @@ class EngineProcess:
         os.close(self.memory)
         self.process.kill()
         self.process.wait()
+        if self.ready.get("folder"):
+            shutil.rmtree(self.ready["folder"], ignore_errors=True)
 
 
 def environment() -> dict[str, str]:
