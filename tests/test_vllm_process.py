@@ -23,6 +23,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
+from mindgrpo.launch.processes import JobProcesses
 from mindgrpo.rollout.engine import Request, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.vllm import process
@@ -137,6 +138,7 @@ def test_no_variable_of_ranks_reaches_the_engine_but_the_jobs_own(
 ) -> None:
     monkeypatch.setenv("RANK_ID", "3")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     (tmp_path / "status").mkdir()
     backend = CpuBackend({"MINDGRPO_STATUS_DIR": str(tmp_path / "status")})
@@ -148,6 +150,7 @@ def test_no_variable_of_ranks_reaches_the_engine_but_the_jobs_own(
     assert not {"RANK_ID", "MS_ROLE"} & seen.keys()
     # By this the launcher knows the processes of its job.
     assert seen["MINDGRPO_STATUS_DIR"] == str(tmp_path / "status")
+    assert seen["OMP_NUM_THREADS"] == "3", "a worker has the cores of its rank"
     assert seen["VLLM_LOGGING_LEVEL"] == "ERROR" and seen["PYTHONPATH"] == str(DOUBLE)
 
 
@@ -290,12 +293,11 @@ def test_the_launcher_hears_what_a_killed_rank_leaves_in_shared_memory(tmp_path:
     rank = rank_with_engine(tmp_path)
     assert rank.stdout is not None
     pid = int(rank.stdout.readline())
-    listed = (tmp_path / "status" / "engine_shared_0").read_text().split()
-    assert listed == [f"engine_double_{pid}"]
+    listed = (tmp_path / "status" / "left_behind_0").read_text().splitlines()
+    assert listed == [f"/dev/shm/engine_double_{pid}"]
     rank.kill()
     rank.wait()
     assert has_ended(pid, 10.0), "the double ends when its connection does"
-    from mindgrpo.launch.processes import remove_engine_files
-
-    remove_engine_files(tmp_path / "status")
+    assert names_in_shared_memory() == [f"engine_double_{pid}"]
+    JobProcesses("job", tmp_path / "status").end_all()
     assert not names_in_shared_memory()

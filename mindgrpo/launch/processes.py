@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind
 from mindgrpo.launch.plan import STATUS_VARIABLE, Process
 from mindgrpo.launch.signals import end_with_parent
 
@@ -97,14 +98,8 @@ class JobProcesses:
         for pid in left:
             self.signal(pid, signal.SIGKILL)
         remove_shared_files(self._name)
-        remove_engine_files(self._folder)
-
-
-def remove_engine_files(status_folder: Path) -> None:
-    """What engine processes have left in shared memory, as the ranks that own them wrote down."""
-    for listed in status_folder.glob("engine_shared_*"):
-        for name in listed.read_text(encoding="utf-8").split():
-            (SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
+        for listed in self._folder.glob(LEFT_BEHIND.format(rank="*")):
+            remove_left_behind(listed.read_text(encoding="utf-8").splitlines())
 
 
 def remove_shared_files(job: str) -> None:

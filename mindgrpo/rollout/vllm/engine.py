@@ -66,6 +66,7 @@ class VllmEngine:
         self.description: Message = {}
         self._settings, self._backend = settings, backend
         self._degree = layout.grid.model_parallel
+        self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.grid.first_ranks)
         self._sink = SharedTensors(self._layout, backend, settings.dtype, self._hand_over)
         coordinates = layout.grid.coordinates(backend.rank)
@@ -160,6 +161,9 @@ class VllmEngine:
         reply: Message = {"completions": [], "prompt_tokens": 0}
         if wanted:
             message = _generation(wanted, sampling, key, version)
+            # vLLM refuses ids that the model cannot draw.
+            stops = [i for i in sampling.stop_ids if i < self._vocab_size]
+            message["sampling"]["stop_ids"] = stops
             reply = self._ask(message, _Progress(self._backend))
             if self._process is not None:
                 self._check_workers(reply, version)

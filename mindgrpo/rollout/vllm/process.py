@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
+from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.rollout.vllm.environment import child_environment
 
@@ -31,10 +32,9 @@ CHILD = Path(__file__).with_name("child")
 POLL_SECONDS, END_SECONDS = 0.5, 10.0
 NUM_LAST_WORDS = 3
 SHARED_MEMORY = Path("/dev/shm")
-# In the status folder, for the launcher: what to remove where a rank could not.
-SHARED_NAMES = "engine_shared_{rank}"
 # By it the launcher knows the processes that end with its job.
 OF_THE_JOB = "MINDGRPO_STATUS_DIR"
+THREADS = "OMP_NUM_THREADS"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 Message = dict[str, Any]
@@ -67,7 +67,7 @@ class EngineProcess:
         self._log = _open_log(health)
         self._buffer = b""
         self._is_asked = False
-        self._shared: list[str] = []
+        self._left_behind: list[str] = []
         self._socket, other = socket.socketpair()
         try:
             self._process = self._start(command, other.fileno(), environment)
@@ -82,7 +82,9 @@ class EngineProcess:
         own = child_environment(environment, command.python)
         if KV_SPACE not in environment:
             own.pop(KV_SPACE, None)  # the size is an argument
-        own["PYTHONPATH"] = str(CHILD)
+        own |= {"PYTHONPATH": str(CHILD), "PYTHONSAFEPATH": "1"}
+        if THREADS in environment:
+            own[THREADS] = environment[THREADS]  # a worker has the cores of its rank
         if self._health.folder is not None:
             own[OF_THE_JOB] = str(self._health.folder)
         words = ["--socket", str(descriptor), "--memory", str(command.memory)]
@@ -116,12 +118,13 @@ class EngineProcess:
         raise EngineFailed(f"vLLM's engine failed in {kind}: {reply['error']}")
 
     def start(self, message: Message) -> Message:
-        """As `request`, for the first one; notes what the engine has in shared memory."""
+        """As `request`, for the first one; notes what an engine that is killed would leave behind."""
         reply = self.request(message)
-        self._shared = list(reply.get("shared_memory", ()))
+        self._left_behind = [str(SHARED_MEMORY / name) for name in reply.get("shared_memory", ())]
+        self._left_behind += [reply["folder"]] if reply.get("folder") else []
         if self._health.folder is not None:
-            path = self._health.folder / SHARED_NAMES.format(rank=self._health.rank)
-            path.write_text("\n".join(self._shared), encoding="utf-8")
+            path = self._health.folder / LEFT_BEHIND.format(rank=self._health.rank)
+            path.write_text("\n".join(self._left_behind), encoding="utf-8")
         return reply
 
     def _send(self, message: Message) -> None:
@@ -196,8 +199,7 @@ class EngineProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self._socket.close()
-        for name in self._shared:
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        remove_left_behind(self._left_behind)
 
 
 def _open_log(health: RankHealth) -> IO[bytes]:
