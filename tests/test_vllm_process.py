@@ -237,6 +237,18 @@ def test_nothing_is_left_of_an_engine_that_was_closed(backend: CpuBackend, tmp_p
     assert child.returncode == 0 and not names_in_shared_memory()
 
 
+def test_nothing_is_left_of_an_engine_that_never_was_ready(
+    backend: CpuBackend, tmp_path: Path
+) -> None:
+    engine = engine_of(backend, tmp_path, "never_ready")
+    with pytest.raises(EngineFailed, match="in start: no kernel for this"):
+        publish(engine, backend, 1)
+    assert len(names_in_shared_memory()) == 1
+    assert engine._process is not None
+    engine._process._kill()
+    assert not names_in_shared_memory()
+
+
 RANK = """
 import sys, time
 from pathlib import Path

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind
+from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
 from mindgrpo.launch.plan import STATUS_VARIABLE, Process
 from mindgrpo.launch.signals import end_with_parent
 
@@ -89,7 +89,9 @@ class JobProcesses:
     def end_all(self) -> None:
         """Kills ranks and what holds them, and a moment later what has not ended with them."""
         (self._folder / "ending").touch()  # what ends from here on is no cause
-        for pid, ends_with_rank in self.find().items():
+        processes = self.find()
+        left_behind = shared_files_of(processes)
+        for pid, ends_with_rank in processes.items():
             if not ends_with_rank:
                 self.signal(pid, signal.SIGKILL)
         until = time.monotonic() + TIDY_SECONDS
@@ -98,6 +100,7 @@ class JobProcesses:
         for pid in left:
             self.signal(pid, signal.SIGKILL)
         remove_shared_files(self._name)
+        remove_left_behind(left_behind)
         for listed in self._folder.glob(LEFT_BEHIND.format(rank="*")):
             remove_left_behind(listed.read_text(encoding="utf-8").splitlines())
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
-from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind
+from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.rollout.vllm.environment import child_environment
 
@@ -194,12 +194,24 @@ class EngineProcess:
         """The process and what it started, and what these have left in shared memory."""
         self._is_asked = True
         atexit.unregister(self._kill)
+        # An engine that never was ready has not told what it has there.
+        self._left_behind += shared_files_of(_members(self._process.pid))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
         self._socket.close()
         remove_left_behind(self._left_behind)
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a process group."""
+    members = []
+    for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()):
+        with suppress(OSError):
+            if os.getpgid(pid) == group:
+                members.append(pid)
+    return members
 
 
 def _open_log(health: RankHealth) -> IO[bytes]:

@@ -44,6 +44,11 @@ class Double:
         self.dtype = request["dtype"]
         (self.folder / "start.json").write_text(json.dumps(request))
         (self.folder / "environment.json").write_text(json.dumps(dict(os.environ)))
+        if self.misbehave == "never_ready":
+            with Path(f"/dev/shm/{SHARED}").open("wb+") as file:
+                file.truncate(4096)
+                self.kept = mmap.mmap(file.fileno(), 4096)
+            return {"type": "error", "kind": "engine", "error": "no kernel for this"}
         if self.misbehave == "user_error":
             return {"type": "error", "kind": "user", "error": "max_num_sequences is no argument"}
         Path(f"/dev/shm/{SHARED}").write_text("mine")
