@@ -2,7 +2,7 @@
 # Makes .venv, installs mindgrpo into it and puts it first on PATH. Sourced: `source setup_env.sh [extra,...]`.
 # Installs only when setup.py changed since the last time; refuses every Python but 3.10, 3.11 and 3.12.
 # Leaves behind: MINDGRPO_ROOT, MINDGRPO_PYTHON, VIRTUAL_ENV, PATH.
-# `bash setup_env.sh --vllm [--only_small]` makes .venv-vllm instead, as `mindgrpo engine install` does, and needs no .venv.
+# `bash setup_env.sh --vllm` makes .venv-vllm instead, as `mindgrpo engine install` does, and needs no .venv.
 
 MINDGRPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

@@ -29,8 +29,6 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     installed = actions.add_parser("install")
     text = f"folder of the environment (default: {FOLDER} in the present one)"
     installed.add_argument("--target", type=path_of, default=Path(FOLDER), help=text)
-    text = "not where the indexes have only a build of torch that may take several GB"
-    installed.add_argument("--only_small", action="store_true", help=text)
     return parser.parse_args(list(argv) or ["show"])
 
 
@@ -40,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
         show(flags.python)
         return
     try:
-        install(flags.target, os.environ, flags.only_small)
+        install(flags.target, os.environ)
     except KeyboardInterrupt:
         print("mindgrpo: interrupted; nothing was installed.", file=sys.stderr)
         sys.exit(INTERRUPTED)

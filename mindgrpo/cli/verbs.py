@@ -38,7 +38,7 @@ USAGE = {
   doctor                                             what this machine lacks, with remedies""",
     "engine": """\
   engine  [show [--python PYTHON]]                   the vLLM that runs would start, and whether it was tried
-          install [--target DIR] [--only_small]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",
+          install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",
     "score": """\
   score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model""",
     "export": """\

@@ -14,12 +14,12 @@ MAPPED = "/dev/shm/"
 
 def shared_files_of(processes: Iterable[int]) -> list[str]:
     """Files in shared memory that these have mapped; of those that have ended, none."""
-    found: set[str] = set()
+    mapped: set[str] = set()
     for pid in processes:
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-            found |= {line[line.index(MAPPED) :] for line in lines if MAPPED in line}
-    return sorted(path for path in found if not path.endswith(" (deleted)"))
+            mapped |= {line[line.index(MAPPED) :] for line in lines if MAPPED in line}
+    return sorted(path for path in mapped if not path.endswith(" (deleted)"))
 
 
 def remove_left_behind(paths: Iterable[str]) -> None:

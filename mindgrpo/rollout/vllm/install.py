@@ -18,7 +18,6 @@ from pathlib import Path
 
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.vllm.environment import (
-    INSTALL,
     MARK,
     child_environment,
     tried,
@@ -33,13 +32,11 @@ QUIET = ("--quiet", "--disable-pip-version-check", "--no-input")
 IMPORT = "import vllm; vllm.LLM"
 
 
-def install(
-    target: Path, environment: Mapping[str, str], only_small: bool = False, lock: Path = LOCK
-) -> None:
+def install(target: Path, environment: Mapping[str, str], lock: Path = LOCK) -> None:
     """Makes `target` an environment with what `lock` lists, or does nothing where it is one; prints what it does.
 
-    `environment`: PYTHON, PATH and pip's variables are read. With `only_small` torch is installed only in the small
-    build. What an earlier install left in `target` goes first. Raises UserError, and leaves nothing in `target` then.
+    `environment`: PYTHON, PATH and pip's variables are read. What an earlier install left in `target` goes first.
+    Raises UserError, and leaves nothing in `target` then.
     """
     target = target.absolute()
     digest = f"{hashlib.sha256(lock.read_bytes()).hexdigest()}\n"
@@ -57,7 +54,7 @@ def install(
             "set PYTHON to another Python, or --target to another folder",
         )
         own = target / "bin" / "python"
-        build = _choose_torch(own, environment, lock, only_small)
+        build = _choose_torch(own, environment, lock)
         _install_packages(own, environment, lock, build)
         _run(
             [str(own), "-c", IMPORT],
@@ -177,9 +174,7 @@ def _empty(target: Path, mark: Path) -> None:
             path.unlink()
 
 
-def _choose_torch(
-    python: Path, environment: Mapping[str, str], lock: Path, only_small: bool
-) -> str | None:
+def _choose_torch(python: Path, environment: Mapping[str, str], lock: Path) -> str | None:
     """The requirement of torch's small build; None where the index has only another one, which may be large."""
     version, label = _locked_version(lock, "torch"), tried()["lock"]["build"]
     listed = _run(
@@ -191,11 +186,6 @@ def _choose_torch(
     if re.search(rf"(?<![\w.]){re.escape(version)}\+{label}(?![\w.])", listed):
         return f"torch=={version}+{label}"
     index = f"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/{label}"
-    if only_small:
-        raise UserError(
-            f"pip's indexes have no torch {version}+{label}, and another build may take several GB: add an index that "
-            f"has it ({index}), or run {INSTALL} without --only_small."
-        )
     _say(
         f"pip's indexes have no torch {version}+{label}: another build is taken, which may be several GB ({index} "
         "offers the small one)"
