@@ -44,14 +44,25 @@ RUN_SECONDS = 500
 # A row holds one sample, and 32 x 2 x 1 of them make a step: the numbers of the configuration.
 SAMPLES, UPDATES = 64, 32
 
+
+def has_vllm() -> bool:
+    try:
+        find_python(None, os.environ)
+    except UserError:
+        return False
+    return True
+
+
+HAS_VLLM = has_vllm()
 MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
     "vocab_size": 384,
-    "hidden_size": 128,
+    "hidden_size": 128 if HAS_VLLM else 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
+    # Heads of 8 dims are too small for vLLM.
+    "num_attention_heads": 4 if HAS_VLLM else 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
@@ -88,19 +99,8 @@ PATHS = (
 )
 
 
-def has_vllm() -> bool:
-    try:
-        find_python(None, os.environ)
-    except UserError:
-        return False
-    return True
-
-
-HAS_VLLM = has_vllm()
-
-
 def make_model(folder: Path) -> None:
-    """Random, but for a liking of digits: some answers shall be right, by whichever generator."""
+    """Random, with vLLM but for a liking of digits: some answers shall be right, with either generator."""
     folder.mkdir()
     vocabulary = json.loads((EXAMPLE / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     digits = [vocabulary[digit] for digit in "0123456789"]
@@ -110,7 +110,7 @@ def make_model(folder: Path) -> None:
         for spec in parameter_specs(decoder_config(MODEL, "here")):
             norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
             noise = 0.1 * rng.standard_normal(spec.shape, dtype=np.float32)
-            if spec.name == "lm_head.weight":
+            if HAS_VLLM and spec.name == "lm_head.weight":
                 noise[digits] *= 3
             writer.add(spec.name, np.ones(spec.shape, np.float32) if norm else noise)
     for name in TOKENIZER_FILES:
@@ -188,7 +188,7 @@ def test_only_paths_the_device_the_model_and_sizes_are_changed(tmp_path: Path) -
     different = [line for line in lines if changed(line, tmp_path) != line]
     keys = {line.split(":")[0].strip() for line in different}
     assert keys <= {*PATHS, *SIZES, "device_target"} | (set() if HAS_VLLM else {"use_vllm"})
-    assert len(different) <= 15
+    assert len(different) <= 16
 
 
 def test_three_steps_are_trained_with_the_configurations_numbers(run: tuple[Path, str]) -> None:
