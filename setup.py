@@ -71,6 +71,8 @@ setup(
         "mindgrpo": [
             "backend/kernels/native/*.[ch]",
             "rollout/vllm/*.txt",
+            # Run by another Python, and so no package of this one.
+            "rollout/vllm/child/mindgrpo_engine/*.py",
             *("**/*.yaml", "**/*.json", "**/*.jinja"),
         ]
     },

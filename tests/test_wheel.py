@@ -83,6 +83,9 @@ def test_vllm_can_be_installed_from_an_installed_wheel(installed: Path, tmp_path
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"mindgrpo: {target} holds something else"), ended.stderr
     (package,) = installed.glob("lib/python*/site-packages/mindgrpo/rollout/vllm")
-    own, files = ROOT / "mindgrpo" / "rollout" / "vllm", ("*.py", "*.txt", "*.json")
-    names = [{path.name for kind in files for path in one.glob(kind)} for one in (own, package)]
-    assert names[0] == names[1] and "requirements-cpu.txt" in names[0]
+    own, files = ROOT / "mindgrpo" / "rollout" / "vllm", ("**/*.py", "*.txt", "*.json")
+    names = [
+        {str(path.relative_to(one)) for kind in files for path in one.glob(kind)}
+        for one in (own, package)
+    ]
+    assert names[0] == names[1] >= {"requirements-cpu.txt", "child/mindgrpo_engine/__main__.py"}

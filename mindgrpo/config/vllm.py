@@ -9,21 +9,6 @@ from pydantic import Field, field_validator
 
 from mindgrpo.config.section import AFTER_SIZE, BEFORE_LIST, OptionalText, Section
 
-# What the run decides itself.
-OWN_ARGUMENTS = (
-    "model",
-    "dtype",
-    "tensor_parallel_size",
-    "max_model_len",
-    "seed",
-    "load_format",
-    "skip_tokenizer_init",
-    "generation_config",
-    "logprobs_mode",
-    "worker_extension_cls",
-    "distributed_executor_backend",
-)
-
 
 class VllmConfig(Section):
     python: OptionalText = None
@@ -45,8 +30,6 @@ class VllmConfig(Section):
             name, sign, value = text.partition("=")
             if not name.strip().isidentifier() or not sign or not value.strip():
                 raise ValueError(f"must be a list of name=value, which '{text}' is not")
-            if name.strip() in OWN_ARGUMENTS:
-                raise ValueError(f"cannot hold {name.strip()}, which the run decides by itself")
         return values
 
     @property

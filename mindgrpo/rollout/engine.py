@@ -93,7 +93,7 @@ class RolloutEngine(Protocol):
         """
 
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
-        """Runs `transfer`, which fills `weights`, and makes them those of `version`; what it returns.
+        """Runs `transfer`, which brings the weights, and makes them those of `version`; what it returns.
 
         A transaction: where it raises, the engine has no version and refuses to draw.
         """

@@ -27,8 +27,6 @@ class HostTensors:
     rank's weights.
     """
 
-    on_host_only = True
-
     def __init__(self, layout: Layout, rank: int, pool: Pool) -> None:
         self.layout, self.pool = layout, pool
         self.boxes: Mapping[str, Box] = layout.held_by(rank)

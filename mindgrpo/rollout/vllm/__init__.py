@@ -1,6 +1,6 @@
-"""vLLM as a RolloutEngine, in processes of its own: their environment and, later, the processes themselves.
+"""vLLM as a RolloutEngine, in processes of its own that run in an environment of their own.
 
-`environment.py` finds the interpreter that has vLLM and says what a process of it inherits, `install.py` makes one from
-the lock file. Nothing here imports vLLM or torch, whose requirements exclude MindSpore's, and the adapter that speaks
-to the processes is not here yet.
+`engine.py` is the engine, `process.py` a rank's hold on its process, `child/` what that process runs;
+`environment.py` and `install.py` find and make the environment. Nothing here but `child/` imports vLLM or torch, whose
+requirements exclude MindSpore's.
 """

@@ -23,7 +23,8 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.stats import RolloutStats
-from mindgrpo.rollout.vllm.process import EngineCommand, EngineProcess, Message
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.messages import Message
+from mindgrpo.rollout.vllm.process import EngineCommand, EngineProcess
 from mindgrpo.rollout.vllm.settings import VllmSettings
 from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
 from mindgrpo.weight_sync.plan import Plan

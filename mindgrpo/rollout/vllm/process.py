@@ -1,15 +1,12 @@
 """One engine process as the rank that owns it sees it: started, asked, watched and ended.
 
-Requests and replies are JSON objects over a socket, each after its length in four bytes; child/mindgrpo_engine is the
-other end.
+Requests and replies are JSON objects over a socket, in the framing of the other end, child/mindgrpo_engine.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -20,24 +17,23 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
 from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
 from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.messages import Message, receive, send
 from mindgrpo.rollout.vllm.environment import child_environment
 
 CHILD = Path(__file__).with_name("child")
-POLL_SECONDS, END_SECONDS = 0.5, 10.0
+REAP_SECONDS, END_SECONDS = 0.5, 10.0
 NUM_LAST_WORDS = 3
 SHARED_MEMORY = Path("/dev/shm")
 # By it the launcher knows the processes that end with its job.
 OF_THE_JOB = "MINDGRPO_STATUS_DIR"
 THREADS = "OMP_NUM_THREADS"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
-
-Message = dict[str, Any]
 
 
 class EngineLost(RuntimeError):
@@ -58,17 +54,17 @@ class EngineCommand:
 
 
 class EngineProcess:
-    """Begins to start at once; `request` waits for it. `say` shows a line to the user."""
+    """Begins to start at once; `request` waits for it."""
 
     def __init__(
         self, command: EngineCommand, health: RankHealth, environment: Mapping[str, str]
     ) -> None:
-        self._health, self._patience = health, command.max_silence_seconds
+        self._health = health
         self._log = _open_log(health)
-        self._buffer = b""
         self._is_asked = False
         self._left_behind: list[str] = []
         self._socket, other = socket.socketpair()
+        self._socket.settimeout(command.max_silence_seconds)
         try:
             self._process = self._start(command, other.fileno(), environment)
         finally:
@@ -105,11 +101,18 @@ class EngineProcess:
         self._is_asked = True
         kind = message["type"]
         try:
-            self._send(message)
-            while (reply := self._receive(kind))["type"] == "progress":
+            send(self._socket, message)
+            while (reply := receive(self._socket)) is not None and reply["type"] == "progress":
                 on_progress(reply)
+        except TimeoutError:
+            raise EngineLost(
+                f"vLLM's engine of rank {self._health.rank} sent nothing for {self._socket.gettimeout():.0f} s in "
+                f"{kind}: {self._last_words()}"
+            ) from None
         except OSError as error:
             raise self._lost(f"in {kind}: {error}") from None
+        if reply is None:
+            raise self._lost(f"in {kind}")
         self._is_asked = False
         if reply["type"] != "error":
             return reply
@@ -127,33 +130,9 @@ class EngineProcess:
             path.write_text("\n".join(self._left_behind), encoding="utf-8")
         return reply
 
-    def _send(self, message: Message) -> None:
-        text = json.dumps(message).encode()
-        self._socket.sendall(len(text).to_bytes(4, "big") + text)
-
-    def _receive(self, kind: str) -> Message:
-        heard = time.monotonic()
-        while True:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if len(self._buffer) >= 4 and len(self._buffer) >= 4 + length:
-                text, self._buffer = self._buffer[4 : 4 + length], self._buffer[4 + length :]
-                message: Message = json.loads(text)
-                return message
-            if select.select([self._socket], [], [], POLL_SECONDS)[0]:
-                some = self._socket.recv(1 << 20)
-                if not some:
-                    raise self._lost(f"in {kind}")
-                self._buffer += some
-                heard = time.monotonic()
-            elif time.monotonic() - heard > self._patience:
-                raise EngineLost(
-                    f"vLLM's engine of rank {self._health.rank} sent nothing for {self._patience:.0f} s in {kind}: "
-                    f"{self._last_words()}"
-                )
-
     def _lost(self, where: str) -> EngineLost:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLL_SECONDS)
+            self._process.wait(REAP_SECONDS)
         return EngineLost(self._ending(where))
 
     def _ending(self, where: str) -> str:
@@ -185,7 +164,7 @@ class EngineProcess:
         """Asks it to end, and kills it where it does not."""
         self._is_asked = True
         with suppress(OSError, EngineLost, EngineFailed):
-            self._patience = END_SECONDS
+            self._socket.settimeout(END_SECONDS)
             self.request({"type": "stop"})
             self._process.wait(END_SECONDS)
         self._kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
 from mindgrpo.rollout.vllm.settings import ITEM_BYTES, Dtype
 from mindgrpo.weight_sync.stream import groups_of
 from mindgrpo.weights.host_tensors import HostTensors, aligned_bytes
 from mindgrpo.weights.local_weights import FLOAT_BYTES
 
-# The two ends of a tensor that its checksum is of.
-SAMPLE_BYTES = 1 << 16
 CONVERTED_AT_ONCE = 1 << 20
 
 HandOver = Callable[[list[dict[str, Any]]], None]
@@ -27,14 +25,6 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
-
-
-def checksum(tensor: bytes | memoryview) -> int:
-    """CRC-32 of the first and the last 64 KiB, or of all where that is not more."""
-    view = memoryview(tensor)
-    if view.nbytes <= 2 * SAMPLE_BYTES:
-        return zlib.crc32(view)
-    return zlib.crc32(view[-SAMPLE_BYTES:], zlib.crc32(view[:SAMPLE_BYTES]))
 
 
 class SharedTensors:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
+from mindgrpo_engine.checksum import checksum
 from mindgrpo_engine.expected import Shapes
 from mindgrpo_engine.messages import EngineFailure
 
 ALIGNMENT = 64
-SAMPLE_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,6 @@ class SharedFile:
             finally:
                 os.close(descriptor)
         return self._mapping
-
-
-def checksum(data: memoryview) -> int:
-    """CRC of the first and the last bytes of a tensor, or of all where it is short."""
-    if len(data) <= 2 * SAMPLE_BYTES:
-        return zlib.crc32(data)
-    return zlib.crc32(data[-SAMPLE_BYTES:], zlib.crc32(data[:SAMPLE_BYTES]))
 
 
 def check_sample(tensor: SharedTensor, data: memoryview) -> None:
