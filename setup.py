@@ -44,6 +44,8 @@ EXTRAS_REQUIRE = {
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
+    # Reads the weights of examples/grpo/smollm2_sums.
+    "smollm2": ["gguf==0.19.0"],
     "dev": [
         "pytest",
         "pytest-xdist",
