@@ -149,9 +149,10 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     """pass@k counts a completion as passed if its reward is at least this value"""
     save_eval_completions: bool = True
     """write eval_completions.jsonl"""
-    logprob_gap_limit: float | None = Field(0.01, gt=0)
-    """maximum difference of a token's log-prob between generator and trainer; a larger one ends the run; null: no
-    limit"""
+    logprob_gap_limit: float | Literal["auto"] | None = "auto"
+    """maximum difference of a token's log-prob between generator and trainer; a larger one ends the run; auto: 0.01
+    where both compute in float32, else of the mean over a step's tokens, 0.05 where vLLM computes in float16 and 0.5 in
+    bfloat16; null: no limit"""
     checksum_interval: int | None = Field(1, ge=1)
     """compare the checksums of the generator's weights with the policy's, and those of replicas, every N steps; null:
     never"""
@@ -181,6 +182,13 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
         if len(set(modes)) < len(modes):
             raise ValueError("must name each mode once, as in sampled,greedy")
         return modes
+
+    @field_validator("logprob_gap_limit")
+    @classmethod
+    def _is_positive(cls, limit: object) -> object:
+        if isinstance(limit, float) and limit <= 0:
+            raise ValueError("must be above 0, or null for no limit")
+        return limit
 
     @field_validator("dataset_map_keys")
     @classmethod

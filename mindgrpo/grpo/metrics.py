@@ -6,17 +6,35 @@ Metrics of updates are means over those that were made; where none was, they are
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.types import LENGTH, TrainBatch
+from mindgrpo.config import Config
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport
+
+
+@dataclass(frozen=True)
+class GapLimit:
+    """Of |generator - trainer| log-probs: of the largest of a step, or of their mean."""
+
+    value: float
+    of_mean: bool = False
+
+
+# In half precision the log-prob of a single unlikely token may be off by more than 1; the mean is steady.
+GAP_LIMITS = {
+    "float32": GapLimit(0.01),
+    "float16": GapLimit(0.05, of_mean=True),
+    "bfloat16": GapLimit(0.5, of_mean=True),
+}
 
 
 class GapTooLarge(RuntimeError):
@@ -25,18 +43,27 @@ class GapTooLarge(RuntimeError):
 
 def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
     """A step's row, but for what a run adds to it; all ranks together. Raises GapTooLarge."""
-    rl = roles.plan.config.rl_config
-    metrics = step_metrics(outcome, rl.num_generations, rl.logprob_gap_limit, prompts_used)
+    config = roles.plan.config
+    num_generations = config.rl_config.num_generations
+    metrics = step_metrics(outcome, num_generations, gap_limit(config), prompts_used)
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
 
+def gap_limit(config: Config) -> GapLimit | None:
+    """By the generator's dtype where the configuration leaves it open."""
+    limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
+    if limit != "auto":
+        return None if limit is None else GapLimit(limit)
+    return GAP_LIMITS[generate.vllm.dtype if generate.use_vllm else "float32"]
+
+
 def step_metrics(
-    outcome: StepOutcome, num_generations: int, gap_limit: float | None, prompts_used: int
+    outcome: StepOutcome, num_generations: int, limit: GapLimit | None, prompts_used: int
 ) -> dict[str, Any]:
     """`prompts_used` over the whole run. Raises GapTooLarge."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
     lengths, totals = rollout.action_lengths, scores.total
-    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, gap_limit)
+    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, limit)
     return {
         "reward/mean": float(totals.mean()),
         "reward/std": float(totals.std()),
@@ -96,7 +123,7 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 
 
 def logprob_gap(
-    batch: TrainBatch, reports: list[UpdateReport], limit: float | None
+    batch: TrainBatch, reports: list[UpdateReport], limit: GapLimit | None
 ) -> tuple[float | None, float | None]:
     """|generator - trainer| log-probs of the tokens that the policy wrote, before the first update: (mean, largest).
 
@@ -112,13 +139,20 @@ def logprob_gap(
     gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
     gap = np.concatenate([*gaps, np.zeros(0, np.float32)])
     mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
-    if reports and limit is not None and not largest <= limit:
+    if reports and limit is not None:
+        check_gap(mean, largest, limit)
+    return mean, largest
+
+
+def check_gap(mean: float, largest: float, limit: GapLimit) -> None:
+    """Raises GapTooLarge."""
+    if not (mean if limit.of_mean else largest) <= limit.value:
+        how = f"by {mean:.3g} in the mean" if limit.of_mean else f"by up to {largest:.3g}"
         raise GapTooLarge(
-            f"the generator's and the trainer's log-probs of the same tokens differ by up to {largest:.3g} "
-            f"(rl_config.logprob_gap_limit is {limit}); the weights were resharded wrongly, are stale, or the "
+            f"the generator's and the trainer's log-probs of the same tokens differ {how} "
+            f"(rl_config.logprob_gap_limit is {limit.value}); the weights were resharded wrongly, are stale, or the "
             "two compute another model"
         )
-    return mean, largest
 
 
 def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""The limit of the gap between generator and trainer: which one a configuration has, and what goes beyond it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mindgrpo.config import Config
+from mindgrpo.grpo.metrics import GapLimit, GapTooLarge, check_gap, gap_limit
+
+
+@pytest.mark.parametrize(
+    ("use_vllm", "dtype", "chosen", "limit"),
+    [
+        (0, "float32", "auto", GapLimit(0.01)),
+        (1, "float32", "auto", GapLimit(0.01)),
+        (1, "bfloat16", "auto", GapLimit(0.5, of_mean=True)),
+        (1, "float16", "auto", GapLimit(0.05, of_mean=True)),
+        # The embedded generator computes in float32 whatever is said of vLLM.
+        (0, "bfloat16", "auto", GapLimit(0.01)),
+        (1, "bfloat16", 0.3, GapLimit(0.3)),
+        (1, "bfloat16", None, None),
+    ],
+)
+def test_the_limit_is_the_users_or_that_of_the_generators_dtype(
+    use_vllm: int, dtype: str, chosen: float | str | None, limit: GapLimit | None
+) -> None:
+    generate = {"use_vllm": use_vllm, "vllm": {"dtype": dtype}}
+    sections = {"generate_config": generate, "rl_config": {"logprob_gap_limit": chosen}}
+    assert gap_limit(Config.model_validate(sections)) == limit
+
+
+@pytest.mark.parametrize(
+    ("mean", "largest", "limit", "words"),
+    [
+        (0.001, 0.02, GapLimit(0.01), "up to 0.02"),
+        (0.6, 2.3, GapLimit(0.5, of_mean=True), "0.6 in the mean"),
+        (math.nan, math.nan, GapLimit(0.01), "nan"),
+        (math.nan, math.nan, GapLimit(0.5, of_mean=True), "nan"),
+    ],
+)
+def test_a_gap_beyond_the_limit_is_an_error_with_the_figure(
+    mean: float, largest: float, limit: GapLimit, words: str
+) -> None:
+    with pytest.raises(GapTooLarge, match=words):
+        check_gap(mean, largest, limit)
+
+
+def test_single_tokens_do_not_count_where_the_mean_is_limited() -> None:
+    check_gap(0.03, 2.3, GapLimit(0.5, of_mean=True))
+    check_gap(0.001, 0.01, GapLimit(0.01))
