@@ -2,11 +2,11 @@
 
     python scripts/faults/long_run.py [--steps 500] [--ranks 8] [--from_step 50] [--keep FOLDER] [main.py's arguments]
 
-A JSON line every 50 steps, then one with the verdict; status 1 if the ranks' resident memory grew by GROWTH or more
-after --from_step, a rank's open files, threads, the job's processes or /dev/shm are not what they were, or a
-log was not turned over. The run saves, evaluates, scores in its pool and writes to TensorBoard as it goes. Memory is
-the sum over ranks, the mean over a window of WINDOW steps at each end, as one look may fall into a rollout and the
-next into an update. Refuses to look at processes that are not this job's.
+A JSON line every 50 steps, then one with the verdict; status 1 if the resident memory of the ranks, or of vLLM's
+engines, grew by GROWTH or more after --from_step, a rank's open files, threads, the job's processes or /dev/shm are
+not what they were, or a log was not turned over. The run saves, evaluates, scores in its pool and writes to TensorBoard
+as it goes. Memory is the sum over ranks, the mean over a window of WINDOW steps at each end, as one look may fall into
+a rollout and the next into an update. Refuses to look at processes that are not this job's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -32,6 +33,7 @@ WINDOW = 25  # steps
 LOOK_SECONDS = 0.25
 LONGEST_RUN = 3600.0
 LOG_BACKUPS = 2
+ENGINE = re.compile("mindgrpo_engine|^VLLM::")
 LOG_MEGABYTES = 0.01
 ARGUMENTS: dict[str, Any] = {
     "rl_config.prompts_per_step": 4,
@@ -49,11 +51,12 @@ ARGUMENTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Look:
-    """Of the job at a time; sums over the ranks, bytes."""
+    """Of the job at a time; sums over the ranks, and over the processes of vLLM's engines, bytes."""
 
     step: int
     rss: int
     pss: int
+    engines_rss: int
     files: tuple[int, ...]
     threads: tuple[int, ...]
     processes: int
@@ -72,6 +75,8 @@ def bytes_of(path: Path, name: str) -> int:
 
 def look(job: Job, pids: dict[int, int], step: int) -> Look:
     processes = [Path("/proc") / str(pid) for _, pid in sorted(pids.items())]
+    running = job.processes()
+    engines = [Path("/proc") / str(pid) for pid, name in running if ENGINE.search(name)]
     mark = f"mindgrpo-{job.process.pid}-"
     assert job.status_folder is not None
     logs = [path for path in job.status_folder.parent.rglob("*") if path.is_file()]
@@ -79,9 +84,10 @@ def look(job: Job, pids: dict[int, int], step: int) -> Look:
         step=step,
         rss=sum(bytes_of(path / "status", "VmRSS") for path in processes),
         pss=sum(bytes_of(path / "smaps_rollup", "Pss") for path in processes),
+        engines_rss=sum(bytes_of(path / "status", "VmRSS") for path in engines),
         files=tuple(counted(path / "fd") for path in processes),
         threads=tuple(counted(path / "task") for path in processes),
-        processes=len(job.processes()),
+        processes=len(running),
         shared_memory=sum(p.stat().st_size for p in SHARED_MEMORY.glob(f"{mark}*")),
         log_bytes=sum(path.stat().st_size for path in logs),
     )
@@ -129,8 +135,10 @@ def counts(seen: list[Look]) -> dict[str, Any]:
 def verdict(seen: list[Look], start: int, num_steps: int, logs: Path) -> dict[str, Any]:
     early, late = window(seen, start, start + WINDOW), window(seen, num_steps - WINDOW, num_steps)
     told: dict[str, Any] = {}
-    for name in ("rss", "pss"):
+    for name in ("rss", "pss", "engines_rss"):
         before, after = (statistics.mean(getattr(one, name) for one in w) for w in (early, late))
+        if not before:
+            continue
         told[name] = {
             "before_MB": round(before / 1e6, 1),
             "after_MB": round(after / 1e6, 1),
@@ -140,8 +148,9 @@ def verdict(seen: list[Look], start: int, num_steps: int, logs: Path) -> dict[st
     turned = sorted(path.name for path in logs.glob("worker_0.log*"))
     told["logs"] = {"files": turned, "bytes": late[-1].log_bytes}
     wrong = [f"{n} changed" for n in told["before"] if told["before"][n] != told["after"][n]]
-    if told["rss"]["growth"] >= GROWTH:
-        wrong.append(f"resident memory grew by {told['rss']['growth']:.1%}")
+    for name in ("rss", "engines_rss"):
+        if name in told and told[name]["growth"] >= GROWTH:
+            wrong.append(f"{name} grew by {told[name]['growth']:.1%}")
     if len(turned) != 1 + LOG_BACKUPS:
         wrong.append("logs were not turned over")
     return {"good": not wrong, "wrong": wrong, **told}

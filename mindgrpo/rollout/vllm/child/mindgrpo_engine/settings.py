@@ -36,7 +36,9 @@ def built_for_processors() -> bool:
 
 
 def prepare_import(arguments: dict[str, Any]) -> None:
-    """Variables that depend on the request and that torch reads while it is imported."""
+    """Variables of torch and oneDNN, which read them while they are imported."""
+    # By default oneDNN keeps 1,024 products, each with memory of its own: the process grew by 150 MB in 100 steps.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     if built_for_processors() and arguments.get("enforce_eager", True):
         # Without it, the first request compiles for some 15 s what the engine then runs once.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

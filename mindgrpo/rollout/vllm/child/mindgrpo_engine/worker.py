@@ -115,15 +115,16 @@ class EngineWorker:
 
     @answered
     def engine_give_up_cache(self) -> None:
-        """Gives the memory of the KV cache back to the system; it reads as zeros afterwards."""
+        """Gives the KV cache, which reads as zeros afterwards, and freed memory back to the system (Linux)."""
+        library = ctypes.CDLL(None, use_errno=True)
         for storage in storages(self.model_runner.kv_caches):
             page = mmap.PAGESIZE
             start = -(-storage.data_ptr() // page) * page
             length = (storage.data_ptr() + storage.nbytes() - start) // page * page
-            library = ctypes.CDLL(None, use_errno=True)
             address = ctypes.c_void_p(start)
             if length > 0 and library.madvise(address, ctypes.c_size_t(length), mmap.MADV_DONTNEED):
                 raise OSError(ctypes.get_errno(), "the KV cache was not given back")
+        library.malloc_trim(0)
 
     @answered
     def engine_memory(self) -> tuple[int, int]:
