@@ -53,10 +53,15 @@ def backend() -> CpuBackend:
 
 
 def engine_of(
-    backend: CpuBackend, folder: Path, misbehave: str = "", seconds: float = 30.0
+    backend: CpuBackend,
+    folder: Path,
+    misbehave: str = "",
+    seconds: float = 30.0,
+    start_seconds: float = 30.0,
 ) -> VllmEngine:
     arguments = {"max_num_seqs": 8} | ({"misbehave": misbehave} if misbehave else {})
-    settings = VllmSettings(Path(sys.executable), str(folder), "float32", 64, 0, seconds, arguments)
+    limits = start_seconds, seconds
+    settings = VllmSettings(Path(sys.executable), str(folder), "float32", 64, 0, *limits, arguments)
     return VllmEngine(LAYOUT, backend, settings)
 
 
@@ -224,6 +229,24 @@ def test_an_engine_that_says_nothing_is_lost(backend: CpuBackend, tmp_path: Path
     with pytest.raises(EngineLost, match="sent nothing for 2 s in generate"):
         engine.generate(REQUESTS, SAMPLING, KEY, 1)
     assert time.monotonic() - started < 10
+    engine.close()
+
+
+def test_an_engine_may_take_longer_to_start_than_to_answer(
+    backend: CpuBackend, tmp_path: Path
+) -> None:
+    engine = engine_of(backend, tmp_path, "starts_slowly", seconds=2.0)
+    publish(engine, backend, 1)
+    assert len(engine.generate(REQUESTS, SAMPLING, KEY, 1)) == 3
+    engine.close()
+
+
+def test_an_engine_that_takes_too_long_to_start_is_lost(
+    backend: CpuBackend, tmp_path: Path
+) -> None:
+    engine = engine_of(backend, tmp_path, "starts_slowly", start_seconds=2.0)
+    with pytest.raises(EngineLost, match="sent nothing for 2 s in start"):
+        publish(engine, backend, 1)
     engine.close()
 
 

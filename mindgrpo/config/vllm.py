@@ -20,6 +20,8 @@ class VllmConfig(Section):
     need, or on a device what gpu_memory_utilization leaves"""
     max_silence_seconds: float = Field(300.0, gt=0)
     """an engine that answers nothing for so long ends the job"""
+    max_start_seconds: float = Field(900.0, gt=0)
+    """an engine that is not ready after so long ends the job: on a busy machine it takes minutes to start"""
     arguments: Annotated[list[str], BEFORE_LIST] = []
     """further arguments of vLLM's LLM class by their names there, each as name=value: [swap_space=4]"""
 

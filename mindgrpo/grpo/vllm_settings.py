@@ -67,6 +67,7 @@ def vllm_settings(
         dtype=own.dtype,
         max_model_len=generate.longest,
         seed=config.rl_config.seed,
+        max_start_seconds=own.max_start_seconds,
         max_silence_seconds=own.max_silence_seconds,
         arguments=chosen | own.parsed_arguments,
         memory={"generator": weight_bytes, "kv_cache": cache_bytes},

@@ -76,7 +76,8 @@ class VllmEngine:
         self._is_awake = True
         if self._layout.grid.holds(backend.rank):
             bucket = self._sink.bucket.descriptor
-            command = EngineCommand(settings.python, bucket, settings.max_silence_seconds)
+            seconds = settings.max_start_seconds, settings.max_silence_seconds
+            command = EngineCommand(settings.python, bucket, *seconds)
             self._process = EngineProcess(command, backend.health, os.environ)
         self.pools: Mapping[str, Sequence[Pool]] = {
             role: [EngineMemory(size)] for role, size in settings.memory.items()

@@ -46,10 +46,14 @@ class EngineFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """`memory` is the descriptor of the bucket; an engine that sends nothing for `max_silence_seconds` is lost."""
+    """`memory` is the descriptor of the bucket.
+
+    An engine is lost that is not ready after `max_start_seconds`, or later sends nothing for `max_silence_seconds`.
+    """
 
     python: Path
     memory: int
+    max_start_seconds: float
     max_silence_seconds: float
 
 
@@ -64,7 +68,8 @@ class EngineProcess:
         self._is_asked = False
         self._left_behind: list[str] = []
         self._socket, other = socket.socketpair()
-        self._socket.settimeout(command.max_silence_seconds)
+        self._socket.settimeout(command.max_start_seconds)
+        self._max_silence = command.max_silence_seconds
         try:
             self._process = self._start(command, other.fileno(), environment)
         finally:
@@ -123,6 +128,7 @@ class EngineProcess:
     def start(self, message: Message) -> Message:
         """As `request`, for the first one; notes what an engine that is killed would leave behind."""
         reply = self.request(message)
+        self._socket.settimeout(self._max_silence)
         self._left_behind = [str(SHARED_MEMORY / name) for name in reply.get("shared_memory", ())]
         self._left_behind += [reply["folder"]] if reply.get("folder") else []
         if self._health.folder is not None:

@@ -23,6 +23,7 @@ class VllmSettings:
     dtype: Dtype
     max_model_len: int
     seed: int
+    max_start_seconds: float
     max_silence_seconds: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)

@@ -40,6 +40,8 @@ class Double:
 
     def start(self, request: Any) -> Any:
         self.misbehave = request["arguments"].get("misbehave", "")
+        if self.misbehave == "starts_slowly":
+            time.sleep(4)
         self.folder = Path(request["model"])
         self.dtype = request["dtype"]
         (self.folder / "start.json").write_text(json.dumps(request))

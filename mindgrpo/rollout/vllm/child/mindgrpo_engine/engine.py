@@ -9,6 +9,7 @@ import logging
 import os
 from typing import Any
 
+from mindgrpo_engine.forked_workers import can_fork, fork_workers, start_template
 from mindgrpo_engine.messages import EngineFailure, Message, UserFailure, sentence
 from mindgrpo_engine.process import resident_bytes
 from mindgrpo_engine.settings import llm_arguments, prepare_import
@@ -28,6 +29,9 @@ class Engine:
 
     def __init__(self, request: Message, memory: int) -> None:
         prepare_import(request["arguments"])
+        forks = can_fork(request["tensor_parallel"])
+        if forks:
+            start_template()
         self._plugins = _import_plugins()
         import torch
         import vllm
@@ -38,6 +42,8 @@ class Engine:
         self._platform: str = current_platform.device_type
         arguments = llm_arguments(request, self._platform)
         logging.getLogger("vllm.renderers.base").addFilter(_WithoutChatTemplates())
+        if forks:
+            fork_workers()
         try:
             self._llm = vllm.LLM(**arguments)
         except (*REFUSALS, TypeError, NotImplementedError) as error:
