@@ -113,6 +113,22 @@ def test_links_that_cannot_be_are_refused(
     assert named in err
 
 
+def test_plan_says_what_vllm_takes_and_what_is_not_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    generator = {}
+    for dtype in ("float32", "bfloat16"):
+        words = ("--generate_config.use_vllm", "1", "--generate_config.vllm.dtype", dtype)
+        status, out, _ = told(capsys, *words)
+        assert status == 0
+        assert f"vLLM's weights and cache {dtype}" in out and "vLLM's own programs" in out
+        (line,) = (line for line in out.splitlines() if line.split()[:1] == ["rollout"])
+        generator[dtype] = float(line.split("MiB")[0].split()[-1])
+    assert generator["bfloat16"] == pytest.approx(generator["float32"] / 2, abs=0.1)
+    assert "vLLM" not in told(capsys)[1]
+
+
 def test_the_bench_plans_a_72b_model_on_1024_ranks_with_nothing_moved_twice() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "plan.py")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -72,6 +72,17 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
     return Links(flags.link * GIGA, flags.per_host or 1, local), rest
 
 
+def _not_counted(plan: RunPlan) -> list[str]:
+    generate = plan.config.generate_config
+    if not generate.use_vllm:
+        return ["float32 weights, gradients, moments and cache; activations come on top"]
+    return [
+        f"float32 weights, gradients and moments; vLLM's weights and cache {generate.vllm.dtype}",
+        "activations come on top, and vLLM's own programs: some 0.5 GB an engine of one worker,",
+        "0.9 GB and 0.25 GB a worker an engine of several (measured on processors, docs/vllm.md)",
+    ]
+
+
 def print_plan(loaded: Loaded, links: Links | None = None) -> None:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
@@ -84,7 +95,7 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
         "layouts": plan.layout_lines(),
         "memory": [
             *plan.memory_lines(),
-            "float32 weights, gradients, moments and cache; activations come on top",
+            *_not_counted(plan),
         ],
         "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, links)],
         "batch": plan.batch.lines(),
