@@ -1,4 +1,4 @@
-"""Kills an engine of vLLM, a worker of it, or the rank that owns it, and looks at what follows.
+"""Kills an engine of vLLM, a worker of it, the process its workers are forked from, or the rank that owns it.
 
     python scripts/faults/kill_engines.py [--cases engine-rollout ...]
 
@@ -24,7 +24,7 @@ from job import Job
 from kill_matrix import words
 
 LIMIT, TO_GET_THERE = 10.0, 240.0
-VICTIMS = ("engine", "worker", "owner")
+VICTIMS = ("engine", "worker", "template", "owner")
 # Phase: in it the engine is handed weights, generates, or has nothing to do.
 PHASES = ("reshard", "rollout", "update")
 SETTINGS = {
@@ -39,18 +39,21 @@ for section in ("actor_config", "generate_config", "ref_config"):
         SETTINGS[f"{section}.parallel_config.{axis}"] = degree
 
 
-def victim_of(job: Job, kind: str) -> int | None:
-    engines = [pid for pid, name in job.processes() if "mindgrpo_engine" in name]
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def victim_of(job: Job, kind: str) -> int:
+    """Of the first engine; its workers are children of the template that they are forked from."""
+    engine = next(pid for pid, name in job.processes() if "-m mindgrpo_engine" in name)
     if kind == "engine":
-        return engines[0] if engines else None
-    children = Path(f"/proc/{engines[0]}/task/{engines[0]}/children").read_text().split()
-    # Its helper that tracks shared memory is no worker.
-    workers = [
-        int(pid)
-        for pid in children
-        if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    return workers[-1] if workers else None
+        return engine
+    template = next(
+        child
+        for child in children_of(engine)
+        if b"worker_template" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    return template if kind == "template" else children_of(template)[-1]
 
 
 def run_case(kind: str, phase: str, folder: Path) -> dict[str, Any]:
@@ -62,8 +65,7 @@ def run_case(kind: str, phase: str, folder: Path) -> dict[str, Any]:
             return told | {"good": False, "wrong": ["never got there"], "screen": job.screen[-500:]}
         victim = stopped.pid if kind == "owner" else victim_of(job, kind)
         struck_at = time.monotonic()
-        if victim is not None:
-            os.kill(victim, signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         if kind != "owner":
             os.kill(stopped.pid, signal.SIGCONT)
         ended = job.end(struck_at, LIMIT + 30)
