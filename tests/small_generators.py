@@ -11,9 +11,10 @@ from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels, has_bfloat16
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
@@ -52,8 +53,16 @@ WITH_C = pytest.mark.skipif(library_path() is None, reason="no C compiler on thi
 KERNELS = ["plain", pytest.param("native", marks=WITH_C)]
 
 
+WITH_AVX512 = pytest.mark.skipif(
+    library_path() is None or not has_bfloat16(),
+    reason="no C compiler on this machine, or no AVX-512 for oneDNN's products of bfloat16",
+)
+PRECISIONS = [pytest.param(name, marks=WITH_AVX512) for name in NUM_TERMS]
+
+
 def kernels_named(name: str) -> Kernels:
-    return NativeKernels() if name == "native" else PlainKernels()
+    """`high` and `medium` are native, with products of bfloat16."""
+    return PlainKernels() if name == "plain" else NativeKernels(NUM_TERMS.get(name))
 
 
 def random_weights(backend: Backend) -> Weights:

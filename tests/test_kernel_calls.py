@@ -160,7 +160,7 @@ class Rollout:
 
     def mlp(self, x: np.ndarray, added: np.ndarray) -> KernelCall:
         inputs = [x, added, self.nothing, self.norm, self.gate_up, self.down]
-        return self.call(self.slots.mlp(False), *inputs)
+        return self.call(self.slots.mlp(0, False), *inputs)
 
     def head(self, x: np.ndarray, added: np.ndarray) -> KernelCall:
         return self.call(self.slots.head(), x, added, self.norm, self.head_table)

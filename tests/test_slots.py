@@ -14,6 +14,7 @@ from small_generators import (
     GROUP,
     MAX_PROMPT,
     MAX_TOKENS,
+    PRECISIONS,
     SETTINGS,
     STEPS_IN_RUNS,
     VOCAB,
@@ -84,18 +85,20 @@ def test_tokens_are_those_of_plain_operations(
         assert_same(*(run(generator, requests, step) for generator in made))
 
 
+@pytest.mark.parametrize("name", ["native", *PRECISIONS])
 def test_a_sample_is_bit_for_bit_the_same_in_any_company(
-    backend: CpuBackend, weights: Weights, native: EmbeddedEngine
+    backend: CpuBackend, weights: Weights, name: str
 ) -> None:
     requests = ragged(requests_of())
-    together = run(native, requests)
-    few = generator_with(weights, backend, kernels_named("native"), slots=3, copies=2)
+    many = generator_with(weights, backend, kernels_named(name))
+    together = run(many, requests)
+    few = generator_with(weights, backend, kernels_named(name), slots=3, copies=2)
     assert_same(run(few, requests), together, atol=0)
     one_by_one = [
         completion
         for r in requests
         for sample, limit in zip(r.samples, r.max_tokens or (), strict=True)
-        for completion in run(native, [Request(r.prompt, (sample,), (limit,))])
+        for completion in run(many, [Request(r.prompt, (sample,), (limit,))])
     ]
     assert_same(one_by_one, together, atol=0)
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.backend.targets import Target
 
@@ -19,28 +20,30 @@ def keeps_slots(target: Target) -> bool:
     return target.backend == "shared_memory" and native_library.may_build()
 
 
-def load(target: Target) -> Callable[[dict[str, str], bool], Backend]:
-    """What makes the backend of (environment, whether graphs are compiled).
-
-    The device's libraries, MindSpore among them, are imported here and no earlier.
-    """
+def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]:
+    """What makes the backend of (environment, settings)."""
     if target.backend == "device":
         return partial(_device_backend, target.device)
+    return _cpu_backend
+
+
+def _cpu_backend(environment: dict[str, str], settings: RuntimeSettings) -> Backend:
     from mindgrpo.backend.cpu.backend import CpuBackend
 
-    return CpuBackend
+    num_terms = NUM_TERMS.get(settings.matmul_precision)
+    return CpuBackend(environment, settings.compiled, num_terms)
 
 
-def _device_backend(device: str, environment: dict[str, str], compiled: bool) -> Backend:
+def _device_backend(device: str, environment: dict[str, str], settings: RuntimeSettings) -> Backend:
     from mindgrpo.backend.device.backend import DeviceBackend
 
     if device == "Ascend":
         from mindgrpo.backend.device.ascend import Ascend
 
-        return DeviceBackend(Ascend(), environment, compiled)
+        return DeviceBackend(Ascend(), environment, settings.compiled)
     from mindgrpo.backend.device.host_cpu import HostCpu
 
-    return DeviceBackend(HostCpu(), environment, compiled)
+    return DeviceBackend(HostCpu(), environment, settings.compiled)
 
 
 def connect(
@@ -54,7 +57,8 @@ def connect(
         raise SystemExit(0)
     runtime = runtime or RuntimeSettings()
     unmet = apply(runtime, target.device, environment)
-    backend = load(target)(environment, runtime.compiled)
+    backend = load(target)(environment, runtime)
+    backend.matmul_precision = runtime.matmul_precision
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend

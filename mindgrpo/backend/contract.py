@@ -16,6 +16,7 @@ import numpy as np
 
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.matmul_precision import MatmulPrecision
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.health.rank_health import RankHealth
 
@@ -149,6 +150,8 @@ class Backend(ABC):
     # Of the device; None where it has no limit of its own.
     device_memory_bytes: int | None = None
     kernels: Kernels
+    # In what products of float32 matrices are computed (matmul_precision.py).
+    matmul_precision: MatmulPrecision = "highest"
     # What was asked of the device that it does not have, a sentence each.
     unmet: Sequence[str] = ()
     has_device_profile: bool = False

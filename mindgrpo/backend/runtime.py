@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindgrpo.backend.matmul_precision import MatmulPrecision
 from mindgrpo.errors import UserError
 
 # What the host's processors do anyway.
@@ -29,6 +30,7 @@ class RuntimeSettings:
     memory_optimize_level: str | None = None
     max_device_bytes: int | None = None
     precision_mode: str | None = None
+    matmul_precision: MatmulPrecision = "highest"
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
@@ -48,6 +50,9 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
             folder /= f"rank_{environment.get('RANK_ID', '0')}"
         ms.set_context(save_graphs=settings.save_graphs, save_graphs_path=str(folder))
     _set_memory(settings, target)
+    if target == "Ascend":
+        is_high = settings.matmul_precision == "high"
+        ms.device_context.ascend.op_precision.matmul_allow_hf32(is_high)
     slow = []
     if not settings.compiled:
         slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]

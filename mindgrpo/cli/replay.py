@@ -108,19 +108,21 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     # What computes is imported only where something is computed.
     from mindgrpo.algorithm.packing import PackedRollout
     from mindgrpo.backend.connect import connect
+    from mindgrpo.backend.runtime import RuntimeSettings
     from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy
     from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.grpo.settings import sampling_settings
+    from mindgrpo.grpo.settings import matmul_precision, sampling_settings
     from mindgrpo.models.decoder_config import read_config
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)
-    backend = connect(SHARED_MEMORY, dict(os.environ))
+    settings = RuntimeSettings(matmul_precision=matmul_precision(config))
+    backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
     load_weights(policy.weights, weights)
     batch, members = kept.batch, kept.about.members

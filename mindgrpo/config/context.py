@@ -48,6 +48,12 @@ class Context(Section):
     """write the compiler's graphs: true, or 1 (few) to 3 (all)"""
     save_graphs_path: Annotated[str, BEFORE_TEXT] = "./graphs"
     """folder of the graphs; with several ranks, each has a folder of its own in it"""
+    float32_matmul_precision: Annotated[
+        Literal["auto", "highest", "high", "medium"], BEFORE_TEXT
+    ] = "auto"
+    """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: three bfloat16
+    products, accurate as float32, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
+    sums; auto: high on processors with AMX, else highest"""
     jit_config: JitConfig = JitConfig()
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """O1: reuse memory more; null: the framework's default"""

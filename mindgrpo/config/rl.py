@@ -151,8 +151,8 @@ class RLConfig(AlgorithmKeys, CheckpointKeys):
     """write eval_completions.jsonl"""
     logprob_gap_limit: float | Literal["auto"] | None = "auto"
     """maximum difference of a token's log-prob between generator and trainer; a larger one ends the run; auto: 0.01
-    where both compute in float32, else of the mean over a step's tokens, 0.05 where vLLM computes in float16 and 0.5 in
-    bfloat16; null: no limit"""
+    where both compute in float32, else of the mean over a step's tokens, 0.1 with context.float32_matmul_precision
+    medium, and 0.05 where vLLM computes in float16, 0.5 in bfloat16; null: no limit"""
     checksum_interval: int | None = Field(1, ge=1)
     """compare the checksums of the generator's weights with the policy's, and those of replicas, every N steps; null:
     never"""

@@ -11,10 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.backend.kernels.contract import Heads, Vocabulary
+from mindgrpo.backend.kernels.rollout import LocalModelShape
+from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.settings import matmul_precision
 from mindgrpo.grpo.vllm_settings import worker_cache_bytes
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -108,7 +112,7 @@ class RunPlan:
             "policy": largest_share(self.train) + adapters(self.train),
             "gradients": trained,
             "optimizer": 2 * trained,
-            "generator": generator_bytes(self.config, self.infer),
+            "generator": generator_bytes(self.config, self.infer) + self._packed_bytes(),
             "kv_cache": self.kv_cache_bytes,
             "adapters_copy": adapters(self.infer),
         }
@@ -154,6 +158,25 @@ class RunPlan:
             -(-model.vocab_size // tp_size) if penalty != 1.0 else 0,
         )
         return footprint.num_bytes
+
+    def _packed_bytes(self) -> int:
+        """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
+        model, tp_size = self.model, self.infer.grid.model_parallel
+        num_terms = NUM_TERMS.get(matmul_precision(self.config))
+        if self.config.generate_config.uses_vllm or missing_options(model):
+            return 0
+        kv = max(1, model.num_key_value_heads // tp_size)
+        shape = LocalModelShape(
+            layers=model.num_hidden_layers,
+            hidden=model.hidden_size,
+            inner=-(-model.intermediate_size // tp_size),
+            heads=Heads(model.num_attention_heads // tp_size, kv, model.head_dim),
+            vocabulary=Vocabulary(0, -(-model.vocab_size // tp_size), model.vocab_size),
+            norm_eps=model.rms_norm_eps,
+            tp_size=tp_size,
+            tp_rank=0,
+        )
+        return shape.packed_bytes(num_terms)
 
     def layout_lines(self) -> list[str]:
         lines = [

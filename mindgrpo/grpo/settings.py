@@ -7,7 +7,9 @@ from functools import partial
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.matmul_precision import MatmulPrecision, resolve
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.tokenizer import Tokenizer
@@ -26,7 +28,15 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         memory_optimize_level=context.memory_optimize_level,
         max_device_bytes=device_budget(config),
         precision_mode=context.ascend_config.precision_mode,
+        matmul_precision=matmul_precision(config),
     )
+
+
+def matmul_precision(config: Config) -> MatmulPrecision:
+    """Of this machine. Raises UserError."""
+    context = config.context
+    has_kernels = context.mode == 0 and keeps_slots(context.target)
+    return resolve(context.float32_matmul_precision, context.target, has_kernels)
 
 
 def device_budget(config: Config) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.log_probs import TokenLogProbs
@@ -196,7 +196,7 @@ class Head(nn.Cell):
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = CopyTo(shard.group)
         self.table = shard.head_table
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.matmul = shard.kernels.matmul(transpose_b=True)
         bias = shard.padding_bias()
         self.is_padded = bias is not None
         self.bias = Tensor(bias) if bias is not None else None

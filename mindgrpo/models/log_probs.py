@@ -27,13 +27,14 @@ class TokenLogProbs(nn.Cell):
     ) -> None:
         super().__init__()
         self.rows = max(1, chunk_bytes // (4 * vocabulary.width))
+        self.logits = kernels.matmul(transpose_b=True)
         self.chunk = _Chunk(kernels, vocabulary, group)
         self.whole = _Whole(kernels, vocabulary, group)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         count = x.shape[0]
         if count <= self.rows:
-            logp, entropy, _ = self.whole(ops.MatMul(transpose_b=True)(x, table), labels)
+            logp, entropy, _ = self.whole(self.logits(x, table), labels)
             return logp, entropy
         logps, entropies = [], []
         for start in range(0, count, self.rows):
@@ -75,9 +76,9 @@ class _Chunk(nn.Cell):
         super().__init__()
         self.whole = _Whole(kernels, vocabulary, group)
         self.gradient = kernels.log_prob_grad(vocabulary)
-        self.logits = ops.MatMul(transpose_b=True)
-        self.to_x = ops.MatMul()
-        self.to_table = ops.MatMul(transpose_a=True)
+        self.logits = kernels.matmul(transpose_b=True)
+        self.to_x = kernels.matmul()
+        self.to_table = kernels.matmul_gradient()
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         return self.whole(self.logits(x, table), labels)

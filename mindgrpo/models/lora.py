@@ -64,13 +64,14 @@ class LowRankLinear(nn.Cell):
         widths: Sequence[int],
         adapted: Sequence[bool],
         settings: LoraSettings,
+        matmul: Any,
     ) -> None:
         super().__init__()
         self.base = base
         self.a, self.b = a, b
         self.widths, self.adapted = tuple(widths), tuple(adapted)
         self.rank, self.scale = settings.rank, settings.scale
-        self.matmul = ops.MatMul()
+        self.matmul = matmul
 
     def construct(self, x: Any) -> Any:
         low = self.matmul(x, self.a) * self.scale

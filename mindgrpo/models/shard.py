@@ -61,7 +61,8 @@ class Shard:
 
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""
-        base = Linear(self[key])
+        matmul = self.kernels.matmul()
+        base = Linear(self[key], matmul)
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
             return base
@@ -69,7 +70,8 @@ class Shard:
         flags = [adapter_names(name)[0] in adapted for name in unfused_keys(key)]
         (entry,) = [entry for entry in self.weights.fused if entry.key == key]
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
-        return LowRankLinear(base, *parameters, entry.widths, flags, self._adapters.settings)
+        settings = self._adapters.settings
+        return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]
@@ -86,9 +88,13 @@ class Shard:
         return self.layers.stop == self.config.num_hidden_layers
 
     @property
-    def head_table(self) -> Any:
+    def head_key(self) -> str:
         tied = self.config.tie_word_embeddings
-        return self["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        return "model.embed_tokens.weight" if tied else "lm_head.weight"
+
+    @property
+    def head_table(self) -> Any:
+        return self[self.head_key]
 
     def padding_bias(self) -> np.ndarray | None:
         """float32 [1, local vocabulary] that keeps padded columns out of a softmax; None where there are none."""

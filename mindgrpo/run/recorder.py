@@ -112,7 +112,8 @@ class RunRecord:
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
         ranks = (
-            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name})"
+            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name}, matmul "
+            f"precision {backend.matmul_precision})"
         )
         size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
         sections = {
@@ -221,6 +222,7 @@ class RunRecord:
             "eval_before": before,
             "eval_after": after,
             "engine": engine.name,
+            "float32_matmul_precision": self._backend.matmul_precision,
         }
         if engine.release is not None:
             summary["engine_version"] = engine.release

@@ -13,6 +13,7 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.matmul_precision import KEY
 from mindgrpo.checkpoint import differences
 from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity
@@ -29,6 +30,8 @@ FOLDER = Path(mindgrpo.__file__).parent
 def check_same_start(config: Config, backend: Backend) -> None:
     """All ranks together, before anything else is agreed. Raises UserError on all of them."""
     values = {key: repr(value) for key, value in values_by_key(config).items()}
+    # What auto is on this rank's processor.
+    values[KEY] = repr(backend.matmul_precision)
     by_rank = backend.world.gather_objects((values, code_digest()))
     check_configurations([values for values, _ in by_rank])
     others = different_ranks([code for _, code in by_rank])

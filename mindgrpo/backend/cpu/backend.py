@@ -30,6 +30,8 @@ from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.matmul_precision import KEY
+from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
@@ -119,7 +121,13 @@ class CpuBackend(Backend):
     name = "CPU"
     shares_memory = True
 
-    def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        compiled: bool = True,
+        num_terms: int | None = None,
+    ) -> None:
+        """`num_terms`: see NativeKernels."""
         self.compile_log = CompileLog()
         self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
@@ -131,7 +139,7 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
-        self.kernels = self._choose_kernels(compiled)
+        self.kernels = self._choose_kernels(compiled, num_terms)
         self.notices = _notices()
         self._host = self._make_host(environment)
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
@@ -149,7 +157,11 @@ class CpuBackend(Backend):
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
-    def _choose_kernels(compiled: bool) -> Kernels:
+    def _choose_kernels(compiled: bool, num_terms: int | None) -> Kernels:
+        if num_terms is not None and library_path() is None:
+            raise UserError(
+                f"{KEY} high and medium need the C kernels: {_notices()[0]}; or set it to highest."
+            )
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:
             from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
@@ -157,7 +169,7 @@ class CpuBackend(Backend):
             return PlainKernels()
         from mindgrpo.backend.kernels.native.kernels import NativeKernels
 
-        return NativeKernels()
+        return NativeKernels(num_terms)
 
     def _make_host(self, environment: dict[str, str]) -> Host:
         if self.world_size == 1:

@@ -1,4 +1,4 @@
-"""What a model computes beside its matrix products, as cells that a backend gives: the contract.
+"""What a model computes, as cells that a backend gives: the contract.
 
 A backend answers with MindSpore's own operations (mindspore_ops.py, everywhere: the definition) or with kernels of its
 own (native/kernels.py); tests hold them equal. No kernel communicates: sums over ranks are the caller's.
@@ -82,8 +82,18 @@ class Kernels(ABC):
     ragged: bool
     # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
     has_adamw: bool
+    # Of how many products of bfloat16 a matrix product is made (matmul_precision.py); None where it is of float32.
+    num_terms: int | None = None
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots: bool
+
+    @abstractmethod
+    def matmul(self, transpose_b: bool = False) -> Any:
+        """(x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both."""
+
+    @abstractmethod
+    def matmul_gradient(self) -> Any:
+        """(x [N, K], dy [N, M]) -> x^T dy [K, M]: a weight's gradient."""
 
     @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:

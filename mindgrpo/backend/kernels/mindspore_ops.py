@@ -118,6 +118,12 @@ class PlainKernels(Kernels):
     has_adamw = False
     has_slots = False
 
+    def matmul(self, transpose_b: bool = False) -> Any:
+        return ops.MatMul(transpose_b=transpose_b)
+
+    def matmul_gradient(self) -> Any:
+        return ops.MatMul(transpose_a=True)
+
     def rms_norm(self, eps: float) -> nn.Cell:
         return RmsNorm(eps)
 

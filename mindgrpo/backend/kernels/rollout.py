@@ -14,6 +14,7 @@ import numpy as np
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.matmul_precision import packed_bytes
 
 if TYPE_CHECKING:
     from mindspore import nn
@@ -31,6 +32,22 @@ class LocalModelShape:
     norm_eps: float
     tp_size: int
     tp_rank: int
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """[in, out] of each layer's qkv, out, gate and up together, and down; at the end that of the head."""
+        heads, hidden, inner = self.heads, self.hidden, self.inner
+        layer = [
+            (hidden, heads.width),
+            (heads.queries * heads.dim, hidden),
+            (hidden, 2 * inner),
+            (inner, hidden),
+        ]
+        return self.layers * layer + [(hidden, self.vocabulary.width)]
+
+    def packed_bytes(self, num_terms: int | None) -> int:
+        """Of all matrices as the generator keeps them for products of bfloat16; 0 for those of float32."""
+        return sum(packed_bytes(k, n, num_terms) for k, n in self.matrices) if num_terms else 0
 
 
 @dataclass
@@ -85,13 +102,14 @@ class KVCacheLayout:
 class Memory:
     """Views of the generator's pool, float32 of one dim: keys and values, what kernels need while they run, `inputs`
     of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
-    each slot and token of this rank."""
+    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes, where there are any."""
 
     cache: np.ndarray
     scratch: np.ndarray
     inputs: np.ndarray
     starts: np.ndarray
     seen: np.ndarray
+    packed: np.ndarray | None = None
 
 
 class Slots(ABC):
@@ -103,6 +121,11 @@ class Slots(ABC):
 
     # Samples that wait for a slot and rows in use; prefix blocks with no sample left have 0 users.
     users: np.ndarray
+
+    def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
+        """Has to be called when weights have changed: those of LocalModelShape.matrices as float32 [in, out], the
+        head's [out, in]. Kernels that read the weights themselves have nothing to do."""
+        return None
 
     @abstractmethod
     def use(self, sampling: SamplingParams) -> None:
@@ -149,7 +172,7 @@ class Slots(ABC):
         """
 
     @abstractmethod
-    def mlp(self, is_prompt: bool) -> nn.Cell:
+    def mlp(self, layer: int, is_prompt: bool) -> nn.Cell:
         """(x, added, bias of what is added, norm [H], gate and up [H, 2 I], down [I, H]) -> the pair."""
 
     @abstractmethod

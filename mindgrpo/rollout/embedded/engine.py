@@ -64,7 +64,10 @@ class EmbeddedEngine:
 
     @property
     def pools(self) -> Mapping[str, Sequence[Pool]]:
-        return {"generator": [self.weights.pool], "kv_cache": self._decoder.pools}
+        return {
+            "generator": [self.weights.pool, *self._decoder.weight_pools],
+            "kv_cache": self._decoder.pools,
+        }
 
     def memory_bytes(self) -> int:
         return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
@@ -90,6 +93,7 @@ class EmbeddedEngine:
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
         self.version = None
         result = transfer()
+        self._decoder.weights_changed()
         self.version = version
         return result
 

@@ -66,6 +66,13 @@ class PlainDecoder:
         self._decoder, self._decoders = decoder, {sampling: decoder(sampling)}
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
 
+    @property
+    def weight_pools(self) -> list[Pool]:
+        return []
+
+    def weights_changed(self) -> None:
+        """It reads the weights themselves."""
+
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
         """Numbers of the sampling are part of a graph here: other sampling are another graph."""
         if sampling.repetition_penalty != 1.0 and self._mark is None:

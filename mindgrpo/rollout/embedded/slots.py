@@ -6,6 +6,7 @@ A prompt is computed once for all its samples; a slot that becomes free takes th
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
@@ -23,11 +24,13 @@ from mindgrpo.backend.kernels.rollout import (
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
 DECODE_STEPS = 8
+# Of a layer, as LocalModelShape.matrices has them.
+MATRICES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 
 class _Layer(nn.Cell):
@@ -55,7 +58,7 @@ class _Layer(nn.Cell):
         self.gate_up = shard[prefix + "mlp.gate_up_proj.weight"]
         self.down = shard[prefix + "mlp.down_proj.weight"]
         self.attend = slots.attend(index - shard.layers.start, is_prompt, keeps_only)
-        self.mlp = slots.mlp(is_prompt)
+        self.mlp = slots.mlp(index - shard.layers.start, is_prompt)
         self.total = shard.group.sum_cell()
 
     def construct(self, x: Any, added: Any) -> Any:
@@ -154,9 +157,13 @@ class SlotDecoder:
         )
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
+        self._packed = backend.pool(model_shape.packed_bytes(shard.kernels.num_terms))
         # Kernels that keep slots are the host's: its memory is the device's.
         with cache.on_host() as memory_of_cache:
             memory = _views(memory_of_cache, sizes)
+        with self._packed.on_host() as memory_of_packed:
+            packed = memory_of_packed.view(0, (self._packed.num_bytes // FLOAT_BYTES,))
+            memory = replace(memory, packed=packed)
         rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
         slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
@@ -167,6 +174,24 @@ class SlotDecoder:
         self._decoders: list[tuple[SamplingParams, Any]] = []
         self._decode = self._decoder_for(sampling)
         self._ticket = Tensor([0], ms.int32)
+
+    @property
+    def weight_pools(self) -> list[Pool]:
+        """What it keeps of the weights beside them."""
+        return [self._packed] if self._packed.num_bytes else []
+
+    def weights_changed(self) -> None:
+        """Has to be called before it generates with other weights."""
+        if not self.weight_pools:
+            return
+        keys = [
+            f"model.layers.{index}.{name}.weight"
+            for index in self._shard.layers
+            for name in MATRICES
+        ]
+        with self._shard.weights.on_host() as arrays:
+            matrices = [arrays.tensors[key] for key in (*keys, self._shard.head_key)]
+            self._slots.take_weights(matrices)
 
     def _decoder_for(self, sampling: SamplingParams) -> Any:
         """A graph that is there already, wherever one can draw by `sampling`: the numbers in them are no part of it."""

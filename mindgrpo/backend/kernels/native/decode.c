@@ -161,21 +161,24 @@ static void attend(void *task, Member member) {
     const Rollout *g = w->g;
     int64_t begin, end, mixed = g->queries * g->dim;
     norm_rows(w, member);
-    gemm(member, w->rows, w->width, g->hidden, w->normed, g->hidden, 1, w->first, w->width, 0, w->qkv, w->width, 0);
+    multiply(g, member, MATRICES * w->layer + QKV, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, 0,
+             w->qkv, w->width);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) keep_row(w, i);
     if (!w->second) return;
     pool_meet(member);
     attend_rows(w, member);
-    gemm(member, w->rows, g->hidden, mixed, w->mixed, mixed, 1, w->second, g->hidden, 0, w->delta, g->hidden, 0);
+    multiply(g, member, MATRICES * w->layer + OUT, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, 0, w->delta,
+             g->hidden);
 }
 
 static void mlp(void *task, Member member) {
     const Work *w = task;
     int64_t begin, end, hidden = w->g->hidden, inner = w->g->inner;
     norm_rows(w, member);
-    gemm(member, w->rows, 2 * inner, hidden, w->normed, hidden, 1, w->first, 2 * inner, 0, w->qkv, 2 * inner, 0);
+    multiply(w->g, member, MATRICES * w->layer + GATE_UP, w->rows, 2 * inner, hidden, w->normed, hidden, w->first, 0,
+             w->qkv, 2 * inner);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
@@ -183,7 +186,8 @@ static void mlp(void *task, Member member) {
         for (int64_t j = 0; j < inner; j++) gate[j] = silu(gate[j]) * up[j];
     }
     pool_meet(member);
-    gemm(member, w->rows, hidden, inner, w->qkv, 2 * inner, 1, w->second, hidden, 0, w->delta, hidden, 0);
+    multiply(w->g, member, MATRICES * w->layer + DOWN, w->rows, hidden, inner, w->qkv, 2 * inner, w->second, 0,
+             w->delta, hidden);
 }
 
 /* Rows of prompts may bring first inputs along: they follow those that layers work on. */
@@ -210,8 +214,7 @@ KERNEL(rollout_attend,
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
     if (!w.own && w.layer == 0) keep_starts(w.g, w.x);
-    if (w.rows) pool_run(attend, &w);
-    return 0;
+    return w.rows ? run_products(call, attend, &w) : 0;
 }
 
 /* total = x + added + bias; delta: what the MLP adds before the sum over ranks. */
@@ -223,6 +226,5 @@ KERNEL(rollout_mlp,
     if (status) return status;
     w.x = call->params[0], w.added = call->params[1], w.added_bias = optional(call, 2), w.norm = call->params[3];
     w.first = call->params[4], w.second = call->params[5], w.total = call->params[7], w.delta = call->params[8];
-    if (w.rows) pool_run(mlp, &w);
-    return 0;
+    return w.rows ? run_products(call, mlp, &w) : 0;
 }

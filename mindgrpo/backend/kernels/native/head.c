@@ -86,7 +86,9 @@ static void head(void *task, Member member) {
         add_and_norm(t->x + i * hidden, t->added + i * hidden, NULL, t->norm, g->eps, hidden, normed, normed);
     }
     pool_meet(member);
-    gemm(member, g->num_rows, g->vocab, hidden, g->scratch, hidden, 1, t->table, hidden, 1, t->logits, t->width, 0);
+    /* Packed are all rows of the table, otherwise only tokens are computed. */
+    multiply(g, member, MATRICES * g->layers, g->num_rows, g->terms ? t->width : g->vocab, hidden, g->scratch, hidden,
+             t->table, 1, t->logits, t->width);
     pool_meet(member);
     for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);
 }
@@ -105,6 +107,5 @@ KERNEL(rollout_head,
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
     memset(t.stats + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
-    if (g->num_rows) pool_run(head, &t);
-    return 0;
+    return g->num_rows ? run_products(call, head, &t) : 0;
 }

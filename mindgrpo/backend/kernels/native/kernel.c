@@ -43,9 +43,9 @@ int kernel_take_error(char *sentence) {
 /* -- what a call must be --------------------------------------------------------------------------------------- */
 
 static const char *dtype_of(const char *sign) {
-    static const char *const names[][2] = {{"f32", "float32"}, {"f64", "float64"}, {"i32", "int32"}, {"i64", "int64"}};
+    static const char *const names[][2] = {{"f32", "float32"}, {"f64", "float64"}, {"i32", "int32"}, {"i64", "int64"}, {"u8", "uint8"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
-        if (!memcmp(sign, names[i][0], 3)) return names[i][1];
+        if (!strncmp(sign, names[i][0], strlen(names[i][0]))) return names[i][1];
     return "unknown";
 }
 
@@ -103,7 +103,7 @@ int check_call(Call *call, const char *tensors) {
         int is_right = call->params[index] && call->dtypes[index] && !strcmp(call->dtypes[index], dtype_of(type));
         if (is_right && *end == '?' && call->ndims[index] == 1 && call->shapes[index][0] == 1)
             call->absent |= 1u << index;
-        else if (!is_right || !fits_shape(call, type + 4, index))
+        else if (!is_right || !fits_shape(call, strchr(type, '[') + 1, index))
             return wrong_tensor(call, index, tensors, (int)(end - tensors));
         tensors = end + strspn(end, "?, ->");
     }

@@ -2,7 +2,7 @@
  *
  * KERNEL(name, "x f32[N, H], bias f32[H]? -> y f32[N, H]") { ... } defines an operation for graphs. The string names
  * the tensors, inputs first, outputs last, all contiguous, and every call is compared with it before the body runs:
- * their number, dtypes (f32, f64, i32, i64) and dims. A dim is a number, a letter, or a product such as 2I; a letter
+ * their number, dtypes (f32, f64, i32, i64, u8) and dims. A dim is a number, a letter, or a product such as 2I; a letter
  * has one value in a call (`dim`). `?` marks an optional tensor: shape [1] says that there is none (`optional`). `...`
  * stands for any further dims, as many elements wherever it is written. Constants (sizes, flags) arrive as tensors too.
  *

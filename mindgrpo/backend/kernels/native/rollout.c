@@ -64,6 +64,12 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
     return g;
 }
 
+int run_products(const Call *call, void (*work)(void *task, Member member), void *task) {
+    const char *why;
+    pool_run(work, task);
+    return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
+}
+
 int check_rows(const Call *call, int64_t rows) {
     if (rows >= 0 && rows <= dim(call, 'B')) return 0;
     return refuse(call, "there are %ld rows, but tensors for %ld", rows, dim(call, 'B'));

@@ -13,6 +13,7 @@
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
 
+#include "bf16_gemm.h"
 #include "gemm.h"
 #include "kernel.h"
 #include "thread_pool.h"
@@ -30,6 +31,9 @@
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
     ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
+    /* matrices packed for products of `terms` bfloat16 products, where there are any: bytes, and where each begins */ \
+    NUMBER(int64_t, terms) ARRAY(uint8_t, packed, 0)                                                             \
+    ARRAY(int64_t, packed_at, g->terms ? MATRICES * g->layers + 1 : 0)                                           \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size) NUMBER(int64_t, layer_floats)  \
     ARRAY(float, cache, g->layers * g->layer_floats) ARRAY(float, scratch, scratch_floats(g))                    \
@@ -52,6 +56,9 @@
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
     ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
 
+/* Of a layer; after all layers' comes the head's. */
+enum { QKV, OUT, GATE_UP, DOWN, MATRICES };
+
 #define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
 #define DECLARE_ARRAY(TYPE, NAME, LEAST) \
     TYPE *NAME;                          \
@@ -64,6 +71,18 @@ typedef struct {
  * what its numbers say, or where the call's letters are not the table's: H hidden, I inner, D head dim, W and M the
  * widths of the projection and of what attention mixes. */
 Rollout *rollout_of(const Call *call, const int32_t *meta);
+
+/* The member's share of y [m, n] = x [m, k] w: w [k, n], or [n, k] where `turned`, is matrix number `matrix`. */
+static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t m, int64_t n, int64_t k,
+                            const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
+    if (g->terms)
+        bf16_gemm(member, m, n, k, x, ldx, 1, g->terms, g->packed + g->packed_at[matrix], y, ldy);
+    else
+        gemm(member, m, n, k, x, ldx, 1, w, turned ? k : n, turned, y, ldy, 0);
+}
+
+/* Runs `work` in all members. 0 if all its products went well. */
+int run_products(const Call *call, void (*work)(void *task, Member member), void *task);
 
 /* 0 if the call's tensors have so many of their B rows. */
 int check_rows(const Call *call, int64_t rows);

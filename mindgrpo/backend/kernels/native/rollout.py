@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.native.library import operation
+from mindgrpo.backend.kernels.native.library import call_kernel, operation
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
@@ -19,6 +20,7 @@ from mindgrpo.backend.kernels.rollout import (
     Slots,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.matmul_precision import packed_bytes
 
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
 FIRST, BINS, ROUNDS = 6, 256, 4
@@ -81,7 +83,10 @@ class NativeSlots(Slots):
         slots: int,
         prompt_rows: int,
         memory: Memory,
+        num_terms: int | None = None,
     ) -> None:
+        """`num_terms`: see NativeKernels."""
+        self._num_terms = num_terms or 0
         self._model_shape, self._sampling, self._capacity = model_shape, sampling, slots
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
@@ -104,9 +109,24 @@ class NativeSlots(Slots):
         arrays |= {
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
+        sizes = [packed_bytes(k, n, self._num_terms) for k, n in model_shape.matrices]
+        room = memory.packed if memory.packed is not None else np.zeros(0, np.float32)
+        arrays["packed"] = room.view(np.uint8)
+        arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
+        self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
+        self._table["terms"] = self._num_terms
         for name, array in arrays.items():
             self._table[name] = array
         self.users = arrays["users"]
+
+    def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
+        if not self._num_terms:
+            return
+        *layers, head = zip(matrices, self._packed, strict=True)
+        terms = np.array([self._num_terms], np.int32)
+        for matrix, packed in layers:
+            call_kernel("bf16_pack", matrix, terms, packed)
+        call_kernel("bf16_pack_turned", head[0], terms, head[1])
 
     def use(self, sampling: SamplingParams) -> None:
         if sampling.repetition_penalty != 1.0 and not self._has_seen:
@@ -241,8 +261,8 @@ class NativeSlots(Slots):
         meta = [self._number, layer, int(is_prompt)]
         return _Kernel("rollout_attend", shapes, _two_floats, meta)
 
-    def mlp(self, is_prompt: bool) -> nn.Cell:
-        return _Kernel("rollout_mlp", _pair, _two_floats, [self._number, 0, int(is_prompt)])
+    def mlp(self, layer: int, is_prompt: bool) -> nn.Cell:
+        return _Kernel("rollout_mlp", _pair, _two_floats, [self._number, layer, int(is_prompt)])
 
     def head(self) -> nn.Cell:
         columns = self._form_of(self._sampling).columns

@@ -1,0 +1,174 @@
+/* See bf16_gemm.h. B is packed in panels, A converted in blocks of rows, each of which meets all panels of its member. */
+#include "bf16_gemm.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "onednn.h"
+#include "vec16.h"
+
+/* A block of A and a panel of B lie in the second cache together. Rows come in fixed numbers, as a product has to be made
+ * for each; depth in whole vectors of pairs. */
+enum { PANEL = 256, MOST_ROWS = 256, LEAST_ROWS = 16, BLOCK_ELEMENTS = 1 << 18, DEPTH_STEP = 32, ALIGNMENT = 64 };
+
+static const char *_Atomic failure;
+
+static void failed(const char *why) { atomic_store(&failure, why); }
+
+int bf16_gemm_failed(const char **why) { return (*why = atomic_exchange(&failure, NULL)) != NULL; }
+
+static inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+/* To the nearest, ties to even. A number that is none stays none. */
+static inline uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return x == x ? rounded : 0x7fc0;
+}
+
+static inline float from_bf16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* `count` numbers, and what rounding leaves of them unless `rest` is NULL. */
+static void split(const float *x, int64_t count, uint16_t *rounded, uint16_t *rest) {
+    for (int64_t i = 0; i < count; i++) rounded[i] = to_bf16(x[i]);
+    for (int64_t i = 0; rest && i < count; i++) rest[i] = to_bf16(x[i] - from_bf16(rounded[i]));
+}
+
+/* The calling thread's memory for one purpose, which its next call takes over. */
+enum { BLOCK, PLAIN, EDGE, SCRATCH, PURPOSES };
+static void *own_memory(int purpose, int64_t bytes) {
+    static __thread void *kept[PURPOSES];
+    static __thread int64_t size[PURPOSES];
+    if (bytes > size[purpose]) {
+        free(kept[purpose]);
+        kept[purpose] = aligned_alloc(ALIGNMENT, round_up(bytes, ALIGNMENT));
+        size[purpose] = kept[purpose] ? bytes : 0;
+        if (!kept[purpose]) failed("no memory for a block of a product");
+    }
+    return kept[purpose];
+}
+
+static const Packing *panel_packing(int64_t k, int64_t width, int terms) {
+    const Packing *packing = packing_of(terms * round_up(k, DEPTH_STEP), width);
+    if (!packing) failed(onednn_error() ? onednn_error() : "oneDNN has no packing of a matrix of this size");
+    return packing;
+}
+
+static int64_t panel_bytes(int64_t k, int64_t width, int terms) {
+    const Packing *packing = panel_packing(k, width, terms);
+    return packing ? round_up(packed_bytes(packing), ALIGNMENT) : -1;
+}
+
+int64_t packed_matrix_bytes(int64_t k, int64_t n, int terms) {
+    int64_t whole = n >= PANEL ? panel_bytes(k, PANEL, terms) : 0, rest = n % PANEL ? panel_bytes(k, n % PANEL, terms) : 0;
+    return whole < 0 || rest < 0 ? -1 : n / PANEL * whole + rest;
+}
+
+/* A block [rows, columns], x[i * row + j * column], into `rounded` and `rest`, `ld` from one row to the next. */
+static void split_block(int64_t rows, int64_t columns, const float *x, int64_t row, int64_t column, int64_t ld,
+                        uint16_t *rounded, uint16_t *rest) {
+    if (column == 1) {
+        for (int64_t i = 0; i < rows; i++)
+            split(x + i * row, columns, rounded + i * ld, rest ? rest + i * ld : NULL);
+        return;
+    }
+    for (int64_t i = 0; i < rows; i += VEC)
+        for (int64_t j = 0; j < columns; j += VEC) {
+            int64_t height = rows - i < VEC ? rows - i : VEC, width = columns - j < VEC ? columns - j : VEC;
+            float turned[VEC * VEC];
+            for (int64_t q = 0; q < width; q++)
+                for (int64_t p = 0; p < height; p++) turned[p * VEC + q] = x[(i + p) * row + (j + q) * column];
+            for (int64_t p = 0; p < height; p++)
+                split(turned + p * VEC, width, rounded + (i + p) * ld + j, rest ? rest + (i + p) * ld + j : NULL);
+        }
+}
+
+void pack_matrix(Member member, int64_t k, int64_t n, const float *b, int64_t b_row, int64_t b_column, int terms,
+                 void *packed) {
+    int64_t depth = round_up(k, DEPTH_STEP), begin, end, whole = n >= PANEL ? panel_bytes(k, PANEL, terms) : 0;
+    uint16_t *plain = own_memory(PLAIN, 3 * depth * PANEL * sizeof *plain);
+    if (!plain || whole < 0) return;
+    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
+    for (int64_t panel = begin; panel < end; panel++) {
+        int64_t width = n - panel * PANEL < PANEL ? n - panel * PANEL : PANEL, size = depth * width;
+        const Packing *packing = panel_packing(k, width, terms);
+        if (!packing) return;
+        uint16_t *rest = terms == 3 ? plain + size : NULL;
+        split_block(k, width, b + panel * PANEL * b_column, b_row, b_column, width, plain, rest);
+        for (int part = 0; part < (terms == 3 ? 2 : 1); part++)
+            memset(plain + part * size + k * width, 0, (depth - k) * width * sizeof *plain);
+        if (terms == 3) memcpy(plain + 2 * size, plain, size * sizeof *plain);
+        if (pack(packing, plain, (char *)packed + panel * whole)) failed("oneDNN failed to pack a matrix");
+    }
+}
+
+/* [rows, terms * depth]: xh, or xh, xh, xl, zero beyond column k of each and beyond row m. */
+static void convert_rows(int64_t m, int64_t rows, int64_t k, int64_t depth, const float *a, int64_t a_row,
+                         int64_t a_column, int terms, uint16_t *block) {
+    int64_t ld = terms * depth;
+    split_block(m, k, a, a_row, a_column, ld, block, terms == 3 ? block + 2 * depth : NULL);
+    for (int64_t i = 0; i < m; i++) {
+        uint16_t *row = block + i * ld;
+        memset(row + k, 0, (depth - k) * sizeof *row);
+        if (terms == 3) {
+            memset(row + 2 * depth + k, 0, (depth - k) * sizeof *row);
+            memcpy(row + depth, row, depth * sizeof *row);
+        }
+    }
+    memset(block + m * ld, 0, (rows - m) * ld * sizeof *block);
+}
+
+typedef struct {
+    int64_t n, k, ldc, whole;
+    int terms;
+    const char *packed;
+} Work;
+
+/* The block's rows, of which `m` count, with panels [begin, end). */
+static int multiply(const Work *w, int64_t m, int64_t rows, const uint16_t *block, int64_t begin, int64_t end, float *c) {
+    for (int64_t panel = begin; panel < end; panel++) {
+        int64_t width = w->n - panel * PANEL < PANEL ? w->n - panel * PANEL : PANEL;
+        const Packing *packing = panel_packing(w->k, width, w->terms);
+        const Product *product = packing ? product_of(packing, rows, m == rows ? w->ldc : width) : NULL;
+        float *part = c + panel * PANEL, *target = m == rows ? part : own_memory(EDGE, rows * PANEL * sizeof(float));
+        void *scratch = product ? own_memory(SCRATCH, ALIGNMENT + product_scratch_bytes(product)) : NULL;
+        if (!target || !scratch || run_product(product, block, w->packed + panel * w->whole, target, scratch)) return 1;
+        for (int64_t i = 0; m != rows && i < m; i++)
+            memcpy(part + i * w->ldc, target + i * width, width * sizeof(float));
+    }
+    return 0;
+}
+
+/* How many rows the products have that `m` rows go through, `most` at most. */
+static int64_t block_rows(int64_t m, int64_t most) {
+    int64_t rows = LEAST_ROWS;
+    while (rows < most && rows < m) rows *= 2;
+    return rows;
+}
+
+void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
+               int terms, const void *packed, float *c, int64_t ldc) {
+    int64_t depth = round_up(k, DEPTH_STEP), fitting = BLOCK_ELEMENTS / (terms * depth);
+    int64_t most = block_rows(fitting < MOST_ROWS ? fitting : MOST_ROWS, MOST_ROWS);
+    int64_t blocks = (m + most - 1) / most, first = 0, last = blocks, begin = 0, end = (n + PANEL - 1) / PANEL;
+    /* A block is converted by each member that has it: few blocks are shared, many are not. */
+    if (blocks < 2 * member.size)
+        share_out(member, end, &begin, &end);
+    else
+        share_out(member, blocks, &first, &last);
+    Work work = {n, k, ldc, n >= PANEL ? panel_bytes(k, PANEL, terms) : 0, terms, packed};
+    uint16_t *block = own_memory(BLOCK, most * terms * depth * sizeof *block);
+    if (!block || work.whole < 0 || begin == end) return;
+    for (int64_t i = first * most; i < last * most && i < m; i += most) {
+        int64_t count = m - i < most ? m - i : most, rows = block_rows(count, most);
+        convert_rows(count, rows, k, depth, a + i * a_row, a_row, a_column, terms, block);
+        if (multiply(&work, count, rows, block, begin, end, c + i * ldc)) failed("oneDNN failed to multiply");
+    }
+}

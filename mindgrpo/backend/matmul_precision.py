@@ -1,0 +1,58 @@
+"""In what products of float32 matrices are computed: `context.float32_matmul_precision`, in PyTorch's words.
+
+highest: float32. high: each factor as the sum of two bfloat16 numbers, three products (native/bf16_gemm.h), or on
+Ascend HF32. medium: each factor rounded to bfloat16, float32 sums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from mindgrpo.backend.targets import SHARED_MEMORY, Target
+from mindgrpo.errors import UserError
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+KEY = "context.float32_matmul_precision"
+# Products of bfloat16 factors that make one of float32.
+NUM_TERMS: Mapping[str, int] = {"high": 3, "medium": 1}
+# oneDNN's own variable; without AMX bfloat16 is no faster than float32.
+ISA_LIMIT, AMX_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def resolve(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
+    """What `asked` means on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
+
+    `has_kernels` says whether C kernels of ours can be made here.
+    """
+    on_processors = target == SHARED_MEMORY and has_kernels
+    if asked == "auto":
+        return "high" if on_processors and has_amx(os.environ) else "highest"
+    if asked == "highest" or on_processors or (asked == "high" and target.device == "Ascend"):
+        return asked  # type: ignore[return-value]
+    if target == SHARED_MEMORY:
+        why = "needs the C kernels, which cannot be made here: install gcc"
+    elif target.device == "Ascend":
+        why = "does not exist on Ascend, which has high (HF32)"
+    else:
+        why = f"exists on {SHARED_MEMORY}, not on {target}"
+    raise UserError(f"{KEY} is '{asked}', which {why}; or set it to highest.")
+
+
+def packed_bytes(k: int, n: int, num_terms: int) -> int:
+    """At most, of a matrix [k, n] that is packed for products of bfloat16: whole blocks of 32 x 64."""
+    return 2 * num_terms * (-(-k // 32) * 32) * (-(-n // 64) * 64)
+
+
+def has_amx(environment: Mapping[str, str]) -> bool:
+    """Whether oneDNN multiplies bfloat16 by the processor's AMX."""
+    limit = environment.get(ISA_LIMIT, "DEFAULT").upper()
+    if "AMX" not in limit and limit not in ("DEFAULT", ""):
+        return False
+    try:
+        return AMX_FLAG in CPU_INFO.read_text().split()
+    except OSError:
+        return False

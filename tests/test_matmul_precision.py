@@ -1,0 +1,232 @@
+"""Products of bfloat16 terms against float64: alone, in graphs and in the generator; and who may ask for them.
+
+Does not prove their speed (scripts/bench/), nor that a run learns with them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, nn
+from small_generators import (
+    PRECISIONS,
+    WITH_AVX512,
+    assert_same,
+    generator_with,
+    kernels_named,
+    random_weights,
+    requests_of,
+    run,
+)
+
+from mindgrpo.backend import matmul_precision
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import call_kernel, library
+from mindgrpo.backend.matmul_precision import NUM_TERMS, has_amx, packed_bytes, resolve
+from mindgrpo.backend.targets import SHARED_MEMORY, Target
+from mindgrpo.errors import UserError
+from mindgrpo.models.parallel_cells import Linear
+from mindgrpo.weights.pretrained import fill_random
+
+pytestmark = WITH_AVX512
+# Of each product, relative: rounding to bfloat16 is off by 2^-8 at most, in both factors; what two terms leave of a
+# factor by 2^-16, and so much is the product of the second terms.
+LARGEST_ERROR = {1: 2.0**-7, 3: 3 * 2.0**-16}
+SIZES = [(2048, 96, 64), (37, 100, 300), (1, 64, 5), (130, 33, 513), (257, 256, 256), (16, 1, 1)]
+FORMS = ("bf16_product", "bf16_product_turned", "bf16_product_gradient")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend() -> CpuBackend:
+    """First of all: what it sets can only be set before MindSpore computes."""
+    return CpuBackend({})
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def product(form: str, x: np.ndarray, w: np.ndarray, terms: int) -> np.ndarray:
+    """x w, by the kernel that takes one of them transposed."""
+    y = np.full((len(x), w.shape[1]), 77, np.float32)
+    if form.endswith("turned"):
+        w = np.ascontiguousarray(w.T)
+    if form.endswith("gradient"):
+        x = np.ascontiguousarray(x.T)
+    call_kernel(form, x, w, np.array([terms], np.int32), y)
+    return y
+
+
+@pytest.mark.parametrize("terms", LARGEST_ERROR)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("m, k, n", SIZES)
+def test_a_product_is_numpys(form: str, m: int, k: int, n: int, terms: int) -> None:
+    x, w = random(m, k), random(k, n)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    # What rounding each factor can make of the sum, at most.
+    bound = LARGEST_ERROR[terms] * (np.abs(x).astype(np.float64) @ np.abs(w))
+    assert np.all(np.abs(product(form, x, w, terms) - exact) <= bound + 1e-6)
+
+
+def test_one_term_is_the_product_of_the_rounded_factors() -> None:
+    x, w = random(64, 80), random(80, 48)
+    rounded = [
+        (a.view(np.uint32) + 0x7FFF + (a.view(np.uint32) >> 16 & 1)) >> 16 << 16 for a in (x, w)
+    ]
+    exact = np.matmul(*(r.view(np.float32).astype(np.float64) for r in rounded))
+    np.testing.assert_allclose(product(FORMS[0], x, w, 1), exact, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("terms", LARGEST_ERROR)
+def test_a_row_is_bit_for_bit_the_same_in_any_company(terms: int) -> None:
+    x, w = random(300, 96), random(96, 200)
+    together = product(FORMS[0], x, w, terms)
+    for count in (1, 7, 16, 33, 128, 255):
+        alone = product(FORMS[0], x[20 : 20 + count], w, terms)
+        np.testing.assert_array_equal(alone, together[20 : 20 + count])
+
+
+@pytest.mark.parametrize("terms", LARGEST_ERROR)
+def test_what_is_no_number_stays_in_its_row_and_column(terms: int) -> None:
+    x, w = random(20, 40), random(40, 70)
+    x[3, 5], x[7, 2], w[11, 60] = np.nan, np.inf, np.float32(np.nan)
+    finite = np.isfinite(product(FORMS[0], x, w, terms))
+    expected = np.ones_like(finite)
+    expected[[3, 7]] = False
+    expected[:, 60] = False
+    np.testing.assert_array_equal(finite, expected)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: bool) -> None:
+    kernels, terms = kernels_named(name), NUM_TERMS[name]
+    x, w, dy = random(40, 24), random(24, 56), random(40, 56)
+
+    class Weighed(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = Parameter(Tensor(np.ascontiguousarray(w.T) if transpose_b else w), name="w")
+            self.linear = Linear(weight, kernels.matmul(transpose_b))
+
+        def construct(self, x: Tensor, dy: Tensor) -> Tensor:
+            return (self.linear(x) * dy).sum()
+
+    cell = Weighed()
+    ms.set_context(mode=ms.GRAPH_MODE)
+    both = ms.grad(cell, grad_position=0, weights=cell.trainable_params())(Tensor(x), Tensor(dy))
+    dx, dw = both[0].asnumpy(), both[1][0].asnumpy()
+    bound = 40 * LARGEST_ERROR[terms]
+    np.testing.assert_allclose(dx, dy @ w.T, rtol=0, atol=bound)
+    np.testing.assert_allclose(dw.T if transpose_b else dw, x.T @ dy, rtol=0, atol=bound)
+    gradient = kernels.matmul_gradient()(Tensor(x), Tensor(dy)).asnumpy()
+    np.testing.assert_allclose(gradient, x.T @ dy, rtol=0, atol=bound)
+
+
+def test_more_terms_than_there_are_and_too_little_room_are_refused() -> None:
+    x, w = random(4, 8), random(8, 8)
+    with pytest.raises(RuntimeError, match="2 terms: there are 1 and 3"):
+        product(FORMS[0], x, w, 2)
+    with pytest.raises(RuntimeError, match="1024 bytes are no room for 4096"):
+        call_kernel("bf16_pack", w, np.array([1], np.int32), np.zeros(1024, np.uint8))
+
+
+@pytest.mark.parametrize("terms", LARGEST_ERROR)
+def test_packed_matrices_need_no_more_than_is_planned(terms: int) -> None:
+    native = library()
+    assert native is not None
+    native.packed_matrix_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    native.packed_matrix_bytes.restype = ctypes.c_int64
+    for k, n in [(576, 1536), (100, 300), (1, 1), (64, 50), (256, 230), (33, 513)]:
+        assert 0 < native.packed_matrix_bytes(k, n, terms) <= packed_bytes(k, n, terms)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_generator_uses_the_weights_of_its_last_publish(backend: CpuBackend, name: str) -> None:
+    weights = random_weights(backend)
+    made = generator_with(weights, backend, kernels_named(name))
+    before = run(made, requests_of())
+    fill_random(weights, seed=2, scale=0.25)
+    fresh = run(generator_with(weights, backend, kernels_named(name)), requests_of())
+    source = weights.arrays.flat_buffers
+
+    def copy() -> None:
+        for target, values in zip(made.weights.arrays.flat_buffers, source, strict=True):
+            target[...] = values
+
+    made.publish(copy, 7)
+    after = run(made, requests_of())
+    assert_same(after, fresh, atol=0)
+    assert [c.tokens.tolist() for c in after] != [c.tokens.tolist() for c in before]
+
+
+def test_a_generator_with_three_terms_is_that_of_float32(backend: CpuBackend) -> None:
+    weights = random_weights(backend)
+    made = [generator_with(weights, backend, kernels_named(name)) for name in ("high", "native")]
+    # Logits of this model are some 10 and more: float32's own rounding makes differences of 1e-5.
+    assert_same(*(run(one, requests_of()) for one in made), atol=5e-4)
+
+
+def test_memory_for_packed_weights_counts_as_the_generators(backend: CpuBackend) -> None:
+    weights = random_weights(backend)
+    made = generator_with(weights, backend, kernels_named("high"))
+    plain = generator_with(weights, backend, kernels_named("native"))
+    ours, theirs = (sum(p.num_bytes for p in one.pools["generator"]) for one in (made, plain))
+    layer = packed_bytes(32, 64, 3) + packed_bytes(32, 32, 3) + packed_bytes(32, 96, 3)
+    layer += packed_bytes(48, 32, 3)
+    assert ours - theirs == 2 * layer + packed_bytes(32, 67, 3)
+
+
+AMX = "flags : fpu avx512f amx_bf16 amx_tile"
+
+
+@pytest.mark.parametrize(
+    "flags, limit, expected",
+    [
+        (AMX, None, True),
+        (AMX, "AVX512_CORE_BF16", False),
+        (AMX, "AVX512_CORE_AMX", True),
+        (AMX, "default", True),
+        ("flags : fpu avx512f avx512_bf16", None, False),
+    ],
+)
+def test_auto_is_high_where_onednn_may_use_amx(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, limit: str | None, expected: bool
+) -> None:
+    (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(matmul_precision, "CPU_INFO", tmp_path / "cpuinfo")
+    assert has_amx({} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}) is expected
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert resolve("auto", SHARED_MEMORY, True) == ("high" if expected else "highest")
+    assert resolve("auto", SHARED_MEMORY, False) == "highest"
+    assert resolve("auto", Target("CPU", "device"), False) == "highest"
+
+
+def test_what_a_device_does_not_have_is_refused() -> None:
+    assert resolve("high", Target("Ascend", "device"), False) == "high"
+    for asked, target, has_kernels, why in (
+        ("medium", Target("Ascend", "device"), False, "not exist on Ascend, which has high"),
+        (
+            "high",
+            Target("CPU", "device"),
+            False,
+            "exists on CPU, shared memory, not on CPU, device",
+        ),
+        ("high", SHARED_MEMORY, False, "needs the C kernels, which cannot be made here"),
+    ):
+        with pytest.raises(UserError, match=f"'{asked}', which .*{why}"):
+            resolve(asked, target, has_kernels)
+
+
+def test_processors_without_avx512_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindgrpo.backend.kernels.native.kernels.has_bfloat16", lambda: False)
+    NativeKernels()
+    with pytest.raises(UserError, match="with AVX-512 only"):
+        NativeKernels(3)
