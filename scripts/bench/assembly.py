@@ -15,9 +15,11 @@ import numpy as np
 from work import Work, random_rewards
 
 from mindgrpo.algorithm.types import Rollout
-from mindgrpo.backend.connect import connect
+from mindgrpo.backend.connect import connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.matmul_precision import resolve
+from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
@@ -38,9 +40,14 @@ MICRO_BATCH_TOKENS = 2304
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
-def join_ranks() -> Backend | None:
-    """None in msrun's scheduler, which serves the cluster until the ranks have ended."""
-    backend = connect(SHARED_MEMORY, dict(os.environ))
+def join_ranks(asked: str = "highest") -> Backend | None:
+    """None in msrun's scheduler, which serves the cluster until the ranks have ended.
+
+    `asked` is what context.float32_matmul_precision says.
+    """
+    precision = resolve(asked, SHARED_MEMORY, keeps_slots(SHARED_MEMORY))
+    settings = RuntimeSettings(matmul_precision=precision)
+    backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
 
 

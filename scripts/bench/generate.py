@@ -21,6 +21,7 @@ from generation import Generation, add_options, generation_of
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    parser.add_argument("--float32_matmul_precision", default="auto")
     parser.add_argument("--slots", type=int, help="samples in flight; default all")
     return parser.parse_args()
 
@@ -31,7 +32,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
     from mindgrpo.rollout.engine import Request, SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
-    backend = assembly.join_ranks()
+    backend = assembly.join_ranks(given.float32_matmul_precision)
     assert backend is not None, "one process has no scheduler"
     # beta 0 and a row a sample: the other roles are there, but nothing of them is compiled or run.
     rows = assembly.Rows(1, 1)
@@ -64,6 +65,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
     launching.give_figures(
         {
             "bench": "generate",
+            "float32_matmul_precision": backend.matmul_precision,
             "tokens_per_s": task.tokens / statistics.median(seconds),
             "compile_s": first,
             "compiles": compiles,

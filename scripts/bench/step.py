@@ -25,6 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--train", type=launching.degrees, help="dp,mp,pp (default N,1,1)")
     parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
+    parser.add_argument("--float32_matmul_precision", default="auto")
     parser.add_argument("--row_samples", type=int, help="samples a packed row")
     parser.add_argument("--micro_rows", type=int, help="rows a micro-batch")
     given = parser.parse_args()
@@ -38,7 +39,7 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
-    backend = assembly.join_ranks()
+    backend = assembly.join_ranks(given.float32_matmul_precision)
     if backend is None:
         return
     rows = assembly.Rows.of(work, given.train[0])
@@ -65,6 +66,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
                 "grad_norm": outcomes[-1].reports[-1].grad_norm,
                 "rows": [rows.samples, rows.count],
                 "ranks": given.ranks,
+                "float32_matmul_precision": backend.matmul_precision,
                 "train": given.train,
                 "infer": given.infer,
             }

@@ -49,6 +49,7 @@ class PlainDecoder:
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
+        self.weight_pools: list[Pool] = []
         buffers = [cache.parameter(f"cache{i}", i * size, shape) for i in range(count)]
         caches = list(zip(buffers[::2], buffers[1::2], strict=True))
         self._mark: Any = None
@@ -65,10 +66,6 @@ class PlainDecoder:
 
         self._decoder, self._decoders = decoder, {sampling: decoder(sampling)}
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
-
-    @property
-    def weight_pools(self) -> list[Pool]:
-        return []
 
     def weights_changed(self) -> None:
         """It reads the weights themselves."""

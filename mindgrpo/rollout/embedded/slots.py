@@ -157,13 +157,18 @@ class SlotDecoder:
         )
         cache = backend.pool(sizes.num_bytes)
         self.pools: list[Pool] = [cache]
-        self._packed = backend.pool(model_shape.packed_bytes(shard.kernels.num_terms))
+        # What it keeps of the weights beside them.
+        self.weight_pools: list[Pool] = []
         # Kernels that keep slots are the host's: its memory is the device's.
         with cache.on_host() as memory_of_cache:
             memory = _views(memory_of_cache, sizes)
-        with self._packed.on_host() as memory_of_packed:
-            packed = memory_of_packed.view(0, (self._packed.num_bytes // FLOAT_BYTES,))
-            memory = replace(memory, packed=packed)
+        packed_bytes = model_shape.packed_bytes(shard.kernels.num_terms)
+        if packed_bytes:
+            packed = backend.pool(packed_bytes)
+            self.weight_pools.append(packed)
+            with packed.on_host() as memory_of_packed:
+                view = memory_of_packed.view(0, (packed_bytes // FLOAT_BYTES,))
+                memory = replace(memory, packed=view)
         rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
         slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
@@ -174,11 +179,6 @@ class SlotDecoder:
         self._decoders: list[tuple[SamplingParams, Any]] = []
         self._decode = self._decoder_for(sampling)
         self._ticket = Tensor([0], ms.int32)
-
-    @property
-    def weight_pools(self) -> list[Pool]:
-        """What it keeps of the weights beside them."""
-        return [self._packed] if self._packed.num_bytes else []
 
     def weights_changed(self) -> None:
         """Has to be called before it generates with other weights."""

@@ -71,7 +71,7 @@ int64_t packed_matrix_bytes(int64_t k, int64_t n, int terms) {
     return whole < 0 || rest < 0 ? -1 : n / PANEL * whole + rest;
 }
 
-/* A block [rows, columns], x[i * row + j * column], into `rounded` and `rest`, `ld` from one row to the next. */
+/* A block [rows, columns], x[i * row + j * column], `row` 1 where `column` is not, into `rounded` and `rest`, `ld` from one row to the next. */
 static void split_block(int64_t rows, int64_t columns, const float *x, int64_t row, int64_t column, int64_t ld,
                         uint16_t *rounded, uint16_t *rest) {
     if (column == 1) {
@@ -82,11 +82,18 @@ static void split_block(int64_t rows, int64_t columns, const float *x, int64_t r
     for (int64_t i = 0; i < rows; i += VEC)
         for (int64_t j = 0; j < columns; j += VEC) {
             int64_t height = rows - i < VEC ? rows - i : VEC, width = columns - j < VEC ? columns - j : VEC;
-            float turned[VEC * VEC];
-            for (int64_t q = 0; q < width; q++)
-                for (int64_t p = 0; p < height; p++) turned[p * VEC + q] = x[(i + p) * row + (j + q) * column];
+            vec16 tile[VEC];
+            for (int64_t q = 0; q < width; q++) {
+                const float *from = x + i + (j + q) * column;
+                if (height == VEC)
+                    tile[q] = *(const vec16 *)from;
+                else
+                    memcpy(&tile[q], from, height * sizeof(float));
+            }
+            transpose16(tile);
             for (int64_t p = 0; p < height; p++)
-                split(turned + p * VEC, width, rounded + (i + p) * ld + j, rest ? rest + (i + p) * ld + j : NULL);
+                split((const float *)&tile[p], width, rounded + (i + p) * ld + j,
+                      rest ? rest + (i + p) * ld + j : NULL);
         }
 }
 

@@ -5,8 +5,6 @@
  * While it is turned, what is copied stays in the first cache. */
 enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12 };
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
-
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. */
 ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                         int64_t ldb, float *c, int64_t ldc, int keep) {
@@ -54,26 +52,6 @@ ALWAYS_INLINE void panel_product(int64_t m, int64_t width, int64_t k, const floa
             for (int64_t r = 0; r < most && keep; r++) memcpy(edge + r * PANEL, c + r * ldc, width * sizeof(float));
             rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, edge, PANEL, keep);
             for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, edge + r * PANEL, width * sizeof(float));
-        }
-    }
-}
-
-/* x [16][16] -> its transpose */
-ALWAYS_INLINE void transpose16(vec16 *x) {
-    typedef int32_t order __attribute__((vector_size(64)));
-#pragma GCC unroll 4
-    for (int step = 1; step < VEC; step *= 2) {
-        order low, high;
-        for (int i = 0; i < VEC; i++) {
-            low[i] = i & step ? i - step + VEC : i;
-            high[i] = i & step ? i + VEC : i + step;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < VEC; i++) {
-            if (i & step) continue;
-            vec16 a = x[i], b = x[i + step];
-            x[i] = __builtin_shuffle(a, b, low);
-            x[i + step] = __builtin_shuffle(a, b, high);
         }
     }
 }

@@ -9,6 +9,7 @@
 
 typedef float vec16 __attribute__((vector_size(64), aligned(4)));
 enum { VEC = 16 };
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 static inline int64_t padded(int64_t n) { return (n + VEC - 1) / VEC * VEC; }
 
@@ -36,6 +37,26 @@ static inline float fast_exp(float x) {
     bits.i = (bits.i + 127) << 23;
     float y = p * bits.f;
     return x < -87.0f ? 0.0f : y;
+}
+
+/* x [16][16] -> its transpose */
+ALWAYS_INLINE void transpose16(vec16 *x) {
+    typedef int32_t order __attribute__((vector_size(64)));
+#pragma GCC unroll 4
+    for (int step = 1; step < VEC; step *= 2) {
+        order low, high;
+        for (int i = 0; i < VEC; i++) {
+            low[i] = i & step ? i - step + VEC : i;
+            high[i] = i & step ? i + VEC : i + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < VEC; i++) {
+            if (i & step) continue;
+            vec16 a = x[i], b = x[i + step];
+            x[i] = __builtin_shuffle(a, b, low);
+            x[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
 }
 
 static inline float dot(const float *a, const float *b, int64_t n) {
