@@ -27,7 +27,14 @@ from mindgrpo.backend import matmul_precision
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library
-from mindgrpo.backend.matmul_precision import NUM_TERMS, has_amx, packed_bytes, resolve
+from mindgrpo.backend.matmul_precision import (
+    NUM_TERMS,
+    MatmulPrecision,
+    has_amx,
+    packed_bytes,
+    resolve,
+    slow_products,
+)
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.errors import UserError
 from mindgrpo.models.parallel_cells import Linear
@@ -207,6 +214,33 @@ def test_auto_is_high_where_onednn_may_use_amx(
     assert resolve("auto", SHARED_MEMORY, True) == ("high" if expected else "highest")
     assert resolve("auto", SHARED_MEMORY, False) == "highest"
     assert resolve("auto", Target("CPU", "device"), False) == "highest"
+
+
+@pytest.mark.parametrize(
+    "precision, flags, limit, lacks",
+    [
+        ("high", AMX, "", None),
+        ("high", AMX, "AVX512_CORE_BF16", "instructions for bfloat16"),
+        ("high", AMX + " avx512_bf16", "AVX512_CORE_BF16", "AMX"),
+        ("medium", AMX + " avx512_bf16", "AVX512_CORE_BF16", None),
+        ("medium", AMX + " avx512_bf16", "AVX512_CORE", "instructions for bfloat16"),
+        ("medium", "flags : fpu avx512f", "", "instructions for bfloat16"),
+        ("highest", "flags : fpu", "", None),
+    ],
+)
+def test_products_that_are_slower_than_float32_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    precision: MatmulPrecision,
+    flags: str,
+    limit: str,
+    lacks: str | None,
+) -> None:
+    (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(matmul_precision, "CPU_INFO", tmp_path / "cpuinfo")
+    sentences = slow_products(precision, {"ONEDNN_MAX_CPU_ISA": limit})
+    assert len(sentences) == (lacks is not None)
+    assert lacks is None or sentences[0].endswith(f"the processor has no {lacks}")
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:

@@ -7,7 +7,7 @@ Ascend HF32. medium: each factor rounded to bfloat16, float32 sums.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,7 @@ KEY = "context.float32_matmul_precision"
 # Products of bfloat16 factors that make one of float32.
 NUM_TERMS: Mapping[str, int] = {"high": 3, "medium": 1}
 # oneDNN's own variable; without AMX bfloat16 is no faster than float32.
-ISA_LIMIT, AMX_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16"
+ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -49,10 +49,26 @@ def packed_bytes(k: int, n: int, num_terms: int) -> int:
 
 def has_amx(environment: Mapping[str, str]) -> bool:
     """Whether oneDNN multiplies bfloat16 by the processor's AMX."""
-    limit = environment.get(ISA_LIMIT, "DEFAULT").upper()
-    if "AMX" not in limit and limit not in ("DEFAULT", ""):
+    return _uses(AMX_FLAG, ("AMX",), environment)
+
+
+def slow_products(precision: MatmulPrecision, environment: Mapping[str, str]) -> list[str]:
+    """A sentence where products of bfloat16 take longer than those of float32 on this host's processors."""
+    if precision == "highest" or has_amx(environment):
+        return []
+    has_bfloat16 = _uses(BF16_FLAG, ("BF16", "FP16", "AMX"), environment)
+    if precision == "medium" and has_bfloat16:
+        return []
+    lacks = "AMX" if has_bfloat16 else "instructions for bfloat16"
+    return [f"{KEY} {precision} is slower than highest here: the processor has no {lacks}"]
+
+
+def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the processor has it, and ONEDNN_MAX_CPU_ISA, if set, has one of these in its name."""
+    limit = environment.get(ISA_LIMIT, "").upper()
+    if limit not in ("", "DEFAULT") and not any(name in limit for name in names):
         return False
     try:
-        return AMX_FLAG in CPU_INFO.read_text().split()
+        return flag in CPU_INFO.read_text().split()
     except OSError:
         return False

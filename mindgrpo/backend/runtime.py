@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindgrpo.backend.matmul_precision import MatmulPrecision
+from mindgrpo.backend.matmul_precision import MatmulPrecision, slow_products
 from mindgrpo.errors import UserError
 
 # What the host's processors do anyway.
@@ -56,6 +56,8 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
     slow = []
     if not settings.compiled:
         slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
+    if target == "CPU":
+        slow += slow_products(settings.matmul_precision, environment)
     return slow + _set_precision(settings.precision_mode, target)
 
 

@@ -1,8 +1,8 @@
 """Seconds of a GRPO step of TRL (torch on CPU, transformers' generate) on a work file: the peer of step.py.
 
-PEERS/trl/bin/python trl_step.py --work W.json [--steps 7] prints one JSON line. One process, float32, all cores, beta
-0.01, one optimizer step, the same number of samples and tokens, rewards that cost nothing. Refuses what would slow TRL
-down without need: no logs, no files, and no gradient checkpointing unless asked for.
+PEERS/trl/bin/python trl_step.py --work W.json [--steps 7] [--bf16] prints one JSON line. One process, float32 unless
+asked for bf16, all cores, beta 0.01, one optimizer step, the same number of samples and tokens, rewards that cost
+nothing. Refuses what would slow TRL down without need: no logs, no files, no gradient checkpointing unless asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def settings(work: Work, given: argparse.Namespace, folder: str) -> GRPOConfig:
         max_steps=given.steps + 1,
         model_init_kwargs={"dtype": "float32"},
         use_cpu=True,
-        bf16=False,
+        bf16=given.bf16,
         gradient_checkpointing=given.checkpointing,
         shuffle_dataset=False,
         logging_strategy="no",
@@ -111,6 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=BENCH / "work.json")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--bf16", action="store_true", help="TRL's autocast to bfloat16")
     parser.add_argument("--samples_at_once", type=int, help="samples a backward pass; default all")
     parser.add_argument("--checkpointing", action="store_true", help="as TRL does by default")
     given = parser.parse_args()

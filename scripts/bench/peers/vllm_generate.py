@@ -1,7 +1,7 @@
 """Tokens a second of vLLM's CPU build: the peer of generate.py.
 
-PEERS/vllm/bin/python vllm_generate.py [--work W.json | --model DIR] [--ragged] [--compiled] prints one JSON line. One
-process, float32, all cores, the sampled tokens' log-probs returned, every completion with its own limit. Refuses
+PEERS/vllm/bin/python vllm_generate.py [--work W.json | --model DIR] [--ragged] [--dtype D] [--compiled] prints one JSON
+line. One process, all cores, the sampled tokens' log-probs returned, every completion with its own limit. Refuses
 detokenising, which no other engine here does.
 """
 
@@ -54,7 +54,7 @@ def measure(given: argparse.Namespace, task: Generation) -> dict[str, Any]:
         engine = LLM(
             str(directory),
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=given.dtype,
             enforce_eager=not given.compiled,
             max_model_len=task.work.prompt_tokens + task.work.new_tokens,
             max_num_seqs=task.work.prompts,
@@ -66,6 +66,7 @@ def measure(given: argparse.Namespace, task: Generation) -> dict[str, Any]:
         "tokens_per_s": task.tokens / statistics.median(seconds),
         "seconds": seconds,
         "compiled": given.compiled,
+        "dtype": given.dtype,
         **task.described(),
     }
 
@@ -73,6 +74,7 @@ def measure(given: argparse.Namespace, task: Generation) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--compiled", action="store_true", help="torch.compile instead of eager")
     given = parser.parse_args()
     task = generation_of(given)
