@@ -16,6 +16,7 @@ from mindgrpo.backend.kernels.contract import (
 )
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
+from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient, has_bfloat16
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -24,8 +25,6 @@ from mindgrpo.errors import UserError
 
 # Elements whose squares native/optimizer.c adds up first.
 SQUARES_AT_ONCE = 1 << 15
-# Of dnnl_cpu_isa_t.
-AVX512 = 0x20
 
 
 # How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
@@ -55,48 +54,6 @@ def _type_of_second(first: Any, second: Any, *others: Any) -> Any:
 
 def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
     return third
-
-
-def _product(x: Any, weight: Any, *others: Any) -> Any:
-    return [x[0], weight[1]]
-
-
-def _turned_product(x: Any, weight: Any, *others: Any) -> Any:
-    return [x[0], weight[0]]
-
-
-def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
-    return [x[1], dy[1]]
-
-
-class _MatMul(nn.Cell):
-    """A product of bfloat16 terms, whose gradients are such products."""
-
-    def __init__(self, num_terms: int, transpose_b: bool) -> None:
-        super().__init__()
-        straight = operation("bf16_product", _product, _as_first)
-        turned = operation("bf16_product_turned", _turned_product, _as_first)
-        self.run, self.back = (turned, straight) if transpose_b else (straight, turned)
-        self.gradient = operation("bf16_product_gradient", _gradient_product, _as_first)
-        self.transpose_b = transpose_b
-        self.terms = Tensor([num_terms], ms.int32)
-
-    def construct(self, x: Any, weight: Any) -> Any:
-        return self.run(x, weight, self.terms)
-
-    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
-        rows, columns = (dout, x) if self.transpose_b else (x, dout)
-        return self.back(dout, weight, self.terms), self.gradient(rows, columns, self.terms)
-
-
-class _MatMulGradient(nn.Cell):
-    def __init__(self, num_terms: int) -> None:
-        super().__init__()
-        self.run = operation("bf16_product_gradient", _gradient_product, _as_first)
-        self.terms = Tensor([num_terms], ms.int32)
-
-    def construct(self, x: Any, dy: Any) -> Any:
-        return self.run(x, dy, self.terms)
 
 
 class _RmsNorm(nn.Cell):
@@ -258,12 +215,6 @@ class _LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
-def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library."""
-    native = library()
-    return bool(native is not None and native.onednn_instruction_sets() & AVX512)
-
-
 class NativeKernels(PlainKernels):
     """Kernels in C; what has none is computed by MindSpore's operations."""
 
@@ -285,11 +236,11 @@ class NativeKernels(PlainKernels):
     def matmul(self, transpose_b: bool = False) -> Any:
         if self.num_terms is None:
             return super().matmul(transpose_b)
-        return _MatMul(self.num_terms, transpose_b)
+        return MatMul(self.num_terms, transpose_b)
 
     def matmul_gradient(self) -> Any:
         return (
-            super().matmul_gradient() if self.num_terms is None else _MatMulGradient(self.num_terms)
+            super().matmul_gradient() if self.num_terms is None else MatMulGradient(self.num_terms)
         )
 
     def rms_norm(self, eps: float) -> nn.Cell:

@@ -1,0 +1,65 @@
+"""Matrix products of bfloat16 terms (bf16_gemm.h) as cells with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from mindgrpo.backend.kernels.native.library import library, operation
+
+# Of dnnl_cpu_isa_t.
+AVX512 = 0x20
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library."""
+    native = library()
+    return bool(native is not None and native.onednn_instruction_sets() & AVX512)
+
+
+def _type_of_first(first: Any, *others: Any) -> Any:
+    return first
+
+
+def _product(x: Any, weight: Any, *others: Any) -> Any:
+    return [x[0], weight[1]]
+
+
+def _turned_product(x: Any, weight: Any, *others: Any) -> Any:
+    return [x[0], weight[0]]
+
+
+def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
+    return [x[1], dy[1]]
+
+
+class MatMul(nn.Cell):
+    """A product of bfloat16 terms, whose gradients are such products."""
+
+    def __init__(self, num_terms: int, transpose_b: bool) -> None:
+        super().__init__()
+        straight = operation("bf16_product", _product, _type_of_first)
+        turned = operation("bf16_product_turned", _turned_product, _type_of_first)
+        self.run, self.back = (turned, straight) if transpose_b else (straight, turned)
+        self.gradient = operation("bf16_product_gradient", _gradient_product, _type_of_first)
+        self.transpose_b = transpose_b
+        self.terms = Tensor([num_terms], ms.int32)
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.run(x, weight, self.terms)
+
+    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
+        rows, columns = (dout, x) if self.transpose_b else (x, dout)
+        return self.back(dout, weight, self.terms), self.gradient(rows, columns, self.terms)
+
+
+class MatMulGradient(nn.Cell):
+    def __init__(self, num_terms: int) -> None:
+        super().__init__()
+        self.run = operation("bf16_product_gradient", _gradient_product, _type_of_first)
+        self.terms = Tensor([num_terms], ms.int32)
+
+    def construct(self, x: Any, dy: Any) -> Any:
+        return self.run(x, dy, self.terms)
