@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindgrpo.backend.kernels.native.library import call_kernel
+from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16
+from mindgrpo.backend.matmul_precision import packed_bytes
 
 EPS = 1e-6
 
@@ -257,6 +258,41 @@ def attention_grad(rng: np.random.Generator) -> KernelCall:
     return KernelCall("attention_grad", [*inputs, mixed, lse, dmixed], outputs)
 
 
+def factors(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [n, k], w [k, m], and how many terms of bfloat16: with three the product is as float32's."""
+    n, k, m = size(rng, 80), size(rng, 70), size(rng, 300)
+    return floats(rng, n, k), floats(rng, k, m), np.array([3], np.int32)
+
+
+def bf16_product(rng: np.random.Generator) -> KernelCall:
+    x, w, terms = factors(rng)
+    exact = x.astype(np.float64) @ w
+    return KernelCall("bf16_product", [x, w, terms], [filled(*exact.shape)], [exact])
+
+
+def bf16_product_turned(rng: np.random.Generator) -> KernelCall:
+    x, w, terms = factors(rng)
+    exact = x.astype(np.float64) @ w
+    turned = np.ascontiguousarray(w.T)
+    return KernelCall("bf16_product_turned", [x, turned, terms], [filled(*exact.shape)], [exact])
+
+
+def bf16_product_gradient(rng: np.random.Generator) -> KernelCall:
+    x, w, terms = factors(rng)
+    exact = x.astype(np.float64) @ w
+    turned = np.ascontiguousarray(x.T)
+    return KernelCall("bf16_product_gradient", [turned, w, terms], [filled(*exact.shape)], [exact])
+
+
+def bf16_pack(rng: np.random.Generator) -> KernelCall:
+    """What is packed is compared by the generator's tests."""
+    _, w, terms = factors(rng)
+    room = np.zeros(packed_bytes(*w.shape, 3), np.uint8)
+    return KernelCall("bf16_pack", [w, terms], [room])
+
+
+# Kernels that call oneDNN, which not every processor lets do so.
+PRODUCTS = (bf16_product, bf16_product_turned, bf16_product_gradient, bf16_pack)
 CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
     make.__name__: make
     for make in (
@@ -273,5 +309,6 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         square_sums,
         attention,
         attention_grad,
+        *(PRODUCTS if has_bfloat16() else ()),
     )
 }

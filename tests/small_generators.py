@@ -12,8 +12,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
-from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.backend.kernels.native.matmul import has_bfloat16
+from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.models.decoder_config import decoder_config

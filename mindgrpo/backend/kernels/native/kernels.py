@@ -15,8 +15,8 @@ from mindgrpo.backend.kernels.contract import (
     Vocabulary,
 )
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.native.library import call_kernel, library, operation
-from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient, has_bfloat16
+from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
+from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams

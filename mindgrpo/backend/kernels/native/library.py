@@ -38,6 +38,8 @@ FLAGS = (
 )
 # kernel.h: the kind of an error for which malloc had no memory, and bytes of the longest sentence.
 OUT_OF_MEMORY, SENTENCE_BYTES = 2, 512
+# Of dnnl_cpu_isa_t.
+AVX512 = 0x20
 
 
 def cache_directory() -> Path:
@@ -141,6 +143,15 @@ def library() -> ctypes.CDLL | None:
     """For calls outside graphs: the same image that graphs call into, so both see one memory."""
     path = library_path()
     return None if path is None else ctypes.CDLL(str(path))
+
+
+def has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library.
+
+    False as well before MindSpore, whose oneDNN it is, has been imported.
+    """
+    native = library()
+    return bool(native is not None and native.onednn_instruction_sets() & AVX512)
 
 
 def operation(symbol: str, out_shape: Callable[..., Any], out_dtype: Callable[..., Any]) -> Any:

@@ -7,16 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.native.library import library, operation
-
-# Of dnnl_cpu_isa_t.
-AVX512 = 0x20
-
-
-def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library."""
-    native = library()
-    return bool(native is not None and native.onednn_instruction_sets() & AVX512)
+from mindgrpo.backend.kernels.native.library import operation
 
 
 def _type_of_first(first: Any, *others: Any) -> Any:

@@ -50,13 +50,15 @@ static struct {
 } dnnl;
 
 static struct {
-    pthread_once_t once;
+    pthread_mutex_t busy;
+    _Atomic int is_ready;
     void *engine, *attributes;
     char error[160];
-} library = {.once = PTHREAD_ONCE_INIT};
+} library = {.busy = PTHREAD_MUTEX_INITIALIZER};
 
 static void load(void) {
-    /* MindSpore's own, which is in this process already. */
+    library.error[0] = 0;
+    /* MindSpore's own, which is in this process as soon as MindSpore is. */
     void *handle = dlopen("libdnnl.so.3", RTLD_NOW | RTLD_NOLOAD);
     if (!handle) {
         snprintf(library.error, sizeof library.error, "MindSpore's libdnnl.so.3 is not loaded");
@@ -79,8 +81,12 @@ static void load(void) {
 }
 
 const char *onednn_error(void) {
-    pthread_once(&library.once, load);
-    return library.error[0] ? library.error : NULL;
+    if (library.is_ready) return NULL;
+    pthread_mutex_lock(&library.busy);
+    if (!library.is_ready) load();
+    library.is_ready = !library.error[0];
+    pthread_mutex_unlock(&library.busy);
+    return library.is_ready ? NULL : library.error;
 }
 
 int onednn_instruction_sets(void) { return onednn_error() ? 0 : dnnl.get_effective_cpu_isa(); }
