@@ -21,6 +21,7 @@ from mindgrpo.grpo.metrics import GapLimit, GapTooLarge, check_gap, gap_limit
         (1, "float16", "highest", "auto", GapLimit(0.05, of_mean=True)),
         # The embedded generator computes in float32 whatever is said of vLLM.
         (0, "bfloat16", "highest", "auto", GapLimit(0.01)),
+        (2, "bfloat16", "highest", "auto", GapLimit(0.01)),
         (1, "bfloat16", "highest", 0.3, GapLimit(0.3)),
         (1, "bfloat16", "highest", None, None),
     ],

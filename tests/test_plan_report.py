@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mindgrpo.backend.kernels.native.library import may_build
 from mindgrpo.cli.verbs import main
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
@@ -127,6 +128,25 @@ def test_plan_says_what_vllm_takes_and_what_is_not_counted(
         generator[dtype] = float(line.split("MiB")[0].split()[-1])
     assert generator["bfloat16"] == pytest.approx(generator["float32"] / 2, abs=0.1)
     assert "vLLM" not in told(capsys)[1]
+
+
+@pytest.mark.skipif(not may_build(), reason="no C compiler on this machine")
+@pytest.mark.parametrize("device, is_packed", [("CPU", True), ("Ascend", False)])
+def test_plan_counts_packed_weights_where_there_are_any(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    is_packed: bool,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    rollouts = []
+    for precision in ("highest", "high"):
+        words = ("--context.device_target", device)
+        _, out, err = told(capsys, *words, "--context.float32_matmul_precision", precision)
+        assert not err
+        (line,) = (line for line in out.splitlines() if line.split()[:1] == ["rollout"])
+        rollouts.append(float(line.split("MiB")[0].split()[-1]))
+    assert (rollouts[1] > rollouts[0]) is is_packed
 
 
 def test_the_bench_plans_a_72b_model_on_1024_ranks_with_nothing_moved_twice() -> None:

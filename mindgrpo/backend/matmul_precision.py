@@ -18,7 +18,7 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 KEY = "context.float32_matmul_precision"
 # Products of bfloat16 factors that make one of float32.
 NUM_TERMS: Mapping[str, int] = {"high": 3, "medium": 1}
-# oneDNN's own variable; without AMX bfloat16 is no faster than float32.
+# oneDNN's own variable, and the processor's flags.
 ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -74,7 +74,7 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
 
 def _not_counted(plan: RunPlan) -> list[str]:
     generate = plan.config.generate_config
-    if not generate.use_vllm:
+    if not generate.uses_vllm:
         return ["float32 weights, gradients, moments and cache; activations come on top"]
     return [
         f"float32 weights, gradients and moments; vLLM's weights and cache {generate.vllm.dtype}",

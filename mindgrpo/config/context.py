@@ -52,7 +52,7 @@ class Context(Section):
         Literal["auto", "highest", "high", "medium"], BEFORE_TEXT
     ] = "auto"
     """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: three bfloat16
-    products, accurate as float32, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
+    products, nearly as accurate, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
     sums; auto: high on processors with AMX, else highest"""
     jit_config: JitConfig = JitConfig()
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None

@@ -58,7 +58,7 @@ def gap_limit(config: Config, matmul_precision: str) -> GapLimit | None:
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
-    dtype = generate.vllm.dtype if generate.use_vllm else "float32"
+    dtype = generate.vllm.dtype if generate.uses_vllm else "float32"
     return GAP_LIMITS["medium" if dtype == "float32" and matmul_precision == "medium" else dtype]
 
 

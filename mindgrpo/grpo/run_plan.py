@@ -141,42 +141,43 @@ class RunPlan:
             return self._embedded_cache_bytes()
         return worker_cache_bytes(self.config, self.model, self.infer.grid, self.cache_config)
 
-    def _embedded_cache_bytes(self) -> int:
-        """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
+    @property
+    def _generator_shape(self) -> LocalModelShape:
+        """A generating rank's share of the model."""
         model, tp_size = self.model, self.infer.grid.model_parallel
         kv = max(1, model.num_key_value_heads // tp_size)
-        heads = (model.num_attention_heads // tp_size, kv, model.head_dim)
-        if not keeps_slots(self.config.context.target) or missing_options(model):
-            return KVCacheSizes.plain(self.cache_config, model.num_hidden_layers, heads).num_bytes
-        penalty = self.config.generate_config.sampling_config.repetition_penalty
-        footprint = KVCacheSizes.of(
-            self.cache_config,
-            model.num_hidden_layers,
-            model.hidden_size,
-            -(-model.intermediate_size // tp_size),
-            heads,
-            -(-model.vocab_size // tp_size) if penalty != 1.0 else 0,
-        )
-        return footprint.num_bytes
-
-    def _packed_bytes(self) -> int:
-        """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
-        model, tp_size = self.model, self.infer.grid.model_parallel
-        num_terms = NUM_TERMS.get(matmul_precision(self.config))
-        if self.config.generate_config.uses_vllm or missing_options(model):
-            return 0
-        kv = max(1, model.num_key_value_heads // tp_size)
-        shape = LocalModelShape(
+        width = -(-model.vocab_size // tp_size)
+        return LocalModelShape(
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
             inner=-(-model.intermediate_size // tp_size),
             heads=Heads(model.num_attention_heads // tp_size, kv, model.head_dim),
-            vocabulary=Vocabulary(0, -(-model.vocab_size // tp_size), model.vocab_size),
+            vocabulary=Vocabulary(0, width, width),
             norm_eps=model.rms_norm_eps,
             tp_size=tp_size,
             tp_rank=0,
         )
-        return shape.packed_bytes(num_terms)
+
+    @property
+    def _keeps_slots(self) -> bool:
+        return keeps_slots(self.config.context.target) and not missing_options(self.model)
+
+    def _embedded_cache_bytes(self) -> int:
+        """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
+        shape = self._generator_shape
+        heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
+        if not self._keeps_slots:
+            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes
+        penalty = self.config.generate_config.sampling_config.repetition_penalty
+        seen = shape.vocabulary.width if penalty != 1.0 else 0
+        sizes = (shape.layers, shape.hidden, shape.inner, heads, seen)
+        return KVCacheSizes.of(self.cache_config, *sizes).num_bytes
+
+    def _packed_bytes(self) -> int:
+        """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
+        if self.config.generate_config.uses_vllm or not self._keeps_slots:
+            return 0
+        return self._generator_shape.packed_bytes(NUM_TERMS.get(matmul_precision(self.config)))
 
     def layout_lines(self) -> list[str]:
         lines = [
