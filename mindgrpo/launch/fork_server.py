@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mindgrpo.health.failure import failure_of_code, write_failure
+from mindgrpo.health.parent import end_with_parent, set_parent_death_signal
 from mindgrpo.launch import worker
 from mindgrpo.launch.plan import has_config
 from mindgrpo.launch.processes import remove_shared_files
-from mindgrpo.launch.signals import end_with_parent, set_parent_death_signal
 
 PARENT_CHECK_SECONDS = 0.5
 # Imports transformers when a rank renders its first prompt.

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
+from mindgrpo.health.parent import end_with_parent
 from mindgrpo.launch.plan import STATUS_VARIABLE, Process
-from mindgrpo.launch.signals import end_with_parent
 
 # Set for processes that end by themselves with their rank, and tidy up after what they have started.
 ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"

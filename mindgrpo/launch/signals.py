@@ -1,27 +1,13 @@
-"""Receives the signals that end a job; ends a process with the one that started it (Linux)."""
+"""Receives the signals that end a job."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import signal
 from types import FrameType
 
-PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def set_parent_death_signal(number: int) -> None:
-    """This process gets the signal when the one that started it ends; 0: none."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def end_with_parent(parent: int) -> None:
-    """This process is killed when `parent`, which started it, ends; at once if it has ended."""
-    set_parent_death_signal(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class Signals:

@@ -25,8 +25,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from mindgrpo.health.parent import end_with_parent
 from mindgrpo.launch.cluster_limits import set_for_rank
-from mindgrpo.launch.signals import STOPPING, end_with_parent
+from mindgrpo.launch.signals import STOPPING
 
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.

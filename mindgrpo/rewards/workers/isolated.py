@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
+from mindgrpo.health.parent import end_with_parent
 from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, Outcome, from_json, to_json
 from mindgrpo.rewards.workers import processes
 
@@ -88,7 +89,7 @@ class IsolatedScoring:
         pid = os.fork()
         if pid == 0:
             try:
-                processes.end_with_parent(worker)
+                end_with_parent(worker)
                 os.setpgid(0, 0)
                 # Writes where it hangs, even from inside a C function.
                 faulthandler.register(TRACEBACK_SIGNAL, file=write_end, all_threads=False)

@@ -1,4 +1,4 @@
-"""Asks Linux about processes: ends them with a parent, limits and kills them."""
+"""Asks Linux about processes: limits and kills them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from pathlib import Path
 
 import psutil
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_CHILD_SUBREAPER = 36
 PAGE = resource.getpagesize()
-
-
-def end_with_parent(parent: int) -> None:
-    """Have this process killed when `parent`, which forked it, ends; at once if it has ended."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def adopt_orphans() -> None:

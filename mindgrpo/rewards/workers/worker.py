@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.parent import end_with_parent
 from mindgrpo.rewards.call import Caller, Samples
 from mindgrpo.rewards.load import Spec, describe, resolve
 from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json
@@ -66,7 +67,7 @@ def main() -> None:
     processes.adopt_orphans()
     worker = os.fork()
     if worker == 0:
-        processes.end_with_parent(supervisor)
+        end_with_parent(supervisor)
         os.setsid()
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
