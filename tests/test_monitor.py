@@ -20,6 +20,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 
@@ -136,6 +137,20 @@ def test_a_run_without_a_step_has_no_curve(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="no step"):
         draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+
+
+def test_a_picture_is_drawn_in_a_process_of_its_own(tmp_path: Path) -> None:
+    picture = tmp_path / "reward_curve.png"
+    with closing(MetricsWriter(tmp_path, None)) as writer:
+        curve = CurveProcess(writer.path, picture)
+        assert "no step with a reward/mean" in str(curve.draw_last({}))
+        assert not picture.exists()
+        writer.write(1, a_step(1))
+        curve.draw_sometimes({})
+        assert not picture.exists(), "drawn too soon"
+        assert curve.draw_last({"accuracy_reward": 0.5, "mine": None}) is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", picture.name]
 
 
 @pytest.mark.parametrize(

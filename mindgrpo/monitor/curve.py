@@ -1,13 +1,20 @@
-"""Draws the picture of a run from its metrics; every point is a step."""
+"""Draws the picture of a run from its metrics; every point is a step.
+
+As a program (`python -m mindgrpo.monitor.curve`) it draws for `CurveProcess`, and ends with the rank that started it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.parent import end_with_parent
 from mindgrpo.monitor.metrics import read_metrics
 
 Points = tuple[list[int], list[float]]
@@ -40,7 +47,10 @@ def draw_reward_curve(
     _draw_panel(figure.add_subplot(grid[1, 0]), rows, "Completion length (tokens)", lengths)
     distances = {"kl": "KL to the reference", "logprob_gap/max": "largest log-prob gap"}
     _draw_panel(figure.add_subplot(grid[1, 1]), rows, "KL and log-prob gap", distances, log=True)
-    figure.savefig(png_path)
+    # Whoever looks at the picture while a run goes on never sees half of one.
+    unfinished = png_path.with_name(f".{png_path.name}.part")
+    figure.savefig(unfinished, format="png")
+    unfinished.replace(png_path)
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> Points:
@@ -102,3 +112,18 @@ def _dress(axes: Any, title: str) -> None:
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK, labelsize=9)
     axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--before", type=json.loads, required=True)
+    parser.add_argument("metrics", type=Path)
+    parser.add_argument("picture", type=Path)
+    words = parser.parse_args(arguments)
+    end_with_parent(words.parent)
+    draw_reward_curve(words.metrics, words.picture, words.before)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -22,15 +22,13 @@ from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.curve import draw_reward_curve
+from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
-
-STEPS_BETWEEN_PICTURES = 10
 
 
 class RunRecord:
@@ -79,6 +77,7 @@ class RunRecord:
         self._metrics = MetricsWriter(
             self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
         )
+        self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -147,8 +146,7 @@ class RunRecord:
         if self._loaded.config.rl_config.performance_stats:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
-        if step % STEPS_BETWEEN_PICTURES == 0:
-            self._draw()
+        self._curve.draw_sometimes(next(iter(self._evaluations), {}))
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
@@ -193,12 +191,6 @@ class RunRecord:
         interval = self._loaded.config.rl_config.save_prompt_completions_interval
         append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
 
-    def _draw(self) -> None:
-        picture = self.directory / "reward_curve.png"
-        draw_reward_curve(
-            self.directory / "metrics.jsonl", picture, next(iter(self._evaluations), {})
-        )
-
     def close(
         self,
         num_steps: int,
@@ -231,8 +223,8 @@ class RunRecord:
         if ended is not None:
             summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        if num_steps:
-            self._draw()
+        if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
+            self.console.line(f"  warning: {failed}")
         if ended is None:
             graphs = f"{summary['compiles']} graphs compiled a rank"
             evaluations = self.directory / "evaluations.jsonl"
