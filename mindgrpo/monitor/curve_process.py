@@ -30,27 +30,31 @@ class CurveProcess:
 
     def draw_sometimes(self, before: Mapping[str, float | None]) -> None:
         """Starts a drawing where the last one has ended and began long enough ago; does not wait for it."""
-        is_busy = self._process is not None and self._process.poll() is None
-        if not is_busy and time.monotonic() - self._started >= SECONDS_BETWEEN_PICTURES:
+        if self._process is not None and self._process.poll() is not None:
+            self._close()
+        if self._process is None and time.monotonic() - self._started >= SECONDS_BETWEEN_PICTURES:
             self._start(before)
 
     def draw_last(self, before: Mapping[str, float | None]) -> str | None:
         """Draws what is there now and waits for it; a sentence where that failed."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        self._close()
         process = self._start(before)
         try:
             _, errors = process.communicate(timeout=LONGEST_DRAWING)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+            self._close()
             return f"{self._picture} was not drawn within {LONGEST_DRAWING:g} s"
         if process.returncode == 0:
             return None
         lines = errors.decode(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"its process ended with status {process.returncode}"
         return f"{self._picture} was not drawn: {why}"
+
+    def _close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
 
     def _start(self, before: Mapping[str, float | None]) -> subprocess.Popen[bytes]:
         self._started = time.monotonic()
