@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, numpy_dtype
 from mindgrpo.health.rank_health import RankHealth
 
 WAIT_SECONDS = 60.0
@@ -43,9 +44,10 @@ class ThreadGroup:
 class ArrayPool:
     is_host_memory = True
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._array = np.zeros(num_bytes // 4, np.float32)
+    def __init__(self, size: int, dtype: Dtype) -> None:
+        self.dtype, self.itemsize = dtype, ITEM_BYTES[dtype]
+        self.num_bytes = size * self.itemsize
+        self._array = np.zeros(size, numpy_dtype(dtype))
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
         count = int(np.prod(shape, dtype=np.int64))
@@ -64,17 +66,18 @@ class ArrayPool:
 
 class ThreadBackend:
     shares_memory = True
+    compute_dtype: Dtype = "float32"
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.world_size = rank, world.size
         self.world = ThreadGroup(world, rank)
         self.health = RankHealth(rank, world.size, None)
 
-    def pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
-        return ArrayPool(num_bytes)
+    def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> ArrayPool:
+        return ArrayPool(size, dtype)
 
-    def host_pool(self, num_bytes: int, shared: bool = False) -> ArrayPool:
-        return ArrayPool(num_bytes)
+    def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> ArrayPool:
+        return ArrayPool(size, dtype)
 
     def peer_pools(self, pool: ArrayPool) -> dict[int, ArrayPool]:
         return dict(enumerate(self.world.gather_objects(pool)))

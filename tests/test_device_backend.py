@@ -84,7 +84,7 @@ TWO = Tensor([2.0])
 
 
 def test_the_devices_memory_is_not_the_hosts(device: Backend) -> None:
-    pool = device.pool(32)
+    pool = device.pool(8)
     parameter = pool.parameter("own", 0, (8,))
     before = device.host_device_bytes
     with pool.on_host(write=True) as memory:
@@ -97,7 +97,7 @@ def test_the_devices_memory_is_not_the_hosts(device: Backend) -> None:
 
 
 def test_what_leaves_the_device_comes_back_bit_for_bit_and_is_counted(device: Backend) -> None:
-    pool = device.pool(4 * 600)
+    pool = device.pool(600)
     parameters = [pool.parameter(f"p{i}", 200 * i, (20, 10)) for i in range(3)]
     values = bits(600)
     with pool.on_host(write=True) as memory:
@@ -115,7 +115,7 @@ def test_what_leaves_the_device_comes_back_bit_for_bit_and_is_counted(device: Ba
 def test_a_graph_sees_a_parameter_that_was_away_and_refuses_one_that_is_away(
     device: Backend,
 ) -> None:
-    pool = device.pool(32)
+    pool = device.pool(8)
     graph = device.graph(Doubled(pool.parameter("away", 0, (8,))), "doubled")
     with pytest.raises(ReleasedMemory, match="'doubled' uses away, whose memory is released"):
         graph(TWO)
@@ -139,7 +139,7 @@ def test_a_graph_sees_a_parameter_that_was_away_and_refuses_one_that_is_away(
 
 def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
     size = 64 * MIB
-    pool = device.pool(size)
+    pool = device.pool(size // 4)
     graph = device.graph(Doubled(pool.parameter("large", 0, (size // 4,))), "doubled")
     with pool.on_host(write=True) as memory:
         memory.view(0, (size // 4,))[...] = 1.0
@@ -152,7 +152,7 @@ def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
 
 
 def test_a_range_has_one_parameter_that_is_there_before_the_memory(device: Backend) -> None:
-    pool = device.pool(64)
+    pool = device.pool(16)
     pool.parameter("one", 0, (8,))
     with pytest.raises(ValueError, match="two would lie on one"):
         pool.parameter("two", 4, (8,))
@@ -167,7 +167,7 @@ def test_roles_stay_on_the_device_while_there_is_room_and_leave_for_those_that_n
     def residency(budget: int | None) -> Residency:
         made = Residency(budget, keeps=True)
         for name, mib in (("policy", 2), ("optimizer", 4), ("reference", 2)):
-            pool = device.pool(mib * MIB)
+            pool = device.pool(mib * MIB // 4)
             pool.parameter(name, 0, (mib * MIB // 4,))
             made.register(name, [pool], rebuilt=False, filled=True)
         return made

@@ -35,7 +35,7 @@ def test_what_was_offloaded_comes_back_and_is_not_on_the_device_meanwhile(
         monkeypatch.setattr(
             host_pool, "LEAVE_MAPPED", 1 << 20
         )  # as a system that knows no such flag
-    pool = HostPool(4 * SIZE)
+    pool = HostPool(SIZE)
     view = filled(pool)
     kept = view.copy()
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_released_pages_leave_the_process() -> None:
     process = psutil.Process()
     for kind in (HostPool, SharedPool):
         before = process.memory_info().rss
-        pool = kind(4 * SIZE)
+        pool = kind(SIZE)
         view = filled(pool)
         assert process.memory_info().rss - before > 3.9 * SIZE
         pool.release()
@@ -58,7 +58,7 @@ def test_released_pages_leave_the_process() -> None:
 
 
 def test_offloading_takes_no_second_copy() -> None:
-    pool = HostPool(4 * SIZE)
+    pool = HostPool(SIZE)
     filled(pool)
     before = psutil.Process().memory_info().rss
     pool.offload()
@@ -66,7 +66,7 @@ def test_offloading_takes_no_second_copy() -> None:
 
 
 def test_a_shared_pool_keeps_its_bits_through_offload_and_load() -> None:
-    pool = SharedPool(4 * SIZE)
+    pool = SharedPool(SIZE)
     view = filled(pool)
     kept = view.copy()
     pool.offload()
@@ -77,7 +77,7 @@ def test_a_shared_pool_keeps_its_bits_through_offload_and_load() -> None:
 READER = """
 import sys
 from mindgrpo.backend.host_pool import PeerPool
-pool = PeerPool(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+pool = PeerPool(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "float32")
 view = pool.view(7, (11,))
 print(float(view.sum()))
 pool.forget()
@@ -86,7 +86,7 @@ print(float(view.sum()), view.flags.writeable)
 
 
 def test_another_process_reads_a_shared_pool_and_cannot_write_it() -> None:
-    pool = SharedPool(4 * SIZE)
+    pool = SharedPool(SIZE)
     view = filled(pool)
     command = [sys.executable, "-c", READER, str(os.getpid()), str(pool.descriptor), str(4 * SIZE)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -97,7 +97,7 @@ def test_another_process_reads_a_shared_pool_and_cannot_write_it() -> None:
 
 def test_a_pool_that_is_not_there_is_an_error_of_the_system() -> None:
     with pytest.raises(OSError):
-        PeerPool(os.getpid(), 10_000, mmap.PAGESIZE)
+        PeerPool(os.getpid(), 10_000, mmap.PAGESIZE, "float32")
 
 
 def pairs(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -27,7 +27,7 @@ def backend() -> CpuBackend:
 
 def filled(backend: CpuBackend, num_bytes: int, seed: int = 0) -> tuple[Pool, np.ndarray]:
     """A pool of random bits (NaNs among them), and a view of them."""
-    pool = backend.pool(num_bytes)
+    pool = backend.pool(num_bytes // 4)
     with pool.on_host() as memory:
         view = memory.view(0, (num_bytes // 4,))
     view.view(np.uint32)[...] = np.random.default_rng(seed).integers(
@@ -106,7 +106,7 @@ def test_a_released_pool_comes_back_as_zeros_also_after_it_was_on_the_host(
 
 
 def test_a_range_of_a_pool_has_one_parameter(backend: CpuBackend) -> None:
-    pool = backend.pool(MIB)
+    pool = backend.pool(MIB // 4)
     pool.parameter("one", 0, (8, 8))
     with pytest.raises(ValueError, match="two is another"):
         pool.parameter("two", 0, (64,))
@@ -115,7 +115,7 @@ def test_a_range_of_a_pool_has_one_parameter(backend: CpuBackend) -> None:
 def budgeted(backend: CpuBackend, budget: int) -> Residency:
     residency = Residency(budget)
     for name, size in (("policy", 2), ("gradients", 2), ("optimizer", 4), ("generator", 1)):
-        residency.register(name, [backend.pool(size * MIB)], rebuilt=False, filled=True)
+        residency.register(name, [backend.pool(size * MIB // 4)], rebuilt=False, filled=True)
     return residency
 
 

@@ -13,6 +13,7 @@ import pytest
 from ranks_as_threads import ThreadBackend, run
 
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_names, adapter_specs
@@ -20,8 +21,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.rollout.vllm.settings import Dtype
-from mindgrpo.rollout.vllm.shared_tensors import SharedTensors, to_bfloat16
+from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.host_tensors import HostTensors
@@ -209,8 +209,9 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
             np.array([0.0, -0.0, 1e-40], np.float32),
         ]
     )
-    assert to_bfloat16(values).tolist() == [nearest_bfloat16(float(v)) for v in values]
-    special = to_bfloat16(np.array([np.inf, -np.inf, np.nan], np.float32))
+    kind = numpy_dtype("bfloat16")
+    assert bits_of(values.astype(kind)).tolist() == [nearest_bfloat16(float(v)) for v in values]
+    special = bits_of(np.array([np.inf, -np.inf, np.nan], np.float32).astype(kind))
     assert special.tolist()[:2] == [0x7F80, 0xFF80]
     assert special[2] & 0x7F80 == 0x7F80 and special[2] & 0x7F
 
@@ -227,7 +228,7 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype) -> None:
 
     def read(entries: list[dict]) -> None:
         with sink.bucket.on_host() as memory:
-            data = memory.view(0, (sink.bucket.num_bytes // 4,)).view(np.uint8)
+            data = memory.view(0, (sink.bucket.num_bytes // itemsize,)).view(np.uint8)
         for entry in entries:
             assert entry["offset"] % 64 == 0
             shape = entry["shape"][::-1] if entry["transposed"] else entry["shape"]

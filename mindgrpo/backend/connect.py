@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from mindgrpo.backend.compute_dtype import num_terms
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.backend.targets import Target
 
@@ -30,8 +30,8 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
 def _cpu_backend(environment: dict[str, str], settings: RuntimeSettings) -> Backend:
     from mindgrpo.backend.cpu.backend import CpuBackend
 
-    num_terms = NUM_TERMS.get(settings.matmul_precision)
-    return CpuBackend(environment, settings.compiled, num_terms)
+    terms = num_terms(settings.compute_dtype, settings.matmul_precision)
+    return CpuBackend(environment, settings.compiled, terms)
 
 
 def _device_backend(device: str, environment: dict[str, str], settings: RuntimeSettings) -> Backend:
@@ -40,7 +40,7 @@ def _device_backend(device: str, environment: dict[str, str], settings: RuntimeS
     if device == "Ascend":
         from mindgrpo.backend.device.ascend import Ascend
 
-        return DeviceBackend(Ascend(), environment, settings.compiled)
+        return DeviceBackend(Ascend(settings.compute_dtype), environment, settings.compiled)
     from mindgrpo.backend.device.host_cpu import HostCpu
 
     return DeviceBackend(HostCpu(), environment, settings.compiled)
@@ -59,6 +59,7 @@ def connect(
     unmet = apply(runtime, target.device, environment)
     backend = load(target)(environment, runtime)
     backend.matmul_precision = runtime.matmul_precision
+    backend.compute_dtype = runtime.compute_dtype
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend

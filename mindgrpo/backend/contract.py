@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.matmul_precision import MatmulPrecision
@@ -62,11 +63,11 @@ class Group(ABC):
 
 
 class Link(ABC):
-    """Two neighbours of a pipeline, which hand tensors of one shape to each other."""
+    """Two neighbours of a pipeline, which hand tensors of one shape and dtype to each other."""
 
     @abstractmethod
     def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
-        """Sends the float32 tensor `outgoing` and returns the neighbour's, each where there is one.
+        """Sends the tensor `outgoing` and returns the neighbour's, each where there is one.
 
         Both ends make the matching calls in one order: a call may block until the other end makes its own.
         """
@@ -76,7 +77,7 @@ class HostArrays(Protocol):
     """Host memory as arrays."""
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        """float32 [shape] starting `offset` elements into the memory."""
+        """[shape], in the memory's dtype, starting `offset` elements into it."""
 
 
 class ReleasedMemory(RuntimeError):
@@ -91,12 +92,13 @@ class Pool(ABC):
     """
 
     num_bytes: int
+    dtype: Dtype
     # Whether the device's memory is the host's own, so that reading it on the host copies nothing.
     is_host_memory: bool
 
     @abstractmethod
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
-        """A float32 Parameter [shape] that starts `offset` elements into the pool; one for each range.
+        """A Parameter [shape] of the pool's dtype that starts `offset` elements into the pool; one for each range.
 
         Raises ValueError for a range that has a parameter: of two, each could hold other values.
         """
@@ -104,6 +106,10 @@ class Pool(ABC):
     @abstractmethod
     def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
         """The pool's bytes as arrays of the host, valid inside; with `write`, what was written goes to the device."""
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.dtype]
 
     def require(self, user: str) -> None:
         """Raises ReleasedMemory unless the pool is on the device; nothing to do where that is the host's memory."""
@@ -152,6 +158,8 @@ class Backend(ABC):
     kernels: Kernels
     # In what products of float32 matrices are computed (matmul_precision.py).
     matmul_precision: MatmulPrecision = "highest"
+    # Of weights in graphs, of activations where the device has kernels for it, and of the generator's cache.
+    compute_dtype: Dtype = "float32"
     # What was asked of the device that it does not have, a sentence each.
     unmet: Sequence[str] = ()
     has_device_profile: bool = False
@@ -162,11 +170,11 @@ class Backend(ABC):
 
     @abstractmethod
     def link(self, peer: int, shape: Sequence[int]) -> Link:
-        """To neighbour `peer`, for float32 tensors [shape]; both ends make their links in one order."""
+        """To neighbour `peer`, for activations [shape]; both ends make their links in one order."""
 
     @abstractmethod
-    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        """`shared`: other ranks may want to read it (`peer_pools`)."""
+    def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
+        """Of `size` elements. `shared`: other ranks may want to read it (`peer_pools`)."""
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerView]:
         """The pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
@@ -176,9 +184,9 @@ class Backend(ABC):
         raise NotImplementedError
 
     def exchange(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]]
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
-        """Sends float32 tensors to ranks and returns those of the ranks in `receives`, which gives their shapes.
+        """Sends tensors of `dtype` to ranks and returns those of the ranks in `receives`, which gives their shapes.
 
         Device to device, as one; the ranks named make matching calls. Raises NotImplementedError where the backend
         `shares_memory`: there ranks read each other's pools.
@@ -186,8 +194,8 @@ class Backend(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def host_pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        """A pool of the host's memory, on any device, that no graph works on.
+    def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
+        """A pool of the host's memory, of `size` elements, on any device, that no graph works on.
 
         `shared`: other processes can read it, through its `descriptor`.
         """

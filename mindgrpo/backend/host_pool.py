@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
 
 ALIGN_BYTES = 4096
 # Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
@@ -37,6 +38,16 @@ def _private_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
+def _whole_pages(num_bytes: int) -> int:
+    return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+
+
+def _view(pages: mmap.mmap, dtype: Dtype, offset: int, shape: Sequence[int]) -> np.ndarray:
+    count = int(np.prod(shape, dtype=np.int64))
+    start = ITEM_BYTES[dtype] * offset
+    return np.frombuffer(pages, numpy_dtype(dtype), count, start).reshape(shape)
+
+
 def _address(pages: mmap.mmap) -> int:
     return int(np.frombuffer(pages, np.uint8).ctypes.data)
 
@@ -44,11 +55,12 @@ def _address(pages: mmap.mmap) -> int:
 class HostPool(Pool):
     is_host_memory = True
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, size: int, dtype: Dtype = "float32") -> None:
+        """`size` is in elements."""
+        self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._ranges: set[tuple[int, int]] = set()
         self._is_offloaded = False
-        self._length = max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+        self._length = _whole_pages(self.num_bytes)
         self._device = self._pages()
         self._host: mmap.mmap | None = None
 
@@ -56,8 +68,7 @@ class HostPool(Pool):
         return _private_pages(self._length)
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(self._device, np.float32, count, 4 * offset).reshape(shape)
+        return _view(self._device, self.dtype, offset, shape)
 
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Parameter:
         count = int(np.prod(shape, dtype=np.int64))
@@ -66,7 +77,7 @@ class HostPool(Pool):
                 f"{count} elements from {offset} on have a parameter: {name} is another"
             )
         self._ranges.add((offset, count))
-        parameter = Parameter(Tensor(np.zeros(1, np.float32)), name)
+        parameter = Parameter(Tensor([0.0], mindspore_dtype(self.dtype)), name)
         parameter.set_data(Tensor.from_numpy(self.view(offset, shape)), slice_shape=True)
         return parameter
 
@@ -125,9 +136,9 @@ class SharedPool(HostPool):
 class PeerPool:
     """Another rank's SharedPool, to be read only. Raises OSError where the system forbids it."""
 
-    def __init__(self, process: int, descriptor: int, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        length = max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+    def __init__(self, process: int, descriptor: int, num_bytes: int, dtype: Dtype) -> None:
+        self.num_bytes, self._dtype = num_bytes, dtype
+        length = _whole_pages(num_bytes)
         handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY)
         try:
             self._pages = mmap.mmap(handle, length, prot=mmap.PROT_READ)
@@ -135,8 +146,7 @@ class PeerPool:
             os.close(handle)
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        count = int(np.prod(shape, dtype=np.int64))
-        return np.frombuffer(self._pages, np.float32, count, 4 * offset).reshape(shape)
+        return _view(self._pages, self._dtype, offset, shape)
 
     def forget(self) -> None:
         """What was read no longer counts as this process's memory; it is read again when it is wanted."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.matmul_precision import MatmulPrecision, slow_products
 from mindgrpo.errors import UserError
 
@@ -31,6 +32,7 @@ class RuntimeSettings:
     max_device_bytes: int | None = None
     precision_mode: str | None = None
     matmul_precision: MatmulPrecision = "highest"
+    compute_dtype: Dtype = "float32"
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:

@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import read_object
-from mindgrpo.weights.local_weights import FLOAT_BYTES
 
 MANIFEST = "manifest.json"
 FORMAT = "mindgrpo checkpoint"
 VERSION = 1
 MAX_BYTES = 1 << 30
+# Every tensor is float32 in a file, which holds any dtype's values.
+FLOAT_BYTES = 4
 
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

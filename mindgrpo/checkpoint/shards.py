@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.checkpoint.format import StoredChunk, StoredFile
+from mindgrpo.checkpoint.format import FLOAT_BYTES, StoredChunk, StoredFile
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weights.checksum import total_sums
-from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights
+from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.safetensors_writer import header_of
 
 TILE_ROWS, TILE_COLUMNS = 64, 256
@@ -166,5 +166,6 @@ def joined(sums: Mapping[str, int]) -> str:
 def values_digest(weights: Weights, backend: Backend) -> str:
     """Digests a role's values, the same under every layout; all ranks together. `weights` must be in memory."""
     with weights.on_host() as host:
-        own = {name: word_sum(view) for name, view in host.hf_views.items()}
+        views = host.hf_views.items()
+        own = {name: word_sum(view.astype(np.float32, copy=False)) for name, view in views}
     return joined(total_sums(weights.layout, backend.world.gather_objects(own))[0])

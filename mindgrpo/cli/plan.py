@@ -16,11 +16,13 @@ from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.grpo.settings import compute_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.run.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
+_OPTIMIZER = "float32 gradients and moments"
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"
 
 
@@ -73,11 +75,11 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
 
 
 def _not_counted(plan: RunPlan) -> list[str]:
-    generate = plan.config.generate_config
+    generate, own = plan.config.generate_config, compute_dtype(plan.config)
     if not generate.uses_vllm:
-        return ["float32 weights, gradients, moments and cache; activations come on top"]
+        return [f"{own} weights and cache, {_OPTIMIZER}; activations come on top"]
     return [
-        f"float32 weights, gradients and moments; vLLM's weights and cache {generate.vllm.dtype}",
+        f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {generate.vllm.dtype}",
         "activations come on top, and vLLM's own programs: some 0.5 GB an engine of one worker,",
         "0.9 GB and 0.25 GB a worker an engine of several (measured on processors, docs/vllm.md)",
     ]

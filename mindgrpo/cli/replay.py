@@ -114,17 +114,20 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.grpo.build import make_policy
     from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.grpo.settings import matmul_precision, sampling_settings
+    from mindgrpo.grpo.settings import compute_dtype, matmul_precision, sampling_settings
     from mindgrpo.models.decoder_config import read_config
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 
     config = _alone(folder / dump.CONFIG)
     plan = plan_run(config, read_config(weights), 1)
-    settings = RuntimeSettings(matmul_precision=matmul_precision(config))
+    settings = RuntimeSettings(
+        matmul_precision=matmul_precision(config), compute_dtype=compute_dtype(config)
+    )
     backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
-    load_weights(policy.weights, weights)
+    load_weights(policy.weights if policy.adapters else policy.masters, weights)
+    policy.masters_changed()
     batch, members = kept.batch, kept.about.members
     packed = PackedRollout(batch.rollout)
     outcome: dict[str, Any] = {"weights": str(weights)}

@@ -54,6 +54,14 @@ class Context(Section):
     """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: three bfloat16
     products, nearly as accurate, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
     sums; auto: high on processors with AMX, else highest"""
+    compute_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BEFORE_TEXT] = (
+        "auto"
+    )
+    """dtype of weights in graphs, of activations, of the generator's cache and of what weight sync moves; the weights
+    and moments that the optimizer changes stay float32 (docs/numbers.md); auto: bfloat16 on Ascend, else float32"""
+    loss_scale: float | None = Field(None, gt=0)
+    """what a loss is multiplied by before its gradient is taken, and the gradient divided by, with compute_dtype
+    float16, in which gradients below 6e-8 are zero and those above 65504 infinite; null: 1024"""
     jit_config: JitConfig = JitConfig()
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """O1: reuse memory more; null: the framework's default"""

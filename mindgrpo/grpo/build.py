@@ -17,7 +17,7 @@ from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import RunPlan, generator_bytes
-from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config
+from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config, loss_scale
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.grpo.vllm_settings import vllm_settings
 from mindgrpo.memory.residency import Residency
@@ -55,7 +55,9 @@ def make_roles(
     policy = make_policy(plan, backend, sampling)
     engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:
-        _fill(policy.weights, plan.config, plan.config.actor_config.load, random_weights)
+        whole = policy.weights if policy.adapters else policy.masters
+        _fill(whole, plan.config, plan.config.actor_config.load, random_weights)
+        policy.masters_changed()
     if policy.adapters is not None:
         fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
     reference = _make_reference(plan, backend, sampling, random_weights, "reference" in restored)
@@ -106,6 +108,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay
         ),
         moments_on_host=optimizer.opt_offload,
+        loss_scale=loss_scale(plan.config),
     )
     return Policy(plan.model, plan.train, backend, settings, plan.lora)
 
@@ -119,7 +122,9 @@ def _make_reference(
 ) -> Reference | None:
     if plan.reference is None:
         return None
-    weights = Weights(plan.reference, backend.rank, backend, "reference")
+    weights = Weights(
+        plan.reference, backend.rank, backend, "reference", dtype=backend.compute_dtype
+    )
     pipeline = None
     if plan.reference.grid.holds(backend.rank):
         if not is_restored:

@@ -52,17 +52,18 @@ class ModelExport:
     tokenizer: Tokenizer
 
     def write(self, target: Path) -> None:
-        """The whole model, adapters added in; all ranks together, the policy on the device."""
+        """The whole model, adapters added in; all ranks together, what the optimizer changes on the device."""
         roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
         source, memory = config.actor_config.load, roles.residency
-        export_policy(policy.weights, roles.backend, source, target, memory, policy.adapters)
+        weights = policy.masters if policy.has_masters else policy.weights
+        export_policy(weights, roles.backend, source, target, memory, policy.adapters)
         if roles.backend.rank == 0:
             write_tokenizer(self.tokenizer, target, config.rl_config.chat_template is not None)
 
     def write_all(self, target: Path, adapter_target: Path) -> None:
         """The whole model, and where there are adapters these by themselves."""
         roles = self.roles
-        roles.enter("old_logps")
+        roles.enter("update" if roles.policy.has_masters else "old_logps")
         self.write(target)
         if roles.policy.adapters is not None:
             source = roles.plan.config.actor_config.load
@@ -83,7 +84,12 @@ def export_policy(
     Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
     """
     full = Weights(
-        weights.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True
+        weights.layout.whole_on(ALONE),
+        backend.rank,
+        backend,
+        "export",
+        on_host_only=True,
+        dtype=weights.dtype,
     )
     syncer = WeightSyncer(weights, adapters, full, backend)
     with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
@@ -91,7 +97,8 @@ def export_policy(
         if backend.rank == 0:
             with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
                 for spec in full.layout.specs:
-                    writer.add(spec.name, full.arrays.hf_views[spec.name])
+                    values = full.arrays.hf_views[spec.name]
+                    writer.add(spec.name, values.astype(np.float32, copy=False))
             write_companions(Path(source), target, "float32")
     backend.world.barrier()
 

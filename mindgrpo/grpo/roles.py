@@ -60,7 +60,7 @@ class Roles:
             target = reference.weights
             if reference_mixup < 1.0:
                 self._reference_copy = target = Weights(
-                    target.layout, backend.rank, backend, "reference_copy"
+                    target.layout, backend.rank, backend, "reference_copy", dtype=target.dtype
                 )
             self._to_reference = self._syncer_to(target)
         self._register_memory()
@@ -70,11 +70,13 @@ class Roles:
         trained = [policy.adapters.weights.pool] if policy.adapters else []
         residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
         residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
-        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
+        optimizer = [policy.optimizer.first.pool, policy.optimizer.second.pool]
+        if policy.has_masters:
+            optimizer.append(policy.masters.pool)
         if policy.settings.moments_on_host:
-            residency.register_host("optimizer", moments)
+            residency.register_host("optimizer", optimizer)
         else:
-            residency.register("optimizer", moments, rebuilt=False, filled=True)
+            residency.register("optimizer", optimizer, rebuilt=False, filled=True)
         for name, pools in self.engine.pools.items():
             residency.register(name, pools, rebuilt=True, filled=False)
         if self.reference is not None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.rollout import LocalModelShape
-from mindgrpo.backend.matmul_precision import NUM_TERMS
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.settings import matmul_precision
+from mindgrpo.grpo.settings import compute_dtype, product_terms
 from mindgrpo.grpo.vllm_settings import worker_cache_bytes
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -28,10 +28,9 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
-from mindgrpo.rollout.vllm.settings import ITEM_BYTES
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
-FLOAT_BYTES = 4
+FLOAT_BYTES = ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,13 @@ class RunPlan:
         """Of the policy's weights to the generator, or to the ranks that hand them to vLLM."""
         if self.config.generate_config.uses_vllm:
             whole = self.infer.whole_on(self.infer.grid.first_ranks)
-            return plan_reshard(self.train, whole, FLOAT_BYTES)
-        return plan_reshard(self.train, self.infer, FLOAT_BYTES)
+            return plan_reshard(self.train, whole, self._itemsize)
+        return plan_reshard(self.train, self.infer, self._itemsize)
+
+    @property
+    def _itemsize(self) -> int:
+        """Of the compute dtype."""
+        return ITEM_BYTES[compute_dtype(self.config)]
 
     def num_steps(self, num_prompts: int) -> int:
         """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next.
@@ -97,21 +101,19 @@ class RunPlan:
         return [*own, *unused]
 
     def memory(self) -> list[PhaseMemory]:
-        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies, float32."""
+        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies."""
         return by_phase(self._bytes_by_role())
 
     def _bytes_by_role(self) -> Mapping[str, int]:
-        lora, ref = self.lora, self.config.ref_config
+        ref, adapters = self.config.ref_config, self._adapter_bytes
 
-        def adapters(layout: Layout) -> int:
-            specs = adapter_specs(self.train.specs, lora) if lora is not None else ()
-            return largest_share(replace(layout, specs=specs))
+        def weights(layout: Layout) -> int:
+            return self._itemsize * largest_share(layout)
 
-        trained = largest_share(self.train) if lora is None else adapters(self.train)
         by_role = {
-            "policy": largest_share(self.train) + adapters(self.train),
-            "gradients": trained,
-            "optimizer": 2 * trained,
+            "policy": weights(self.train) + adapters(self.train),
+            "gradients": self._trained_bytes,
+            "optimizer": self._optimizer_bytes,
             "generator": generator_bytes(self.config, self.infer) + self._packed_bytes(),
             "kv_cache": self.kv_cache_bytes,
             "adapters_copy": adapters(self.infer),
@@ -119,12 +121,27 @@ class RunPlan:
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
-            by_role["reference"] = largest_share(self.reference)
+            by_role["reference"] = weights(self.reference)
         if self.reference is not None and ref.sync_ref_model:
             # The policy in the reference's layout while the two are mixed, and its adapters there.
             mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
             by_role["reference_copy"] = mixed + adapters(self.reference)
         return {role: size for role, size in by_role.items() if size}
+
+    def _adapter_bytes(self, layout: Layout) -> int:
+        specs = adapter_specs(self.train.specs, self.lora) if self.lora is not None else ()
+        return FLOAT_BYTES * largest_share(replace(layout, specs=specs))
+
+    @property
+    def _trained_bytes(self) -> int:
+        """Of what the optimizer changes, which is float32."""
+        return self._adapter_bytes(self.train) or FLOAT_BYTES * largest_share(self.train)
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        """Of two moments, and of float32 weights beside those of another dtype."""
+        has_masters = self.lora is None and self._itemsize != FLOAT_BYTES
+        return (3 if has_masters else 2) * self._trained_bytes
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -166,18 +183,19 @@ class RunPlan:
         """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
         shape = self._generator_shape
         heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
+        dtype = compute_dtype(self.config)
         if not self._keeps_slots:
-            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes
+            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(dtype)
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         seen = shape.vocabulary.width if penalty != 1.0 else 0
         sizes = (shape.layers, shape.hidden, shape.inner, heads, seen)
-        return KVCacheSizes.of(self.cache_config, *sizes).num_bytes
+        return KVCacheSizes.of(self.cache_config, *sizes).num_bytes(dtype)
 
     def _packed_bytes(self) -> int:
         """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
         if self.config.generate_config.uses_vllm or not self._keeps_slots:
             return 0
-        return self._generator_shape.packed_bytes(NUM_TERMS.get(matmul_precision(self.config)))
+        return self._generator_shape.packed_bytes(product_terms(self.config))
 
     def layout_lines(self) -> list[str]:
         lines = [
@@ -200,8 +218,9 @@ class RunPlan:
     def memory_lines(self) -> list[str]:
         lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * self._bytes_by_role()["gradients"] / MIB
-            lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
+            lines.append(
+                f"optimizer      {self._optimizer_bytes / MIB:>10.1f} MiB a rank, on the host (opt_offload)"
+            )
         return lines
 
     def reshard_lines(self) -> list[str]:
@@ -214,20 +233,20 @@ class RunPlan:
 
 
 def largest_share(layout: Layout) -> int:
-    """Bytes of the rank that holds most, the padding of short shares included."""
+    """Elements of the rank that holds most, the padding of short shares included."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
         size = math.prod(local_shape(spec, layout.grid.model_parallel))
         for stage in layout.stages_of(spec.name):
             stages[stage] += size
-    return max(stages) * FLOAT_BYTES
+    return max(stages)
 
 
 def generator_bytes(config: Config, layout: Layout) -> int:
     """Of the weights of the rank of `layout` that holds most, or of that worker of vLLM."""
     generate = config.generate_config
-    itemsize = ITEM_BYTES[generate.vllm.dtype] if generate.uses_vllm else FLOAT_BYTES
-    return largest_share(layout) // FLOAT_BYTES * itemsize
+    dtype = generate.vllm.dtype if generate.uses_vllm else compute_dtype(config)
+    return largest_share(layout) * ITEM_BYTES[dtype]
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:

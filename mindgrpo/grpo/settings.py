@@ -7,12 +7,15 @@ from functools import partial
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.backend import compute_dtype as compute_dtypes
 from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.matmul_precision import MatmulPrecision, resolve
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
@@ -29,14 +32,43 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         max_device_bytes=device_budget(config),
         precision_mode=context.ascend_config.precision_mode,
         matmul_precision=matmul_precision(config),
+        compute_dtype=compute_dtype(config),
     )
 
 
 def matmul_precision(config: Config) -> MatmulPrecision:
     """Of this machine. Raises UserError."""
     context = config.context
-    has_kernels = context.mode == 0 and keeps_slots(context.target)
-    return resolve(context.float32_matmul_precision, context.target, has_kernels)
+    return resolve(context.float32_matmul_precision, context.target, _has_kernels(config))
+
+
+def compute_dtype(config: Config) -> Dtype:
+    """Of this machine. Raises UserError."""
+    context = config.context
+    asked, precision = context.compute_dtype, context.float32_matmul_precision
+    return compute_dtypes.resolve(asked, context.target, _has_kernels(config), precision)
+
+
+def loss_scale(config: Config) -> float:
+    """1 where the compute dtype needs none. Raises UserError."""
+    asked, dtype = config.context.loss_scale, compute_dtype(config)
+    if dtype == "float16":
+        return 1024.0 if asked is None else asked
+    if asked is not None:
+        raise UserError(
+            f"context.loss_scale is {asked:g}, but only context.compute_dtype float16 needs one, and it is {dtype}; "
+            "leave it out."
+        )
+    return 1.0
+
+
+def product_terms(config: Config) -> int | None:
+    """See compute_dtype.num_terms."""
+    return compute_dtypes.num_terms(compute_dtype(config), matmul_precision(config))
+
+
+def _has_kernels(config: Config) -> bool:
+    return config.context.mode == 0 and keeps_slots(config.context.target)
 
 
 def device_budget(config: Config) -> int | None:

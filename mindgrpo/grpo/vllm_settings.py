@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.vllm.cache_size import BLOCK_TOKENS, CacheNeed
 from mindgrpo.rollout.vllm.environment import find_python
-from mindgrpo.rollout.vllm.settings import ITEM_BYTES, VllmSettings
+from mindgrpo.rollout.vllm.settings import VllmSettings
 
 
 def worker_cache_bytes(

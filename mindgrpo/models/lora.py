@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
+from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
 from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import FUSED, Weights
@@ -39,13 +41,14 @@ def merge(weights: Weights | HostTensors, adapters: Weights, settings: LoraSetti
         views, low_rank = weights.arrays.hf_views, adapters.arrays.hf_views
         for name in adapted:
             a_name, b_name = adapter_names(name)
-            views[name] += scale * (low_rank[b_name] @ low_rank[a_name])
+            views[name][...] = views[name] + scale * (low_rank[b_name] @ low_rank[a_name])
         return
     merged = []
     for name in adapted:
         # Stored [in, out]: the transpose of B A.
         a, b = (adapters.part(factor) for factor in adapter_names(name))
-        merged.append((weights.region(name), weights.part(name) + float(scale) * ops.matmul(a, b)))
+        whole = weights.part(name).astype(ms.float32) + float(scale) * ops.matmul(a, b)
+        merged.append((weights.region(name), whole.astype(mindspore_dtype(weights.dtype))))
     weights.set_parts(merged)
 
 

@@ -24,7 +24,7 @@ def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
     policy = roles.policy
     trained = "policy" if policy.adapters is None else "adapters"
     saved = {
-        trained: policy.trained,
+        trained: policy.masters,
         "first_moments": policy.optimizer.first,
         "second_moments": policy.optimizer.second,
     }
@@ -65,6 +65,7 @@ def restore(
         if reason is None:
             state = candidate.manifest.state
             roles.policy.updates, roles.policy.version = state.updates, state.weights_version
+            roles.policy.masters_changed()
             return candidate
         if start.only:
             raise UserError(reason)

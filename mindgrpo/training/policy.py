@@ -22,7 +22,7 @@ from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import StepResult, forward_backward
 from mindgrpo.training.stage_graphs import LossStep, StageBackward
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import Weights, round_into
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class UpdateSettings:
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
+    loss_scale: float = 1.0
 
 
 class Policy:
@@ -50,7 +51,9 @@ class Policy:
     ) -> None:
         self.settings = settings
         self.backend = backend
-        self.weights = Weights(layout, backend.rank, backend, "policy", shared=True)
+        self.weights = Weights(
+            layout, backend.rank, backend, "policy", shared=True, dtype=backend.compute_dtype
+        )
         self.adapters: Adapters | None = None
         if lora is not None:
             specs = adapter_specs(layout.specs, lora)
@@ -69,8 +72,9 @@ class Policy:
             settings.temperature,
             settings.recompute,
         )
+        self.masters = self._make_masters()
         self.optimizer = AdamW(
-            self.trained, self.gradients, backend, settings.adamw, settings.moments_on_host
+            self.masters, self.gradients, backend, settings.adamw, settings.moments_on_host
         )
         self._backward: dict[bool, Any] = {}
         self.version = 0
@@ -78,8 +82,26 @@ class Policy:
 
     @property
     def trained(self) -> Weights:
-        """What the optimizer changes: the adapters where there are some, else the weights."""
+        """What has gradients: the adapters where there are some, else the weights."""
         return self.adapters.weights if self.adapters else self.weights
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer changes weights of its own, of which those that are trained are roundings."""
+        return self.masters is not self.trained
+
+    def _make_masters(self) -> Weights:
+        """What the optimizer changes, float32."""
+        if self.trained.dtype == "float32":
+            return self.trained
+        layout, on_host = self.trained.layout, self.settings.moments_on_host
+        return Weights(layout, self.backend.rank, self.backend, "master", True, on_host)
+
+    def masters_changed(self) -> None:
+        """Has to be called when their values are others: rounds them into the weights."""
+        if self.has_masters:
+            round_into(self.trained, self.masters)
+            self.backend.synchronize()
 
     def _backward_graph(self, has_old: bool) -> Any:
         """The stage's backward; only the last stage's differs by whether old log-probs are given."""
@@ -90,9 +112,10 @@ class Policy:
             net = self.pipeline.net
             if net is not None:
                 loss = PolicyLoss(self.settings.loss_config, has_old)
-                cell = LossStep(net, loss, parameters, accumulators)
+                cell = LossStep(net, loss, parameters, accumulators, self.settings.loss_scale)
             else:
-                cell = StageBackward(self.pipeline.stage, parameters, accumulators)
+                scale = self.settings.loss_scale
+                cell = StageBackward(self.pipeline.stage, parameters, accumulators, scale)
             self._backward[has_old] = self.backend.graph(cell, "policy backward")
         return self._backward[has_old]
 
@@ -121,6 +144,7 @@ class Policy:
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         self.updates += 1
         self.optimizer.step(self.updates, lr, scale)
+        self.masters_changed()
         self.version += 1
 
     def clear_gradients(self) -> None:

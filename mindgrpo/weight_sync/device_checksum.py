@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
@@ -26,10 +28,17 @@ def device_sums(weights: Weights) -> dict[str, int]:
         rows, columns = (Tensor(f.astype(np.uint32).view(np.int32)) for f in factors)
         if weights.is_transposed(name):
             rows, columns = columns, rows
-        bits = part.reshape(rows.size, columns.size).view(ms.int32)
+        bits = _bits(part.reshape(rows.size, columns.size))
         upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
         bits = ops.bitwise_xor(bits, upper)
         # Products wrap, and so a sum of any width has the sum's lower 32 bits.
         terms = bits * rows.reshape(-1, 1) * columns.reshape(1, -1)
         sums[name] = int(terms.sum().asnumpy()) % MODULUS
     return sums
+
+
+def _bits(part: Any) -> Any:
+    """int32, the elements' bits: of two bytes, the upper ones are zero."""
+    if part.dtype == ms.float32:
+        return part.view(ms.int32)
+    return ops.bitwise_and(part.view(ms.int16).astype(ms.int32), 0xFFFF)

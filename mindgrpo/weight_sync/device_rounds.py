@@ -14,7 +14,7 @@ from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.rounds import Piece, largest_row, rounds
 from mindgrpo.weights.host_tensors import HostTensors
-from mindgrpo.weights.local_weights import FLOAT_BYTES, Weights, is_transposed
+from mindgrpo.weights.local_weights import Weights, is_transposed
 
 SMALLEST_BUCKET_BYTES = 1 << 16
 # What a rank may receive into.
@@ -42,7 +42,7 @@ class DeviceRounds:
         self._keep = plan.of(backend.rank).keep
         # The largest row of all decides, so that every rank chooses alike.
         size = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, plan.bytes_moved))
-        self.extra_bytes = max(size, largest_row(plan) * FLOAT_BYTES)
+        self.extra_bytes = max(size, largest_row(plan) * plan.itemsize)
         self._rounds: list[_Round] = []
         for moved in rounds(plan, self.extra_bytes, rank=backend.rank):
             own = _Round()
@@ -65,7 +65,7 @@ class DeviceRounds:
     def _run(self, moved: _Round) -> int:
         sends = {rank: self._packed(own) for rank, own in moved.sends.items()}
         sizes = {rank: (sum(p.box.size for p in own),) for rank, own in moved.receives.items()}
-        arrived = self._backend.exchange(sends, sizes)
+        arrived = self._backend.exchange(sends, sizes, self._source.dtype)
         written = []
         for rank, own in moved.receives.items():
             start = 0
@@ -86,7 +86,7 @@ class DeviceRounds:
             target.set_parts([(target.region(name, box), values) for name, box, values in written])
             return
         for name, box, values in written:
-            self._backend.host_device_bytes += box.size * FLOAT_BYTES
+            self._backend.host_device_bytes += box.size * target.pool.itemsize
             view = target.arrays.hf_views[name][box.within(target.boxes[name]).slices]
             if is_transposed(name, view.ndim):  # the values come as their sender stores them
                 view = view.T

@@ -51,6 +51,10 @@ class Resharder:
         backend: Backend,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
+        if target.pool.dtype != source.dtype or plan.itemsize != source.pool.itemsize:
+            raise ValueError(
+                f"weights of {source.dtype} do not go to {target.pool.dtype}, {plan.itemsize} bytes each"
+            )
         self._target, self._rank = target, backend.rank
         self._received = plan.received_bytes(backend.rank)
         self._moving: _Moving

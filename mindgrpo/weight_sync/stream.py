@@ -24,7 +24,7 @@ from mindgrpo.weights.local_weights import Weights
 
 
 class TensorSink(Protocol):
-    """Takes tensors on one rank. `pool` is host memory for the float32 tensors of any one group."""
+    """Takes tensors on one rank. `pool` is host memory for the tensors of any one group, in the policy's dtype."""
 
     @property
     def pool(self) -> Pool: ...
@@ -65,7 +65,8 @@ class TensorStream:
         self._groups: list[tuple[HostTensors, Resharder]] = []
         for group in groups_of(layout):
             tensors = HostTensors(group, backend.rank, sink.pool)
-            plan = plan_reshard(replace(source.layout, specs=group.specs), group)
+            held = replace(source.layout, specs=group.specs)
+            plan = plan_reshard(held, group, source.pool.itemsize)
             self._groups.append((tensors, Resharder(plan, source, tensors, backend)))
         self.host_copies: list[Pool] = [*sink.host_copies]
         if adapters is not None:

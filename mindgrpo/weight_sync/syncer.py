@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import mindspore as ms
+import numpy as np
 from mindspore import ops
 
 from mindgrpo.backend.contract import Backend, Pool
@@ -36,7 +38,7 @@ class WeightSyncer:
     ) -> None:
         self._target, self._adapters, self._backend = target, adapters, backend
         self.layout = target.layout
-        plan = plan or plan_reshard(source.layout, target.layout)
+        plan = plan or plan_reshard(source.layout, target.layout, source.pool.itemsize)
         self._base = Resharder(plan, source, target, backend)
         self.copies: list[Pool] = []
         if adapters is not None:
@@ -65,8 +67,12 @@ def mix(old: Weights, new: Weights, share: float) -> None:
     """old = share * new + (1 - share) * old, where they are; both of one layout."""
     if old.pool.is_host_memory:
         for run, fresh in zip(old.arrays.flat_buffers, new.arrays.flat_buffers, strict=True):
-            run *= 1.0 - share
-            run += share * fresh
+            # In float32, whatever dtype they are kept in.
+            kept = run.astype(np.float32, copy=False)
+            kept *= 1.0 - share
+            kept += share * fresh.astype(np.float32, copy=False)
+            run[...] = kept
         return
     for key, parameter in old.parameters.items():
-        ops.assign(parameter, parameter * (1.0 - share) + new.parameters[key] * share)
+        kept, fresh = parameter.astype(ms.float32), new.parameters[key].astype(ms.float32)
+        ops.assign(parameter, (kept * (1.0 - share) + fresh * share).astype(parameter.dtype))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import bits_of
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weights.local_weights import Weights
 
@@ -25,8 +26,8 @@ def part_sums(weights: Weights) -> dict[str, int]:
 
 
 def box_sum(part: np.ndarray, box: Box) -> int:
-    """Returns the sum of `box` of a parameter, float32 [out, in] or one-dimensional."""
-    bits = part.view(np.uint32)
+    """Returns the sum of `box` of a parameter of any dtype, [out, in] or one-dimensional."""
+    bits = bits_of(part)
     if bits.ndim == 1:
         bits = bits[None]
         rows, columns = factors_of(0, 1, 0), factors_of(box.start[0], box.stop[0], 1)
@@ -39,7 +40,8 @@ def box_sum(part: np.ndarray, box: Box) -> int:
     for start in range(0, len(bits), ROWS_AT_ONCE):
         block = slice(start, start + ROWS_AT_ONCE)
         # The upper half in the lower one, too: of two changed signs alone, the sum modulo 2^32 would not change.
-        mixed = bits[block] ^ (bits[block] >> np.uint32(16))
+        own = bits[block].astype(np.uint32, copy=False)
+        mixed = own ^ (own >> np.uint32(16))
         total += rows[block] @ (mixed @ columns)
     return int(total[0]) % MODULUS
 

@@ -8,19 +8,19 @@ import numpy as np
 
 from mindgrpo.backend.contract import HostArrays, Pool
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weights.local_weights import FLOAT_BYTES, is_transposed
+from mindgrpo.weights.local_weights import is_transposed
 
 # Tensors begin at multiples of it, as other libraries want them.
 ALIGN_BYTES = 64
 
 
-def aligned_bytes(box: Box, itemsize: int) -> int:
-    """Of a tensor and what is left free up to the next one."""
-    return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES
+def aligned_size(box: Box, itemsize: int) -> int:
+    """Elements of a tensor and of what is left free up to the next one."""
+    return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES // itemsize
 
 
 class HostTensors:
-    """The parts of `layout`'s parameters that `rank` has, float32, from the pool's start on; none off its grid.
+    """The parts of `layout`'s parameters that `rank` has, from the pool's start on; none off its grid.
 
     `hf_views` are [out, in]; matrices lie in memory [in, out] where ranks keep them so, and then nothing is transposed
     on the way here. Several of these may use one pool, one after another. Weight sync writes into it as into any
@@ -43,7 +43,7 @@ class HostTensors:
                 self.hf_views[name] = memory.view(offset, box.shape[::-1]).T
             else:
                 self.hf_views[name] = memory.view(offset, box.shape)
-            offset += aligned_bytes(box, FLOAT_BYTES) // FLOAT_BYTES
+            offset += aligned_size(box, self.pool.itemsize)
 
     @property
     def arrays(self) -> HostTensors:

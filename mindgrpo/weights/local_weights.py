@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import ops
 
 from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
+from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 FUSED = (
@@ -24,7 +25,6 @@ FUSED = (
 )
 # Kept [vocabulary, hidden]: rows are gathered by token id.
 UNTRANSPOSED = ("model.embed_tokens.weight", "lm_head.weight")
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Region:
 class WeightArrays:
     """Arrays of `layout` on `rank`, in host memory.
 
-    `tensors[key]` float32 as stored; `hf_views[name]` float32 [out, in], exactly the box `boxes[name]` of the
+    `tensors[key]` as stored; `hf_views[name]` [out, in], exactly the box `boxes[name]` of the
     Hugging Face tensor; `flat_buffers` two 1-dim ranges of the memory, with and without weight decay.
     """
 
@@ -143,16 +143,19 @@ class Weights:
         name: str = "weights",
         shared: bool = False,
         on_host_only: bool = False,
+        dtype: Dtype = "float32",
     ) -> None:
         self.layout, self.rank, self.name = layout, rank, name
         self.on_host_only = on_host_only
         self.fused = arrange(layout, rank)
-        num_bytes = sum(entry.size for entry in self.fused) * FLOAT_BYTES
+        size = sum(entry.size for entry in self.fused)
         self.pool: Pool = (
-            backend.host_pool(num_bytes) if on_host_only else backend.pool(num_bytes, shared)
+            backend.host_pool(size, dtype=dtype)
+            if on_host_only
+            else backend.pool(size, shared, dtype)
         )
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
-        # A float32 Parameter for each stored tensor, by key.
+        # A Parameter for each stored tensor, by key.
         self.parameters: dict[str, Any] = {}
         if not on_host_only:
             self.parameters = {e.key: self._parameter_of(e) for e in self.fused}
@@ -180,6 +183,10 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         return self.pool.num_bytes
+
+    @property
+    def dtype(self) -> Dtype:
+        return self.pool.dtype
 
     @property
     def names(self) -> list[str]:
@@ -231,3 +238,14 @@ class Weights:
     def specs(self) -> Iterator[ParameterSpec]:
         for entry in self.fused:
             yield from entry.specs
+
+
+def round_into(target: Weights, source: Weights) -> None:
+    """Gives `target` the values of `source`, in its own dtype; both of one layout, on one rank."""
+    if source.pool.is_host_memory:
+        with target.on_host(write=True) as rounded, source.on_host() as exact:
+            for to, values in zip(rounded.flat_buffers, exact.flat_buffers, strict=True):
+                to[...] = values
+        return
+    for key, parameter in target.parameters.items():
+        ops.assign(parameter, source.parameters[key].astype(mindspore_dtype(target.dtype)))

@@ -74,7 +74,7 @@ class Memcpy:
     """`num_bytes` on each rank, from one block of memory to another, as numpy copies them."""
 
     def __init__(self, backend: Backend, num_bytes: int) -> None:
-        self._pools = backend.pool(num_bytes), backend.pool(num_bytes)
+        self._pools = backend.pool(num_bytes // 4), backend.pool(num_bytes // 4)
         with self._pools[0].on_host() as source, self._pools[1].on_host() as target:
             self.source, self.target = (p.view(0, (num_bytes // 4,)) for p in (source, target))
         self.source[...] = 1.0

@@ -25,6 +25,7 @@ from mindgrpo.backend.contract import (
 from mindgrpo.backend.cpu.host import Host, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import SharedLink
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
@@ -205,9 +206,9 @@ class CpuBackend(Backend):
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
 
-    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
+    def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
         readable = shared and self.world_size > 1
-        pool = SharedPool(num_bytes) if readable else HostPool(num_bytes)
+        pool = SharedPool(size, dtype) if readable else HostPool(size, dtype)
         self.live_pools.add(pool)
         return pool
 
@@ -216,12 +217,13 @@ class CpuBackend(Backend):
             return {}
         if not isinstance(pool, SharedPool):
             raise ValueError("other ranks can only read a pool that was made to be shared")
-        addresses = self.world.gather_objects((os.getpid(), pool.descriptor, pool.num_bytes))
+        own = (os.getpid(), pool.descriptor, pool.num_bytes, pool.dtype)
+        addresses = self.world.gather_objects(own)
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return {rank: PeerPool(*addresses[rank]) for rank in others}
 
-    def host_pool(self, num_bytes: int, shared: bool = False) -> HostPool:
-        pool = SharedPool(num_bytes) if shared else HostPool(num_bytes)
+    def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> HostPool:
+        pool = SharedPool(size, dtype) if shared else HostPool(size, dtype)
         self.live_pools.add(pool)
         return pool
 

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.profile import ProfileSettings
 
@@ -36,9 +37,10 @@ class Ascend(Hardware):
     communication = "hccl"
     has_profile = True
 
-    def __init__(self) -> None:
+    def __init__(self, compute_dtype: Dtype) -> None:
         # In float32, which fused attention does not take, attention is MindSpore's other operations.
-        self.kernels = AscendKernels()
+        fused = None if compute_dtype == "float32" else compute_dtype
+        self.kernels = AscendKernels(attention_dtype=fused)
 
     def open(self, world_size: int) -> None:
         """MindSpore has the device already (runtime.py)."""
@@ -47,11 +49,11 @@ class Ascend(Hardware):
     def memory_bytes(self) -> int | None:
         return int(ms.hal.get_device_properties(0).total_memory) or None
 
-    def zeros(self, shape: Sequence[int]) -> Tensor:
-        return mint.zeros(tuple(shape), dtype=ms.float32)
+    def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        return mint.zeros(tuple(shape), dtype=mindspore_dtype(dtype))
 
-    def copied(self, array: np.ndarray) -> Tensor:
-        return Tensor(array)
+    def copied(self, array: np.ndarray, dtype: Dtype) -> Tensor:
+        return Tensor(array, mindspore_dtype(dtype))
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
@@ -65,8 +67,9 @@ class Ascend(Hardware):
         sends: Mapping[int, Any],
         receives: Mapping[int, Sequence[int]],
         pair: Callable[[int, int], str],
+        dtype: Dtype,
     ) -> dict[int, Any]:
-        arrived = {peer: self.zeros(shape) for peer, shape in receives.items()}
+        arrived = {peer: self.zeros(shape, dtype) for peer, shape in receives.items()}
         operation = ops.communication.P2POp
         transfers = [operation("isend", tensor, peer) for peer, tensor in sends.items()]
         transfers += [operation("irecv", tensor, peer) for peer, tensor in arrived.items()]

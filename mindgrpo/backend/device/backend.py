@@ -16,6 +16,7 @@ from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.device.group import DeviceGroup, DeviceLink, waiting
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.pool import DevicePool
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.profile import ProfileSettings
@@ -89,14 +90,14 @@ class DeviceBackend(Backend):
         return self._names[ranks]
 
     def link(self, peer: int, shape: Sequence[int]) -> DeviceLink:
-        return DeviceLink(peer, shape, self.exchange)
+        return DeviceLink(peer, shape, self.exchange, self.compute_dtype)
 
     def exchange(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]]
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
         with waiting(self.health):
             return self._hardware.exchange(
-                self.rank, sends, receives, lambda low, high: self._name_of((low, high))
+                self.rank, sends, receives, lambda low, high: self._name_of((low, high)), dtype
             )
 
     def synchronize(self) -> None:
@@ -110,13 +111,13 @@ class DeviceBackend(Backend):
         pools = [pool for pool in self.live_pools if isinstance(pool, DevicePool)]
         return [pool for pool in pools if any(id(own) in used for own in pool.parameters)]
 
-    def pool(self, num_bytes: int, shared: bool = False) -> Pool:
-        pool = DevicePool(num_bytes, self._hardware, self._count)
+    def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
+        pool = DevicePool(size, self._hardware, self._count, dtype)
         self.live_pools.add(pool)
         return pool
 
-    def host_pool(self, num_bytes: int, shared: bool = False) -> HostPool:
-        pool = SharedPool(num_bytes) if shared else HostPool(num_bytes)
+    def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> HostPool:
+        pool = SharedPool(size, dtype) if shared else HostPool(size, dtype)
         self.live_pools.add(pool)
         return pool
 

@@ -13,6 +13,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group, Link
 from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
 from mindgrpo.health.rank_health import RankHealth
 
@@ -73,13 +74,16 @@ class DeviceLink(Link):
         self,
         peer: int,
         shape: Sequence[int],
-        exchange: Callable[[Mapping[int, Any], Mapping[int, Sequence[int]]], dict[int, Any]],
+        exchange: Callable[[Mapping[int, Any], Mapping[int, Sequence[int]], Dtype], dict[int, Any]],
+        dtype: Dtype,
     ) -> None:
-        self._peer, self._shape, self._exchange = peer, tuple(shape), exchange
+        self._peer, self._shape = peer, tuple(shape)
+        self._exchange, self._dtype = exchange, dtype
 
     def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
         sends = {} if outgoing is None else {self._peer: outgoing}
-        return self._exchange(sends, {self._peer: self._shape} if receives else {}).get(self._peer)
+        wanted = {self._peer: self._shape} if receives else {}
+        return self._exchange(sends, wanted, self._dtype).get(self._peer)
 
 
 @contextmanager

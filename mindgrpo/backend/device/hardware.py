@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.profile import ProfileSettings
 
@@ -29,12 +30,12 @@ class Hardware(ABC):
         """Sets this process up, after MindSpore has the device and before anything is placed on it."""
 
     @abstractmethod
-    def zeros(self, shape: Sequence[int]) -> Any:
-        """Fresh memory of the device, float32."""
+    def zeros(self, shape: Sequence[int], dtype: Dtype) -> Any:
+        """Fresh memory of the device."""
 
     @abstractmethod
-    def copied(self, array: np.ndarray) -> Any:
-        """`array`, float32, in fresh memory of the device, apart from the host's."""
+    def copied(self, array: np.ndarray, dtype: Dtype) -> Any:
+        """`array`, which is of `dtype`, in fresh memory of the device, apart from the host's."""
 
     def give_up(self, parameter: Any) -> None:
         """Gives back the memory of a parameter that is about to get another."""
@@ -55,6 +56,7 @@ class Hardware(ABC):
         sends: Mapping[int, Any],
         receives: Mapping[int, Sequence[int]],
         pair: Callable[[int, int], str],
+        dtype: Dtype,
     ) -> dict[int, Any]:
         """See contract.Backend.exchange; `pair` names the group of two ranks, the lower one first."""
 

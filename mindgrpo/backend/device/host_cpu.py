@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.dtypes import Dtype, numpy_dtype
 from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 
@@ -36,11 +37,13 @@ class HostCpu(Hardware):
             threads = max(1, len(os.sched_getaffinity(0)) // world_size)
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
-    def zeros(self, shape: Sequence[int]) -> Tensor:
+    def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         # Pages of their own go back to the system at once; those of MindSpore's allocator would not.
         count = int(np.prod(shape, dtype=np.int64))
-        pages = mmap.mmap(-1, max(1, 4 * count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        array = np.frombuffer(pages, np.float32, count).reshape(shape)
+        kind = numpy_dtype(dtype)
+        size = max(1, kind.itemsize * count)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        array = np.frombuffer(pages, kind, count).reshape(shape)
         self._pages[array.ctypes.data] = pages
         return Tensor.from_numpy(array)
 
@@ -50,8 +53,8 @@ class HostCpu(Hardware):
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
 
-    def copied(self, array: np.ndarray) -> Tensor:
-        tensor = self.zeros(array.shape)
+    def copied(self, array: np.ndarray, dtype: Dtype) -> Tensor:
+        tensor = self.zeros(array.shape, dtype)
         np.copyto(tensor.asnumpy(), array)
         return tensor
 
@@ -68,6 +71,7 @@ class HostCpu(Hardware):
         sends: Mapping[int, Any],
         receives: Mapping[int, Sequence[int]],
         pair: Callable[[int, int], str],
+        dtype: Dtype,
     ) -> dict[int, Any]:
         arrived: dict[int, Any] = {}
         transfers = [(rank, peer) for peer in sends] + [(peer, rank) for peer in receives]

@@ -11,8 +11,7 @@ from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool, ReleasedMemory
 from mindgrpo.backend.device.hardware import Hardware
-
-FLOAT_BYTES = 4
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
 
 
 class _State(Enum):
@@ -40,8 +39,16 @@ class DevicePool(Pool):
 
     is_host_memory = False
 
-    def __init__(self, num_bytes: int, hardware: Hardware, count: Callable[[int], None]) -> None:
-        self.num_bytes = num_bytes
+    def __init__(
+        self,
+        size: int,
+        hardware: Hardware,
+        count: Callable[[int], None],
+        dtype: Dtype = "float32",
+    ) -> None:
+        """`size` is in elements."""
+        self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
+        self._size = size
         self._hardware, self._count = hardware, count
         self._parameters: list[tuple[Parameter, int, tuple[int, ...]]] = []
         self._state = _State.RELEASED
@@ -54,7 +61,7 @@ class DevicePool(Pool):
                 raise ValueError(f"{name} would lie on {other.name}: a range has one parameter")
         if self._state is not _State.RELEASED:
             raise ValueError(f"{name} comes too late: its pool is {self._state.value}")
-        parameter = Parameter(Tensor(np.zeros(1, np.float32)), name)
+        parameter = Parameter(Tensor([0.0], mindspore_dtype(self.dtype)), name)
         self._parameters.append((parameter, offset, tuple(shape)))
         return parameter
 
@@ -76,7 +83,7 @@ class DevicePool(Pool):
             self._upload(self._host)
         else:
             for parameter, _, shape in self._parameters:
-                self._replace(parameter, self._hardware.zeros(shape))
+                self._replace(parameter, self._hardware.zeros(shape, self.dtype))
         self._host = None
         self._state = _State.DEVICE
 
@@ -103,7 +110,7 @@ class DevicePool(Pool):
             self._upload(array)
 
     def _download(self) -> np.ndarray:
-        array = np.zeros(self.num_bytes // FLOAT_BYTES, np.float32)
+        array = np.zeros(self._size, numpy_dtype(self.dtype))
         flat = _Flat(array)
         for parameter, offset, shape in self._parameters:
             values = parameter.asnumpy()
@@ -115,12 +122,12 @@ class DevicePool(Pool):
         flat = _Flat(array)
         for parameter, offset, shape in self._parameters:
             values = flat.view(offset, shape)
-            self._replace(parameter, self._hardware.copied(values))
+            self._replace(parameter, self._hardware.copied(values, self.dtype))
             self._count(values.nbytes)
 
     def _give_up(self, state: _State) -> None:
         for parameter, _, _ in self._parameters:
-            self._replace(parameter, Tensor(np.full(1, np.nan, np.float32)))
+            self._replace(parameter, Tensor([np.nan], mindspore_dtype(self.dtype)))
         self._state = state
 
     def _replace(self, parameter: Parameter, tensor: Tensor) -> None:

@@ -100,9 +100,9 @@ class KVCacheLayout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Views of the generator's pool, float32 of one dim: keys and values, what kernels need while they run, `inputs`
+    """Views of the generator's pools, of one dim: keys and values; float32 what kernels need while they run, `inputs`
     of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
-    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes, where there are any."""
+    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes of bfloat16, where there are any."""
 
     cache: np.ndarray
     scratch: np.ndarray
@@ -123,8 +123,8 @@ class Slots(ABC):
     users: np.ndarray
 
     def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
-        """Has to be called when weights have changed: those of LocalModelShape.matrices as float32 [in, out], the
-        head's [out, in]. Kernels that read the weights themselves have nothing to do."""
+        """Has to be called when weights have changed: those of LocalModelShape.matrices [in, out], the head's
+        [out, in]. Kernels that read the weights themselves have nothing to do."""
         return None
 
     @abstractmethod

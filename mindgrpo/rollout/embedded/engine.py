@@ -48,7 +48,9 @@ class EmbeddedEngine:
         kernels: Kernels | None = None,
     ) -> None:
         self.sampling, self._backend = sampling, backend
-        self.weights = Weights(layout, backend.rank, backend, "generator")
+        self.weights = Weights(
+            layout, backend.rank, backend, "generator", dtype=backend.compute_dtype
+        )
         self.version: int | None = None
         self.stats = RolloutStats(0, 0, 0, 0)
         if sampling.max_tokens > cache_config.max_tokens:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.kernels.rollout import KVCacheLayout
 
-FLOAT_BYTES = 4
 # Rooms are whole vectors of the kernels.
 LANES = 16
 # Prompt tokens that one call of the prompt graph takes.
@@ -77,7 +77,8 @@ class KVCacheConfig:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Floats of the generator's pool, part by part, for one rank's share of a model."""
+    """Elements of the generator's pools, for one rank's share of a model; `cache` are keys and values, in the compute
+    dtype, and the others float32."""
 
     cache: int
     scratch: int
@@ -104,7 +105,7 @@ class KVCacheSizes:
             scratch=rows * (hidden + max(attention, 2 * inner)),
             inputs=cache_config.slots * hidden,
             starts=cache_config.max_prefix_blocks * hidden,
-            seen=-(-cache_config.slots * seen_tokens // FLOAT_BYTES),
+            seen=-(-cache_config.slots * seen_tokens // ITEM_BYTES["float32"]),
         )
 
     @classmethod
@@ -127,9 +128,8 @@ class KVCacheSizes:
         )
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.cache, self.scratch, self.inputs, self.starts, self.seen
+    def beside_cache(self) -> tuple[int, ...]:
+        return self.scratch, self.inputs, self.starts, self.seen
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes) * FLOAT_BYTES
+    def num_bytes(self, dtype: Dtype) -> int:
+        return self.cache * ITEM_BYTES[dtype] + sum(self.beside_cache) * ITEM_BYTES["float32"]

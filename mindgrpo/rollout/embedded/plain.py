@@ -17,7 +17,7 @@ from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.cells import Decode, MarkSeen, Prefill
-from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.noise import position_keys
 from mindgrpo.rollout.stats import RolloutStats
 
@@ -47,7 +47,7 @@ class PlainDecoder:
         count = 2 * len(shard.layers)
         heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
-        cache = backend.pool(sizes.num_bytes)
+        cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
         self.pools: list[Pool] = [cache]
         self.weight_pools: list[Pool] = []
         buffers = [cache.parameter(f"cache{i}", i * size, shape) for i in range(count)]
@@ -56,7 +56,7 @@ class PlainDecoder:
         seen = None
         if sampling.repetition_penalty != 1.0:
             room = (cache_config.slots, shard.local_vocab)
-            self.pools.append(backend.pool(room[0] * room[1] * FLOAT_BYTES))
+            self.pools.append(backend.pool(room[0] * room[1]))
             seen = self.pools[-1].parameter("seen", 0, room)
             self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 

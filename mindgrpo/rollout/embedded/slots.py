@@ -6,6 +6,7 @@ A prompt is computed once for all its samples; a slot that becomes free takes th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
+from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -24,7 +26,7 @@ from mindgrpo.backend.kernels.rollout import (
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
-from mindgrpo.rollout.embedded.kv_cache import FLOAT_BYTES, KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
 # Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
@@ -155,20 +157,22 @@ class SlotDecoder:
             heads,
             model_shape.vocabulary.width if penalised else 0,
         )
-        cache = backend.pool(sizes.num_bytes)
-        self.pools: list[Pool] = [cache]
+        cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
+        work = backend.pool(sum(sizes.beside_cache))
+        self.pools: list[Pool] = [cache, work]
         # What it keeps of the weights beside them.
         self.weight_pools: list[Pool] = []
         # Kernels that keep slots are the host's: its memory is the device's.
-        with cache.on_host() as memory_of_cache:
-            memory = _views(memory_of_cache, sizes)
+        with cache.on_host() as memory_of_cache, work.on_host() as memory_of_work:
+            keys_and_values = memory_of_cache.view(0, (sizes.cache,))
+            memory = Memory(keys_and_values, *_views(memory_of_work, sizes.beside_cache))
         packed_bytes = model_shape.packed_bytes(shard.kernels.num_terms)
         if packed_bytes:
-            packed = backend.pool(packed_bytes)
+            size = packed_bytes // ITEM_BYTES["bfloat16"]
+            packed = backend.pool(size, dtype="bfloat16")
             self.weight_pools.append(packed)
             with packed.on_host() as memory_of_packed:
-                view = memory_of_packed.view(0, (packed_bytes // FLOAT_BYTES,))
-                memory = replace(memory, packed=view)
+                memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
         rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
         slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
@@ -268,12 +272,11 @@ def _model_shape(shard: Shard) -> LocalModelShape:
     )
 
 
-def _views(memory: HostArrays, sizes: KVCacheSizes) -> Memory:
-    offset, views = 0, []
-    for size in sizes.sizes:
-        views.append(memory.view(offset, (size,)))
+def _views(memory: HostArrays, sizes: Sequence[int]) -> Iterator[np.ndarray]:
+    offset = 0
+    for size in sizes:
+        yield memory.view(offset, (size,))
         offset += size
-    return Memory(*views)
 
 
 def _by_prompt(prompt_of: np.ndarray, num_prompts: int) -> list[tuple[int, list[int]]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Dtype = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+from mindgrpo.backend.dtypes import Dtype
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class NativeSlots(Slots):
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
         sizes = [packed_bytes(k, n, self._num_terms) for k, n in model_shape.matrices]
-        room = memory.packed if memory.packed is not None else np.zeros(0, np.float32)
+        room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
         self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
