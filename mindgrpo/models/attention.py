@@ -27,6 +27,7 @@ class Attention(nn.Cell):
         self.copy = CopyTo(shard.group)
         self.qkv = shard.linear(name + "qkv_proj.weight")
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
+        self.float32 = shard.kernels.float32()
         self.has_head_norms = heads.norm_eps is not None
         self.norm_offset = shard.config.family.norm_offset
         self.q_norm = shard[name + "q_norm.weight"] if self.has_head_norms else nothing
@@ -44,12 +45,14 @@ class Attention(nn.Cell):
         qkv = self.qkv(self.copy(x))
         if self.has_projection_norm:
             qkv = self.projection_norm(qkv)
-        q_norm, k_norm = self.q_norm, self.k_norm
+        q_norm, k_norm = self.float32(self.q_norm), self.float32(self.k_norm)
         if self.has_head_norms and self.norm_offset != 0.0:
             q_norm, k_norm = q_norm + self.norm_offset, k_norm + self.norm_offset
-        y = self.reduce(self.out(self.attend(qkv, self.bias, q_norm, k_norm, *context)))
+        y = self.reduce(
+            self.out(self.attend(qkv, self.float32(self.bias), q_norm, k_norm, *context))
+        )
         if self.has_out_bias:
-            y = y + self.out_bias
+            y = y + self.float32(self.out_bias).astype(y.dtype)
         return y
 
 
@@ -71,11 +74,13 @@ class ProjectionNorm(nn.Cell):
         self.mean = Tensor([[1.0 / (heads * config.head_dim) for heads in widths]], ms.float32)
         self.bias = shard.get(name + "qkv_proj.bias")
         self.has_bias = self.bias is not None
+        self.float32 = shard.kernels.float32()
         self.reduce, self.copy = ReduceFrom(shard.group), CopyTo(shard.group)
 
     def construct(self, qkv: Any) -> Any:
+        dtype, qkv = qkv.dtype, qkv.astype(ms.float32)
         if self.has_bias:
-            qkv = qkv + self.bias
+            qkv = qkv + self.float32(self.bias)
         queries, keys = qkv[:, : self.queries], qkv[:, self.queries : self.keys]
         squares = ops.concat(
             ((queries * queries).sum(1, keepdims=True), (keys * keys).sum(1, keepdims=True)), 1
@@ -83,6 +88,6 @@ class ProjectionNorm(nn.Cell):
         # All ranks use the sum, so its gradient is a sum over them as well.
         total = self.copy(self.reduce(squares))
         scale = ops.rsqrt(total * self.mean + self.eps)
-        queries = queries * scale[:, :1] * (self.q_norm + self.offset)
-        keys = keys * scale[:, 1:] * (self.k_norm + self.offset)
-        return ops.concat((queries, keys, qkv[:, self.keys :]), 1)
+        queries = queries * scale[:, :1] * (self.float32(self.q_norm) + self.offset)
+        keys = keys * scale[:, 1:] * (self.float32(self.k_norm) + self.offset)
+        return ops.concat((queries, keys, qkv[:, self.keys :]), 1).astype(dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -67,15 +68,17 @@ class Norm(nn.Cell):
         self.is_identity = key is None
         if key is not None:
             self.weight = shard[key]
+        self.float32 = shard.kernels.float32()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
 
     def construct(self, x: Any) -> Any:
         if self.is_identity:
             return x
+        weight = self.float32(self.weight)
         if self.offset != 0.0:
-            return self.norm(x, self.weight + self.offset)
-        return self.norm(x, self.weight)
+            weight = weight + self.offset
+        return self.norm(x, weight)
 
 
 class AddNorm(nn.Cell):
@@ -86,6 +89,7 @@ class AddNorm(nn.Cell):
         self.is_identity = key is None
         if key is not None:
             self.weight = shard[key]
+        self.float32 = shard.kernels.float32()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.kernels.add_rms_norm(shard.config.rms_norm_eps)
 
@@ -93,9 +97,10 @@ class AddNorm(nn.Cell):
         if self.is_identity:
             total = x + added
             return total, total
+        weight = self.float32(self.weight)
         if self.offset != 0.0:
-            return self.norm(x, added, self.weight + self.offset)
-        return self.norm(x, added, self.weight)
+            weight = weight + self.offset
+        return self.norm(x, added, weight)
 
 
 class GatedMlp(nn.Cell):
@@ -202,7 +207,7 @@ class Head(nn.Cell):
         self.bias = Tensor(bias) if bias is not None else None
 
     def construct(self, x: Any) -> Any:
-        logits = self.matmul(self.copy(self.norm(x)), self.table)
+        logits = self.matmul(self.copy(self.norm(x)), self.table).astype(ms.float32)
         if self.is_padded:
             logits = logits + self.bias
         return logits

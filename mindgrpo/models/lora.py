@@ -77,14 +77,16 @@ class LowRankLinear(nn.Cell):
         self.matmul = matmul
 
     def construct(self, x: Any) -> Any:
-        low = self.matmul(x, self.a) * self.scale
+        # Adapters are float32, and multiplied in x's dtype.
+        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
+        low = self.matmul(x, a) * self.scale
         columns = []
         number, column = 0, 0
         for i in range(len(self.widths)):
             width = self.widths[i]
             if self.adapted[i]:
                 own = low[:, number * self.rank : (number + 1) * self.rank]
-                columns.append(self.matmul(own, self.b[:, column : column + width]))
+                columns.append(self.matmul(own, b[:, column : column + width]))
                 number += 1
                 column += width
             else:

@@ -14,7 +14,7 @@ from mindgrpo.backend.contract import Group
 
 
 class CopyTo(nn.Cell):
-    """f: the identity, whose gradient is summed over the group."""
+    """f: the identity, whose gradient is summed over the group, in float32."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -27,11 +27,11 @@ class CopyTo(nn.Cell):
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         if self.alone:
             return (dout,)
-        return (self.total(dout),)
+        return (self.total(dout.astype(ms.float32)).astype(x.dtype),)
 
 
 class ReduceFrom(nn.Cell):
-    """g: the sum over the group, whose gradient is the identity."""
+    """g: the sum over the group, in float32, whose gradient is the identity."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ReduceFrom(nn.Cell):
     def construct(self, x: Any) -> Any:
         if self.alone:
             return x
-        return self.total(x)
+        return self.total(x.astype(ms.float32)).astype(x.dtype)
 
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         return (dout,)

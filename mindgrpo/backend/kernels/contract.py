@@ -76,7 +76,11 @@ class Vocabulary:
 
 
 class Kernels(ABC):
-    """Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T."""
+    """Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
+
+    Matrices and tables of weights are of the compute dtype, their vectors float32. Activations go in and out in one
+    dtype: the compute dtype, or float32 where kernels take that.
+    """
 
     # True where attention's cost follows the samples' lengths, so that one long row wastes nothing.
     ragged: bool
@@ -94,6 +98,10 @@ class Kernels(ABC):
     @abstractmethod
     def matmul_gradient(self) -> Any:
         """(x [N, K], dy [N, M]) -> x^T dy [K, M]: a weight's gradient."""
+
+    @abstractmethod
+    def float32(self) -> nn.Cell:
+        """(a vector of weights) -> the same in float32, with a gradient in float32."""
 
     @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:

@@ -21,7 +21,9 @@ class RmsNorm(nn.Cell):
         self.eps = eps
 
     def construct(self, x: Any, weight: Any) -> Any:
-        return x * ops.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps) * weight
+        exact = x.astype(ms.float32)
+        scale = ops.rsqrt((exact * exact).mean(-1, keep_dims=True) + self.eps)
+        return (exact * scale * weight.astype(ms.float32)).astype(x.dtype)
 
 
 class RopeAndMask(nn.Cell):
@@ -70,7 +72,7 @@ class HeadAttention(nn.Cell):
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
         """-> queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
         if self.has_bias:
-            qkv = qkv + bias
+            qkv = qkv + bias.astype(qkv.dtype)
         heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
         both = heads[:, : self.queries + self.kv]
         if self.has_norm:
@@ -81,8 +83,10 @@ class HeadAttention(nn.Cell):
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
         half = self.dim // 2
-        other = ops.concat((-heads[:, :, half:], heads[:, :, :half]), 2)
-        return heads * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
+        exact = heads.astype(ms.float32)
+        other = ops.concat((-exact[:, :, half:], exact[:, :, :half]), 2)
+        rotated = exact * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
+        return rotated.astype(heads.dtype)
 
     def by_head(self, heads: Any, rows: int, length: int) -> Any:
         """[R T, kv, D] -> [R, kv, T, D]"""
@@ -99,9 +103,11 @@ class HeadAttention(nn.Cell):
         keys = keys.reshape(rows * self.kv, length, self.dim)
         values = values.reshape(rows * self.kv, length, self.dim)
         scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(rows, self.queries, length, length) + mask
+        scores = scores.reshape(rows, self.queries, length, length).astype(ms.float32) + mask
         weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * length, length)
-        mixed = self.mix(weights, values).reshape(rows, self.kv, self.group, length, self.dim)
+        mixed = self.mix(weights.astype(values.dtype), values).reshape(
+            rows, self.kv, self.group, length, self.dim
+        )
         return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
 
 
@@ -174,6 +180,6 @@ class CachedAttention(HeadAttention):
         values = values.reshape(slots * self.kv, length, self.dim)
         queries = queries.reshape(slots * self.kv, self.group, self.dim)
         scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(slots, self.queries, length) + mask
+        scores = scores.reshape(slots, self.queries, length).astype(ms.float32) + mask
         weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, length)
-        return self.mix(weights, values).reshape(slots, -1)
+        return self.mix(weights.astype(values.dtype), values).reshape(slots, -1)

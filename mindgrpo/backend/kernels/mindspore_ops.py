@@ -49,12 +49,13 @@ class _Glu(nn.Cell):
 
     def construct(self, both: Any) -> Any:
         inner = both.shape[1] // 2
-        gate, up = both[:, :inner], both[:, inner:]
+        exact = both.astype(ms.float32)
+        gate, up = exact[:, :inner], exact[:, inner:]
         if self.is_silu:
-            return gate * ops.sigmoid(gate) * up
+            return (gate * ops.sigmoid(gate) * up).astype(both.dtype)
         # tanh(x) = 2 sigmoid(2 x) - 1
         slope = gate * (SLOPE + (SLOPE * 0.044715) * gate * gate)
-        return gate * ops.sigmoid(slope) * up
+        return (gate * ops.sigmoid(slope) * up).astype(both.dtype)
 
 
 class _Embedding(nn.Cell):
@@ -67,7 +68,7 @@ class _Embedding(nn.Cell):
         rows = table.shape[0]
         mine = ops.logical_and(local >= 0, local < rows)
         gathered = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
-        return gathered * ops.expand_dims(mine.astype(ms.float32), 1)
+        return gathered * ops.expand_dims(mine.astype(table.dtype), 1)
 
 
 class _Vocabulary(nn.Cell):
@@ -82,7 +83,7 @@ class _Vocabulary(nn.Cell):
         self.ids = Tensor(ids.astype(np.int32)[None])
 
     def scaled(self, logits: Any) -> Any:
-        logits = logits * self.scale
+        logits = logits.astype(ms.float32) * self.scale
         if self.padded:
             logits = logits + self.bias
         return logits
@@ -110,7 +111,18 @@ class _LogProbGrad(_Vocabulary):
         p = ops.exp(log_p)
         to_label = ops.expand_dims(dlogp, 1)
         to_entropy = ops.expand_dims(dentropy, 1) * p * (log_p + ops.expand_dims(entropy, 1))
-        return (to_label * (self.onehot(labels) - p) - to_entropy) * self.scale
+        gradient = (to_label * (self.onehot(labels) - p) - to_entropy) * self.scale
+        return gradient.astype(logits.dtype)
+
+
+class _Float32(nn.Cell):
+    """Its gradient stays float32, whatever dtype x has: what is summed over tokens would lose most of its digits."""
+
+    def construct(self, x: Any) -> Any:
+        return x.astype(ms.float32)
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
+        return (dout,)
 
 
 class PlainKernels(Kernels):
@@ -123,6 +135,9 @@ class PlainKernels(Kernels):
 
     def matmul_gradient(self) -> Any:
         return ops.MatMul(transpose_a=True)
+
+    def float32(self) -> nn.Cell:
+        return _Float32()
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return RmsNorm(eps)
