@@ -201,13 +201,14 @@ class Head(nn.Cell):
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = CopyTo(shard.group)
         self.table = shard.head_table
+        self.exact = shard.exact()
         self.matmul = shard.kernels.matmul(transpose_b=True)
         bias = shard.padding_bias()
         self.is_padded = bias is not None
         self.bias = Tensor(bias) if bias is not None else None
 
     def construct(self, x: Any) -> Any:
-        logits = self.matmul(self.copy(self.norm(x)), self.table).astype(ms.float32)
+        logits = self.matmul(self.copy(self.norm(x)), self.exact(self.table)).astype(ms.float32)
         if self.is_padded:
             logits = logits + self.bias
         return logits
@@ -222,14 +223,15 @@ class LogProbStage(nn.Cell):
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
         self.stage = stage
-        self.pick = shard.kernels.embedding(0)
+        self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = CopyTo(shard.group)
         self.table = shard.head_table
+        self.exact = shard.exact()
         self.logprobs = TokenLogProbs(
             shard.kernels, shard.vocabulary(temperature), shard.group, chunk_bytes
         )
 
     def construct(self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any) -> Any:
         picked = self.pick(picks, self.stage(x, positions, spans))
-        return self.logprobs(self.copy(self.norm(picked)), self.table, labels)
+        return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)

@@ -47,16 +47,33 @@ class ReduceFrom(nn.Cell):
         return (dout,)
 
 
-class Linear(nn.Cell):
-    """x [N, in] @ weight [in, out], by a `matmul` of the kernels."""
+class Float32Gradient(nn.Cell):
+    """The identity of a weight, whose gradients are added up in float32."""
 
-    def __init__(self, weight: Any, matmul: Any) -> None:
-        super().__init__()
-        self.weight = weight
-        self.matmul = matmul
+    def construct(self, weight: Any) -> Any:
+        return weight
+
+    def bprop(self, weight: Any, out: Any, dout: Any) -> Any:
+        return (dout.astype(ms.float32),)
+
+
+class Same(nn.Cell):
+    """The identity."""
 
     def construct(self, x: Any) -> Any:
-        return self.matmul(x, self.weight)
+        return x
+
+
+class Linear(nn.Cell):
+    """x [N, in] @ weight [in, out], by a `matmul` of the kernels; `exact` is what weights go through."""
+
+    def __init__(self, weight: Any, matmul: Any, exact: nn.Cell) -> None:
+        super().__init__()
+        self.weight = weight
+        self.matmul, self.exact = matmul, exact
+
+    def construct(self, x: Any) -> Any:
+        return self.matmul(x, self.exact(self.weight))
 
 
 class GatherColumns(nn.Cell):

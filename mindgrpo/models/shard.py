@@ -13,7 +13,7 @@ from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LowRankLinear, unfused_keys
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
-from mindgrpo.models.parallel_cells import Linear
+from mindgrpo.models.parallel_cells import Float32Gradient, Linear, Same
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -62,7 +62,7 @@ class Shard:
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""
         matmul = self.kernels.matmul()
-        base = Linear(self[key], matmul)
+        base = Linear(self[key], matmul, self.exact())
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
             return base
@@ -72,6 +72,10 @@ class Shard:
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
         settings = self._adapters.settings
         return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
+
+    def exact(self) -> nn.Cell:
+        """What matrices go through before products, so that their gradients are float32."""
+        return Same() if self.weights.dtype == "float32" else Float32Gradient()
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]

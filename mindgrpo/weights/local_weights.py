@@ -247,5 +247,7 @@ def round_into(target: Weights, source: Weights) -> None:
             for to, values in zip(rounded.flat_buffers, exact.flat_buffers, strict=True):
                 to[...] = values
         return
+    for weights in (target, source):
+        weights.pool.load()
     for key, parameter in target.parameters.items():
         ops.assign(parameter, source.parameters[key].astype(mindspore_dtype(target.dtype)))

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
-from mindgrpo.backend.dtypes import Dtype, numpy_dtype
+from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
 from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 
@@ -80,12 +80,24 @@ class HostCpu(Hardware):
             group = pair(min(source, target), max(source, target))
             # As integers: a sum with zero keeps every bit, of -0.0 and of what is no number as well.
             if source == rank:
-                outgoing = sends[target].view(ms.int32)
+                outgoing = _bits(sends[target])
                 ops.communication.all_reduce(outgoing, group=group)
                 outgoing.reshape(-1)[:1].asnumpy()
             else:
                 incoming = mint.zeros(tuple(receives[source]), dtype=ms.int32)
                 ops.communication.all_reduce(incoming, group=group)
                 incoming.reshape(-1)[:1].asnumpy()
-                arrived[source] = incoming.view(ms.float32)
+                arrived[source] = _values(incoming, dtype)
         return arrived
+
+
+def _bits(tensor: Any) -> Any:
+    """int32: MCCL sums no integers of two bytes."""
+    if tensor.dtype == ms.float32:
+        return tensor.view(ms.int32)
+    return tensor.view(ms.int16).astype(ms.int32)
+
+
+def _values(bits: Any, dtype: Dtype) -> Any:
+    whole = bits if dtype == "float32" else bits.astype(ms.int16)
+    return whole.view(mindspore_dtype(dtype))

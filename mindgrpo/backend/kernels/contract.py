@@ -93,11 +93,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def matmul(self, transpose_b: bool = False) -> Any:
-        """(x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both."""
+        """(x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
+
+        The weight's may be of its own dtype or float32.
+        """
 
     @abstractmethod
     def matmul_gradient(self) -> Any:
-        """(x [N, K], dy [N, M]) -> x^T dy [K, M]: a weight's gradient."""
+        """(x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
 
     @abstractmethod
     def float32(self) -> nn.Cell:
@@ -120,7 +123,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def embedding(self, first_token: int) -> nn.Cell:
-        """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
+        """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V).
+
+        The table is weights, and its gradient float32.
+        """
+
+    @abstractmethod
+    def pick(self) -> nn.Cell:
+        """(picks int32 [M], x [N, H]) -> rows [M, H] of activations, zero where a pick is -1."""
 
     @abstractmethod
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:

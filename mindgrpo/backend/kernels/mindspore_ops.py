@@ -71,6 +71,20 @@ class _Embedding(nn.Cell):
         return gathered * ops.expand_dims(mine.astype(table.dtype), 1)
 
 
+class _WeightEmbedding(_Embedding):
+    """As _Embedding, of a table of weights: its gradient, a sum over tokens, is float32 whatever the table is."""
+
+    def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
+        local = tokens - self.first
+        rows = table.shape[0]
+        mine = ops.logical_and(local >= 0, local < rows).astype(ms.float32)
+        dout = dout.astype(ms.float32) * ops.expand_dims(mine, 1)
+        # Not ops.clamp, which has no graph in a bprop.
+        local = ops.minimum(ops.maximum(local, 0), rows - 1)
+        dtable = ops.unsorted_segment_sum(dout, local, rows)
+        return ops.zeros_like(tokens), dtable
+
+
 class _Vocabulary(nn.Cell):
     def __init__(self, vocabulary: Vocabulary, width: int) -> None:
         super().__init__()
@@ -115,6 +129,15 @@ class _LogProbGrad(_Vocabulary):
         return gradient.astype(logits.dtype)
 
 
+class _MatMulGradient(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = ops.MatMul(transpose_a=True)
+
+    def construct(self, x: Any, dy: Any) -> Any:
+        return self.run(x, dy).astype(ms.float32)
+
+
 class _Float32(nn.Cell):
     """Its gradient stays float32, whatever dtype x has: what is summed over tokens would lose most of its digits."""
 
@@ -134,7 +157,7 @@ class PlainKernels(Kernels):
         return ops.MatMul(transpose_b=transpose_b)
 
     def matmul_gradient(self) -> Any:
-        return ops.MatMul(transpose_a=True)
+        return _MatMulGradient()
 
     def float32(self) -> nn.Cell:
         return _Float32()
@@ -149,7 +172,10 @@ class PlainKernels(Kernels):
         return _Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
-        return _Embedding(first_token)
+        return _WeightEmbedding(first_token)
+
+    def pick(self) -> nn.Cell:
+        return _Embedding(0)
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return RopeAndMask(rotary)
