@@ -11,31 +11,35 @@ from mindgrpo.grpo.metrics import GapLimit, GapTooLarge, check_gap, gap_limit
 
 
 @pytest.mark.parametrize(
-    ("use_vllm", "dtype", "precision", "chosen", "limit"),
+    ("use_vllm", "dtype", "own", "precision", "chosen", "limit"),
     [
-        (0, "float32", "highest", "auto", GapLimit(0.01)),
-        (0, "float32", "high", "auto", GapLimit(0.01)),
-        (0, "float32", "medium", "auto", GapLimit(0.1, of_mean=True)),
-        (1, "float32", "highest", "auto", GapLimit(0.01)),
-        (1, "bfloat16", "medium", "auto", GapLimit(0.5, of_mean=True)),
-        (1, "float16", "highest", "auto", GapLimit(0.05, of_mean=True)),
-        # The embedded generator computes in float32 whatever is said of vLLM.
-        (0, "bfloat16", "highest", "auto", GapLimit(0.01)),
-        (2, "bfloat16", "highest", "auto", GapLimit(0.01)),
-        (1, "bfloat16", "highest", 0.3, GapLimit(0.3)),
-        (1, "bfloat16", "highest", None, None),
+        (0, "float32", "float32", "highest", "auto", GapLimit(0.01)),
+        (0, "float32", "float32", "high", "auto", GapLimit(0.01)),
+        (0, "float32", "float32", "medium", "auto", GapLimit(0.1, of_mean=True)),
+        (1, "float32", "float32", "highest", "auto", GapLimit(0.01)),
+        (1, "bfloat16", "float32", "medium", "auto", GapLimit(0.5, of_mean=True)),
+        (1, "float16", "float32", "highest", "auto", GapLimit(0.05, of_mean=True)),
+        (0, "float32", "bfloat16", "highest", "auto", GapLimit(0.5, of_mean=True)),
+        (0, "float32", "float16", "highest", "auto", GapLimit(0.05, of_mean=True)),
+        (1, "float32", "bfloat16", "highest", "auto", GapLimit(0.5, of_mean=True)),
+        # The embedded generator computes in the run's own dtype whatever is said of vLLM.
+        (0, "bfloat16", "float32", "highest", "auto", GapLimit(0.01)),
+        (2, "bfloat16", "float32", "highest", "auto", GapLimit(0.01)),
+        (1, "bfloat16", "float32", "highest", 0.3, GapLimit(0.3)),
+        (1, "bfloat16", "float32", "highest", None, None),
     ],
 )
 def test_the_limit_is_the_users_or_that_of_the_generators_dtype(
     use_vllm: int,
     dtype: str,
+    own: str,
     precision: str,
     chosen: float | str | None,
     limit: GapLimit | None,
 ) -> None:
     generate = {"use_vllm": use_vllm, "vllm": {"dtype": dtype}}
     sections = {"generate_config": generate, "rl_config": {"logprob_gap_limit": chosen}}
-    assert gap_limit(Config.model_validate(sections), precision) == limit
+    assert gap_limit(Config.model_validate(sections), precision, own) == limit
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ class GapLimit:
     of_mean: bool = False
 
 
-# In half precision the log-prob of a single unlikely token may be off by more than 1; the mean is steady. By vLLM's
-# dtype, and for products of factors in bfloat16 (medium).
+# In half precision the log-prob of a single unlikely token may be off by more than 1; the mean is steady. By dtype, and
+# for products of factors in bfloat16 (medium); the widest first.
 GAP_LIMITS = {
-    "float32": GapLimit(0.01),
-    "float16": GapLimit(0.05, of_mean=True),
-    "medium": GapLimit(0.1, of_mean=True),
     "bfloat16": GapLimit(0.5, of_mean=True),
+    "medium": GapLimit(0.1, of_mean=True),
+    "float16": GapLimit(0.05, of_mean=True),
+    "float32": GapLimit(0.01),
 }
 
 
@@ -47,19 +47,18 @@ def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[s
     """A step's row, but for what a run adds to it; all ranks together. Raises GapTooLarge."""
     config = roles.plan.config
     num_generations = config.rl_config.num_generations
-    metrics = step_metrics(
-        outcome, num_generations, gap_limit(config, roles.backend.matmul_precision), prompts_used
-    )
+    limit = gap_limit(config, roles.backend.matmul_precision, roles.backend.compute_dtype)
+    metrics = step_metrics(outcome, num_generations, limit, prompts_used)
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
 
-def gap_limit(config: Config, matmul_precision: str) -> GapLimit | None:
+def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapLimit | None:
     """By what generator and trainer compute in, where the configuration leaves it open."""
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
-    dtype = generate.vllm.dtype if generate.uses_vllm else "float32"
-    return GAP_LIMITS["medium" if dtype == "float32" and matmul_precision == "medium" else dtype]
+    used = {compute_dtype, matmul_precision, generate.vllm.dtype if generate.uses_vllm else ""}
+    return next(limit for name, limit in GAP_LIMITS.items() if name in used or name == "float32")
 
 
 def step_metrics(

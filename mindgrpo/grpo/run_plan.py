@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.backend.connect import keeps_slots
-from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.rollout import LocalModelShape
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
@@ -185,7 +186,9 @@ class RunPlan:
         heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
         dtype = compute_dtype(self.config)
         if not self._keeps_slots:
-            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(dtype)
+            # As rollout/embedded/plain.py has it.
+            plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
+            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         seen = shape.vocabulary.width if penalty != 1.0 else 0
         sizes = (shape.layers, shape.hidden, shape.inner, heads, seen)

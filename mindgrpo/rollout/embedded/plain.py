@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Shard
@@ -47,7 +48,9 @@ class PlainDecoder:
         count = 2 * len(shard.layers)
         heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
-        cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
+        # Processors have no operations that attend in bfloat16.
+        dtype: Dtype = "float32" if backend.shares_memory else backend.compute_dtype
+        cache = backend.pool(sizes.cache, dtype=dtype)
         self.pools: list[Pool] = [cache]
         self.weight_pools: list[Pool] = []
         buffers = [cache.parameter(f"cache{i}", i * size, shape) for i in range(count)]

@@ -47,6 +47,7 @@ class _Layer(nn.Cell):
         heads = shard.heads()
         nothing = Tensor([0.0], ms.float32)
         self.keeps_only = keeps_only
+        self.float32 = shard.kernels.float32()
         self.norm_in = shard[f"{prefix}{norms.attention_in}.weight"]
         self.qkv = shard[name + "qkv_proj.weight"]
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
@@ -65,12 +66,24 @@ class _Layer(nn.Cell):
 
     def construct(self, x: Any, added: Any) -> Any:
         x, added = self.attend(
-            x, added, self.norm_in, self.qkv, self.bias, self.q_norm, self.k_norm, self.out
+            x,
+            added,
+            self.float32(self.norm_in),
+            self.qkv,
+            self.float32(self.bias),
+            self.float32(self.q_norm),
+            self.float32(self.k_norm),
+            self.out,
         )
         if self.keeps_only:
             return x, added
         x, added = self.mlp(
-            x, self.total(added), self.out_bias, self.norm_mlp, self.gate_up, self.down
+            x,
+            self.total(added),
+            self.float32(self.out_bias),
+            self.float32(self.norm_mlp),
+            self.gate_up,
+            self.down,
         )
         return x, self.total(added)
 
@@ -108,6 +121,7 @@ class _Decode(nn.Cell):
             [_Layer(shard, slots, index, False, False) for index in shard.layers]
         )
         self.norm = shard["model.norm.weight"]
+        self.float32 = shard.kernels.float32()
         self.head_table = shard.head_table
         self.table = shard["model.embed_tokens.weight"]
         self.head = slots.head()
@@ -125,7 +139,7 @@ class _Decode(nn.Cell):
             added = self.nothing
             for layer in self.layers:
                 x, added = layer(x, added)
-            logits, stats = self.head(x, added, self.norm, self.head_table)
+            logits, stats = self.head(x, added, self.float32(self.norm), self.head_table)
             stats = self.gather(stats)
             answer = stats
             for truncate in self.truncate:

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bf16.h"
 #include "onednn.h"
 #include "vec16.h"
 
@@ -19,21 +20,6 @@ static void failed(const char *why) { atomic_store(&failure, why); }
 int bf16_gemm_failed(const char **why) { return (*why = atomic_exchange(&failure, NULL)) != NULL; }
 
 static inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
-
-/* To the nearest, ties to even. A number that is none stays none. */
-static inline uint16_t to_bf16(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    return x == x ? rounded : 0x7fc0;
-}
-
-static inline float from_bf16(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
 
 /* `count` numbers, and what rounding leaves of them unless `rest` is NULL. */
 static void split(const float *x, int64_t count, uint16_t *rounded, uint16_t *rest) {
@@ -97,8 +83,30 @@ static void split_block(int64_t rows, int64_t columns, const float *x, int64_t r
         }
 }
 
-void pack_matrix(Member member, int64_t k, int64_t n, const float *b, int64_t b_row, int64_t b_column, int terms,
-                 void *packed) {
+/* The same block of numbers that are bfloat16 already. */
+static void copy_block(int64_t rows, int64_t columns, const uint16_t *x, int64_t row, int64_t column, int64_t ld,
+                       uint16_t *to) {
+    if (column == 1) {
+        for (int64_t i = 0; i < rows; i++) memcpy(to + i * ld, x + i * row, columns * sizeof *to);
+        return;
+    }
+    for (int64_t i = 0; i < rows; i += VEC)
+        for (int64_t j = 0; j < columns; j += VEC) {
+            int64_t height = rows - i < VEC ? rows - i : VEC, width = columns - j < VEC ? columns - j : VEC;
+            vec16 tile[VEC];
+            for (int64_t q = 0; q < width; q++) widen(x + i + (j + q) * column, height, (float *)&tile[q]);
+            transpose16(tile);
+            for (int64_t p = 0; p < height; p++)
+                for (int64_t q = 0; q < width; q++) {
+                    uint32_t bits;
+                    memcpy(&bits, (const float *)&tile[p] + q, 4);
+                    to[(i + p) * ld + j + q] = bits >> 16;
+                }
+        }
+}
+
+void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
+                 int terms, void *packed) {
     int64_t depth = round_up(k, DEPTH_STEP), begin, end, whole = n >= PANEL ? panel_bytes(k, PANEL, terms) : 0;
     uint16_t *plain = own_memory(PLAIN, 3 * depth * PANEL * sizeof *plain);
     if (!plain || whole < 0) return;
@@ -108,7 +116,12 @@ void pack_matrix(Member member, int64_t k, int64_t n, const float *b, int64_t b_
         const Packing *packing = panel_packing(k, width, terms);
         if (!packing) return;
         uint16_t *rest = terms == 3 ? plain + size : NULL;
-        split_block(k, width, b + panel * PANEL * b_column, b_row, b_column, width, plain, rest);
+        int64_t start = panel * PANEL * b_column;
+        if (is_bf16)
+            copy_block(k, width, (const uint16_t *)b + start, b_row, b_column, width, plain);
+        else
+            split_block(k, width, (const float *)b + start, b_row, b_column, width, plain, rest);
+        if (is_bf16 && rest) memset(rest, 0, k * width * sizeof *rest);
         for (int part = 0; part < (terms == 3 ? 2 : 1); part++)
             memset(plain + part * size + k * width, 0, (depth - k) * width * sizeof *plain);
         if (terms == 3) memcpy(plain + 2 * size, plain, size * sizeof *plain);

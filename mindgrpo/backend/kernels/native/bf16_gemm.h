@@ -15,10 +15,10 @@
 /* Bytes of a packed B [k, n]; -1 where oneDNN fails. */
 int64_t packed_matrix_bytes(int64_t k, int64_t n, int terms);
 
-/* The member's share of packing: element (p, j) of B [k, n] is b[p * b_row + j * b_column], one of the two 1. `packed` is
- * 64-byte aligned. Others may use it once all members have met. */
-void pack_matrix(Member member, int64_t k, int64_t n, const float *b, int64_t b_row, int64_t b_column, int terms,
-                 void *packed);
+/* The member's share of packing: element (p, j) of B [k, n], float or bfloat16, is b[p * b_row + j * b_column], one of the
+ * two 1. `packed` is 64-byte aligned. Others may use it once all members have met. */
+void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
+                 int terms, void *packed);
 
 /* The member's share of C[m, n] = A[m, k] B; A's element (i, p) is a[i * a_row + p * a_column], one of the two 1; ldc the
  * floats from one row of C to the next. */

@@ -5,15 +5,16 @@
 
 typedef struct {
     int64_t m, n, k, a_row, a_column, b_row, b_column;
-    int terms;
-    const float *a, *b;
+    int terms, b_is_bf16;
+    const float *a;
+    const void *b;
     float *c;
     void *packed;
 } Task;
 
 static void work(void *task, Member member) {
     const Task *t = task;
-    pack_matrix(member, t->k, t->n, t->b, t->b_row, t->b_column, t->terms, t->packed);
+    pack_matrix(member, t->k, t->n, t->b, t->b_is_bf16, t->b_row, t->b_column, t->terms, t->packed);
     pool_meet(member);
     bf16_gemm(member, t->m, t->n, t->k, t->a, t->a_row, t->a_column, t->terms, t->packed, t->c, t->n);
 }
@@ -31,7 +32,7 @@ static int run_task(const Call *call, Task *t) {
 
 static void pack_all(void *task, Member member) {
     const Task *t = task;
-    pack_matrix(member, t->k, t->n, t->b, t->b_row, t->b_column, t->terms, t->packed);
+    pack_matrix(member, t->k, t->n, t->b, t->b_is_bf16, t->b_row, t->b_column, t->terms, t->packed);
 }
 
 static int pack_task(const Call *call, Task *t) {
@@ -43,34 +44,34 @@ static int pack_task(const Call *call, Task *t) {
 }
 
 /* For products with w. */
-KERNEL(bf16_pack, "w f32[K, M], terms i32[1] -> packed u8[P]") {
+KERNEL(bf16_pack, "w f32|bf16[K, M], terms i32[1] -> packed u8[P]") {
     int64_t n = dim(call, 'M'), k = dim(call, 'K');
     void **p = call->params;
-    Task t = {0, n, k, 0, 0, n, 1, *(const int32_t *)p[1], NULL, p[0], NULL, p[2]};
+    Task t = {0, n, k, 0, 0, n, 1, *(const int32_t *)p[1], is_bf16(call, 0), NULL, p[0], NULL, p[2]};
     return pack_task(call, &t);
 }
 
 /* For products with w^T. */
-KERNEL(bf16_pack_turned, "w f32[M, K], terms i32[1] -> packed u8[P]") {
+KERNEL(bf16_pack_turned, "w f32|bf16[M, K], terms i32[1] -> packed u8[P]") {
     int64_t n = dim(call, 'M'), k = dim(call, 'K');
     void **p = call->params;
-    Task t = {0, n, k, 0, 0, 1, k, *(const int32_t *)p[1], NULL, p[0], NULL, p[2]};
+    Task t = {0, n, k, 0, 0, 1, k, *(const int32_t *)p[1], is_bf16(call, 0), NULL, p[0], NULL, p[2]};
     return pack_task(call, &t);
 }
 
 /* y = x w */
-KERNEL(bf16_product, "x f32[N, K], w f32[K, M], terms i32[1] -> y f32[N, M]") {
+KERNEL(bf16_product, "x f32[N, K], w f32|bf16[K, M], terms i32[1] -> y f32[N, M]") {
     int64_t m = dim(call, 'N'), n = dim(call, 'M'), k = dim(call, 'K');
     void **p = call->params;
-    Task t = {m, n, k, k, 1, n, 1, *(const int32_t *)p[2], p[0], p[1], p[3], NULL};
+    Task t = {m, n, k, k, 1, n, 1, *(const int32_t *)p[2], is_bf16(call, 1), p[0], p[1], p[3], NULL};
     return run_task(call, &t);
 }
 
 /* y = x w^T */
-KERNEL(bf16_product_turned, "x f32[N, K], w f32[M, K], terms i32[1] -> y f32[N, M]") {
+KERNEL(bf16_product_turned, "x f32[N, K], w f32|bf16[M, K], terms i32[1] -> y f32[N, M]") {
     int64_t m = dim(call, 'N'), n = dim(call, 'M'), k = dim(call, 'K');
     void **p = call->params;
-    Task t = {m, n, k, k, 1, 1, k, *(const int32_t *)p[2], p[0], p[1], p[3], NULL};
+    Task t = {m, n, k, k, 1, 1, k, *(const int32_t *)p[2], is_bf16(call, 1), p[0], p[1], p[3], NULL};
     return run_task(call, &t);
 }
 
@@ -78,6 +79,6 @@ KERNEL(bf16_product_turned, "x f32[N, K], w f32[M, K], terms i32[1] -> y f32[N, 
 KERNEL(bf16_product_gradient, "x f32[N, K], d f32[N, M], terms i32[1] -> y f32[K, M]") {
     int64_t m = dim(call, 'K'), n = dim(call, 'M'), k = dim(call, 'N');
     void **p = call->params;
-    Task t = {m, n, k, 1, m, n, 1, *(const int32_t *)p[2], p[0], p[1], p[3], NULL};
+    Task t = {m, n, k, 1, m, n, 1, *(const int32_t *)p[2], is_bf16(call, 1), p[0], p[1], p[3], NULL};
     return run_task(call, &t);
 }

@@ -25,7 +25,7 @@ static int64_t own_of(const Work *w, int64_t row) { return w->own ? w->own[row] 
 static int work_of(const Call *call, const int32_t *meta, Work *w) {
     const Rollout *g = rollout_of(call, meta);
     if (!g) return KERNEL_REFUSED;
-    int64_t positions = g->layer_floats / (2 * g->kv * g->dim), most = 0, most_own = 0;
+    int64_t positions = g->layer_elements / (2 * g->kv * g->dim), most = 0, most_own = 0;
     int64_t prefix_blocks = g->prefix_block_size ? (positions - g->slots * g->slot_size) / g->prefix_block_size : g->users_count;
     *w = (Work){g, g->row_prefix, g->row_shared, g->row_own, meta[1], g->num_rows};
     if (meta[2]) *w = (Work){g, g->prompt_row_prefix, g->prompt_row_seen, NULL, meta[1], g->prompt_rows};
@@ -48,6 +48,8 @@ static int work_of(const Call *call, const int32_t *meta, Work *w) {
         if (g->start_prefix[i] < 0 || g->start_prefix[i] >= g->users_count)
             return refuse(call, "no prefix %d", g->start_prefix[i]);
     w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + 2 * g->dim));
+    /* And keys or values in float32, where they are kept in less. */
+    if (g->cache_itemsize < (int64_t)sizeof(float)) w->member_floats += g->dim * padded(most > most_own ? most : most_own);
     w->width = (g->queries + 2 * g->kv) * g->dim;
     w->normed = g->scratch;
     w->qkv = w->normed + w->rows * g->hidden;
@@ -80,13 +82,14 @@ static void keep_row(const Work *w, int64_t row) {
             memcpy(source, rotated, dim * sizeof(float));
             continue;
         }
-        float *keys = target.keys + (head - g->queries) * dim * target.room + at;
-        for (int64_t i = 0; i < dim; i++) keys[i * target.room] = rotated[i];
+        int64_t keys = (head - g->queries) * dim * target.room + at;
+        for (int64_t i = 0; i < dim; i++) keep(g, target.keys, keys + i * target.room, rotated[i]);
     }
     if (bias) bias += (g->queries + g->kv) * dim;
     for (int64_t head = 0; head < g->kv; head++, source += dim) {
-        float *values = target.values + (head * target.room + at) * dim;
-        for (int64_t i = 0; i < dim; i++) values[i] = source[i] + (bias ? bias[head * dim + i] : 0.0f);
+        int64_t values = (head * target.room + at) * dim;
+        for (int64_t i = 0; i < dim; i++)
+            keep(g, target.values, values + i, source[i] + (bias ? bias[head * dim + i] : 0.0f));
     }
 }
 
@@ -116,26 +119,33 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
         memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim,
                share * dim * sizeof(float));
     Region prefix = prefix_region(g, w->layer, w->prefix[begin]);
-    const float *keys = prefix.keys + head * dim * prefix.room, *values = prefix.values + head * dim * prefix.room;
-    gemm_alone(count, split, dim, queries, dim, 1, keys, prefix.room, scores, stride, 0);
+    float *room = scores + count * stride;
+    int64_t ld = prefix.room;
+    const float *keys = cached_floats(g, prefix.keys, head * dim * prefix.room, dim, split, &ld, room);
+    gemm_alone(count, split, dim, queries, dim, 1, keys, ld, scores, stride, 0);
     for (int64_t i = begin; i < end; i++) {
         int64_t first = (i - begin) * share, own = own_of(w, i);
         if (own) {
             Region slot = slot_region(g, w->layer, g->row_slot[i]);
-            gemm_alone(share, padded(own), dim, queries + first * dim, dim, 1, slot.keys + head * dim * slot.room,
-                       slot.room, scores + first * stride + split, stride, 0);
+            ld = slot.room;
+            keys = cached_floats(g, slot.keys, head * dim * slot.room, dim, padded(own), &ld, room);
+            gemm_alone(share, padded(own), dim, queries + first * dim, dim, 1, keys, ld,
+                       scores + first * stride + split, stride, 0);
         }
         for (int64_t q = first; q < first + share; q++)
             inverse[q] =
                 softmax(scores + q * stride, w->shared[i], most, scores + q * stride + split, own, 1.0f / sqrtf(dim));
     }
+    ld = dim;
+    const float *values = cached_floats(g, prefix.values, head * dim * prefix.room, most, dim, &ld, room);
     gemm_alone(count, dim, most, scores, stride, 1, values, dim, mixed, dim, 0);
     for (int64_t i = begin; i < end; i++) {
         int64_t first = (i - begin) * share, own = own_of(w, i);
         if (own) {
             Region slot = slot_region(g, w->layer, g->row_slot[i]);
-            gemm_alone(share, dim, own, scores + first * stride + split, stride, 1,
-                       slot.values + head * dim * slot.room, dim, mixed + first * dim, dim, 1);
+            values = cached_floats(g, slot.values, head * dim * slot.room, own, dim, &ld, room);
+            gemm_alone(share, dim, own, scores + first * stride + split, stride, 1, values, dim, mixed + first * dim,
+                       dim, 1);
         }
         float *out = w->mixed + (i * g->queries + head * share) * dim;
         for (int64_t q = 0; q < share; q++)
@@ -200,8 +210,8 @@ static void keep_starts(const Rollout *g, const float *x) {
 /* total = x + added; delta: what attention adds before the sum over ranks. Without `out` it ends when keys and values
  * are kept, and the outputs mean nothing. */
 KERNEL(rollout_attend,
-       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32[H, W], bias f32[W]?, q_norm f32[D]?, "
-       "k_norm f32[D]?, out f32[M, H]?, meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
+       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, "
+       "k_norm f32[D]?, out f32|bf16[M, H]?, meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
     Work w;
     int status = work_of(call, call->params[8], &w);
     if (status) return status;
@@ -219,7 +229,7 @@ KERNEL(rollout_attend,
 
 /* total = x + added + bias; delta: what the MLP adds before the sum over ranks. */
 KERNEL(rollout_mlp,
-       "x f32[B, H], added f32[B, H], bias f32[H]?, norm f32[H], gate_up f32[H, 2I], down f32[I, H], "
+       "x f32[B, H], added f32[B, H], bias f32[H]?, norm f32[H], gate_up f32|bf16[H, 2I], down f32|bf16[I, H], "
        "meta i32[3] -> total f32[B, H], delta f32[B, H]") {
     Work w;
     int status = work_of(call, call->params[6], &w);

@@ -8,6 +8,7 @@
 /* Inputs of a kernel: logits, gathered stats, gathered answer of the round before, and more. */
 typedef struct {
     const Rollout *g;
+    const Call *call;
     void **params;
     int64_t *const *shapes;
     int round;
@@ -99,7 +100,7 @@ static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(
         dim(call, 'C') < least)
         return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
                       dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->tp_size);
-    Task t = {g, call->params, call->shapes, round, call->params[last], NULL, 0};
+    Task t = {g, call, call->params, call->shapes, round, call->params[last], NULL, 0};
     int64_t blocks = num_blocks(g), candidates = g->tp_size * g->candidates;
     t.own_floats = padded(candidates > blocks ? candidates : blocks);
     t.memory = scratch(call, pool_size() * t.own_floats);
@@ -235,7 +236,7 @@ static float plain_log_sum(const Rollout *g, const Gathered *all) {
 }
 
 /* (embedding, token, log-prob), zero on all ranks but the token's. */
-static void give_drawn(const Row *row, const Gathered *all, Winner winner, const float *table, float *out) {
+static void give_drawn(const Task *t, const Row *row, const Gathered *all, Winner winner, float *out) {
     const Rollout *g = row->g;
     int64_t at = winner.token - g->first_token;
     memset(out, 0, (g->hidden + 2) * sizeof(float));
@@ -243,7 +244,7 @@ static void give_drawn(const Row *row, const Gathered *all, Winner winner, const
         /* Logits that are no numbers must show. */
         out[g->hidden + 1] = NAN;
     } else if (at >= 0 && at < g->vocab) {
-        memcpy(out, table + at * g->hidden, g->hidden * sizeof(float));
+        table_row(t->call, 3, at, g->hidden, out);
         out[g->hidden] = winner.token;
         out[g->hidden + 1] = row->logits[at] * (float)g->scale - plain_log_sum(g, all);
     }
@@ -267,13 +268,13 @@ static void draw(void *task, Member member) {
             winner = own_winner(&row, threshold_of(&row, &all, NULL), room);
         else
             winner = best_of_ranks(g, (const float *)t->params[2] + 2 * i, 2 * capacity);
-        give_drawn(&row, &all, winner, t->params[3], t->out + i * (g->hidden + 2));
+        give_drawn(t, &row, &all, winner, t->out + i * (g->hidden + 2));
     }
 }
 
 /* `answer`: the scores of all ranks, or the stats where there was no round. */
 KERNEL(rollout_draw,
-       "logits f32[B, V], stats f32[R, B, C], answer f32[R, B, A], table f32[V, H], number i32[1] "
+       "logits f32[B, V], stats f32[R, B, C], answer f32[R, B, A], table f32|bf16[V, H], number i32[1] "
        "-> drawn f32[B, E]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g) return KERNEL_REFUSED;

@@ -94,7 +94,7 @@ static void head(void *task, Member member) {
 }
 
 KERNEL(rollout_head,
-       "x f32[B, H], added f32[B, H], norm f32[H], table f32[V, H], number i32[1] "
+       "x f32[B, H], added f32[B, H], norm f32[H], table f32|bf16[V, H], number i32[1] "
        "-> logits f32[B, V], stats f32[B, C]") {
     const Rollout *g = rollout_of(call, call->params[4]);
     if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;

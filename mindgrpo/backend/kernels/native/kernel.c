@@ -43,7 +43,7 @@ int kernel_take_error(char *sentence) {
 /* -- what a call must be --------------------------------------------------------------------------------------- */
 
 static const char *dtype_of(const char *sign) {
-    static const char *const names[][2] = {{"f32", "float32"}, {"f64", "float64"}, {"i32", "int32"}, {"i64", "int64"}, {"u8", "uint8"}};
+    static const char *const names[][2] = {{"f32", "float32"}, {"f64", "float64"}, {"i32", "int32"}, {"i64", "int64"}, {"u8", "uint8"}, {"bf16", "bfloat16"}};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!strncmp(sign, names[i][0], strlen(names[i][0]))) return names[i][1];
     return "unknown";
@@ -92,6 +92,17 @@ static int wrong_tensor(const Call *call, int index, const char *wanted, int len
                   known);
 }
 
+/* Whether the dtype is one of those that are written at `types`, as f32 or f32|bf16, up to the bracket. */
+static int fits_dtype(const char *dtype, const char *types) {
+    for (;; types++) {
+        if (!strcmp(dtype, dtype_of(types))) return 1;
+        types += strcspn(types, "|[");
+        if (*types != '|') return 0;
+    }
+}
+
+int is_bf16(const Call *call, int index) { return !strcmp(call->dtypes[index], "bfloat16"); }
+
 int check_call(Call *call, const char *tensors) {
     int wanted = 0;
     for (const char *at = tensors; *at; at++) wanted += *at == '[';
@@ -100,7 +111,7 @@ int check_call(Call *call, const char *tensors) {
     for (int i = 0; i <= ANY_SHAPE; i++) call->dims[i] = -1;
     for (int index = 0; index < wanted; index++) {
         const char *type = strchr(tensors, ' ') + 1, *end = strchr(type, ']') + 1;
-        int is_right = call->params[index] && call->dtypes[index] && !strcmp(call->dtypes[index], dtype_of(type));
+        int is_right = call->params[index] && call->dtypes[index] && fits_dtype(call->dtypes[index], type);
         if (is_right && *end == '?' && call->ndims[index] == 1 && call->shapes[index][0] == 1)
             call->absent |= 1u << index;
         else if (!is_right || !fits_shape(call, strchr(type, '[') + 1, index))

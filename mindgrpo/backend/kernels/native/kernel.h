@@ -2,7 +2,7 @@
  *
  * KERNEL(name, "x f32[N, H], bias f32[H]? -> y f32[N, H]") { ... } defines an operation for graphs. The string names
  * the tensors, inputs first, outputs last, all contiguous, and every call is compared with it before the body runs:
- * their number, dtypes (f32, f64, i32, i64, u8) and dims. A dim is a number, a letter, or a product such as 2I; a letter
+ * their number, dtypes (f32, f64, i32, i64, u8, bf16, or f32|bf16 for either) and dims. A dim is a number, a letter, or a product such as 2I; a letter
  * has one value in a call (`dim`). `?` marks an optional tensor: shape [1] says that there is none (`optional`). `...`
  * stands for any further dims, as many elements wherever it is written. Constants (sizes, flags) arrive as tensors too.
  *
@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bf16.h"
 #include "thread_pool.h"
 
 enum { KERNEL_REFUSED = 1, KERNEL_OUT_OF_MEMORY = 2, ANY_SHAPE = 26 };
@@ -44,10 +45,21 @@ void *allocate(const Call *call, int64_t bytes);
 /* The same for the calling thread's memory, which the next kernel takes over. */
 float *scratch(const Call *call, int64_t floats);
 
+/* Whether tensor `index`, which may be f32|bf16, is the latter. */
+int is_bf16(const Call *call, int index);
+
 static inline int64_t dim(const Call *call, char letter) { return call->dims[letter - 'A']; }
 
 static inline void *optional(const Call *call, int index) {
     return call->absent >> index & 1 ? NULL : call->params[index];
+}
+
+/* Row `at` of tensor `index` f32|bf16[..., width], as floats. */
+static inline void table_row(const Call *call, int index, int64_t at, int64_t width, float *row) {
+    if (is_bf16(call, index))
+        widen((const uint16_t *)call->params[index] + at * width, width, row);
+    else
+        memcpy(row, (const float *)call->params[index] + at * width, width * sizeof(float));
 }
 
 /* Calls `rows` on stretches of the call's N rows, in all threads if its first tensor is large. */

@@ -48,8 +48,8 @@ def _table_rows(tokens: Any, table: Any, *others: Any) -> Any:
     return [tokens[0], table[1]]
 
 
-def _type_of_second(first: Any, second: Any, *others: Any) -> Any:
-    return second
+def _float32(*types: Any) -> Any:
+    return ms.float32
 
 
 def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
@@ -102,8 +102,8 @@ class _SwiGlu(nn.Cell):
 class _Embedding(nn.Cell):
     def __init__(self, first_token: int) -> None:
         super().__init__()
-        self.run = operation("embed", _table_rows, _type_of_second)
-        self.back = operation("embed_grad", _as_third, _as_third)
+        self.run = operation("embed", _table_rows, _float32)
+        self.back = operation("embed_grad", _as_third, _float32)
         self.first = Tensor([first_token], ms.int32)
 
     def construct(self, tokens: Any, table: Any) -> Any:

@@ -100,22 +100,21 @@ static void gated_grad_rows(const Call *call, int64_t begin, int64_t end) {
 KERNEL(gated_grad, "both f32[N, 2I], dy f32[N, I] -> dboth f32[N, 2I]") { return over_rows(call, gated_grad_rows); }
 
 /* Rows of the table's tokens, which begin with `first`; zero for any other. */
-KERNEL(embed, "tokens i32[N], table f32[V, H], first i32[1] -> rows f32[N, H]") {
+KERNEL(embed, "tokens i32[N], table f32|bf16[V, H], first i32[1] -> rows f32[N, H]") {
     const int32_t *tokens = call->params[0], first = *(const int32_t *)call->params[2];
-    const float *table = call->params[1];
     float *rows = call->params[3];
     int64_t width = dim(call, 'H');
     for (int64_t i = 0; i < dim(call, 'N'); i++) {
         int64_t at = (int64_t)tokens[i] - first;
         if (at >= 0 && at < dim(call, 'V'))
-            memcpy(rows + i * width, table + at * width, width * sizeof(float));
+            table_row(call, 1, at, width, rows + i * width);
         else
             memset(rows + i * width, 0, width * sizeof(float));
     }
     return 0;
 }
 
-KERNEL(embed_grad, "tokens i32[N], dy f32[N, H], table f32[V, H], first i32[1] -> dtable f32[V, H]") {
+KERNEL(embed_grad, "tokens i32[N], dy f32[N, H], table f32|bf16[V, H], first i32[1] -> dtable f32[V, H]") {
     const int32_t *tokens = call->params[0], first = *(const int32_t *)call->params[3];
     const float *dy = call->params[1];
     float *dtable = call->params[4];

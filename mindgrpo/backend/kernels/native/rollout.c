@@ -37,6 +37,8 @@ int32_t rollout_register(Rollout *g) {
 void rollout_forget(int32_t number) { rollouts[number] = NULL; }
 
 static int check_table(const Call *call, const Rollout *g) {
+    if (g->cache_itemsize != 2 && g->cache_itemsize != 4)
+        return refuse(call, "a cache of elements of %ld bytes", g->cache_itemsize);
 #define NO_CHECK(TYPE, NAME)
 #define CHECK_ARRAY(TYPE, NAME, LEAST) \
     if (g->NAME##_count < (LEAST))     \
@@ -61,6 +63,11 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
         refuse(call, "%c is %ld, but generator %d has %ld", (char)dims[i][0], value, meta[0], dims[i][1]);
         return NULL;
     }
+    for (int i = 0; i < call->num_params; i++)
+        if (is_bf16(call, i) && g->terms != 1) {
+            refuse(call, "tensor %d is bfloat16, for products of %ld terms", i, g->terms);
+            return NULL;
+        }
     return g;
 }
 

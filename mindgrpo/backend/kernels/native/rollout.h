@@ -35,8 +35,10 @@
     NUMBER(int64_t, terms) ARRAY(uint8_t, packed, 0)                                                             \
     ARRAY(int64_t, packed_at, g->terms ? MATRICES * g->layers + 1 : 0)                                           \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
-    NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size) NUMBER(int64_t, layer_floats)  \
-    ARRAY(float, cache, g->layers * g->layer_floats) ARRAY(float, scratch, scratch_floats(g))                    \
+    NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size)                                \
+    NUMBER(int64_t, layer_elements) NUMBER(int64_t, cache_itemsize)                                              \
+    ARRAY(uint8_t, cache, g->layers * g->layer_elements * g->cache_itemsize)                                     \
+    ARRAY(float, scratch, scratch_floats(g))                                                                     \
     /* the job, by sample: `longest` columns in each of its [samples, longest] arrays */                         \
     NUMBER(int64_t, longest) ARRAY(int32_t, limit, 0) ARRAY(int32_t, prompt_tokens, 0)                           \
     ARRAY(int64_t, prompt_at, g->limit_count) ARRAY(int32_t, prompt_length, g->limit_count)                      \
@@ -87,21 +89,43 @@ int run_products(const Call *call, void (*work)(void *task, Member member), void
 /* 0 if the call's tensors have so many of their B rows. */
 int check_rows(const Call *call, int64_t rows);
 
-/* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]. */
+/* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]; float, or bfloat16 where an
+ * element of the cache has two bytes. */
 typedef struct {
-    float *keys, *values;
+    void *keys, *values;
     int64_t room;
 } Region;
 
+static inline Region region_at(const Rollout *g, int64_t layer, int64_t position, int64_t room) {
+    uint8_t *base = g->cache + (layer * g->layer_elements + position * g->kv * g->dim) * g->cache_itemsize;
+    return (Region){base, base + g->layer_elements / 2 * g->cache_itemsize, room};
+}
+
 static inline Region slot_region(const Rollout *g, int64_t layer, int64_t slot) {
-    float *base = g->cache + layer * g->layer_floats + slot * g->slot_size * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->slot_size};
+    return region_at(g, layer, slot * g->slot_size, g->slot_size);
 }
 
 static inline Region prefix_region(const Rollout *g, int64_t layer, int64_t prefix) {
-    int64_t position = g->slots * g->slot_size + prefix * g->prefix_block_size;
-    float *base = g->cache + layer * g->layer_floats + position * g->kv * g->dim;
-    return (Region){base, base + g->layer_floats / 2, g->prefix_block_size};
+    return region_at(g, layer, g->slots * g->slot_size + prefix * g->prefix_block_size, g->prefix_block_size);
+}
+
+/* Element `at` of keys or values becomes `x`. */
+static inline void keep(const Rollout *g, void *cached, int64_t at, float x) {
+    if (g->cache_itemsize == sizeof(float))
+        ((float *)cached)[at] = x;
+    else
+        ((uint16_t *)cached)[at] = to_bf16(x);
+}
+
+/* A matrix of the cache [rows, columns] from element `at` on, `ld` from one row to the next, as floats: where it is, or
+ * in `room`, and then `ld` is `columns`. */
+static inline const float *cached_floats(const Rollout *g, const void *cached, int64_t at, int64_t rows,
+                                         int64_t columns, int64_t *ld, float *room) {
+    if (g->cache_itemsize == sizeof(float)) return (const float *)cached + at;
+    for (int64_t i = 0; i < rows; i++)
+        widen((const uint16_t *)cached + at + i * *ld, columns, room + i * columns);
+    *ld = columns;
+    return room;
 }
 
 #endif

@@ -93,7 +93,7 @@ class NativeSlots(Slots):
         self._number = self._table.number
         self.use(sampling)
         arrays = {
-            "cache": memory.cache,
+            "cache": memory.cache.view(np.uint8),
             "scratch": memory.scratch,
             "next": memory.inputs,
             "starts": memory.starts,
@@ -115,6 +115,7 @@ class NativeSlots(Slots):
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
         self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
         self._table["terms"] = self._num_terms
+        self._table["cache_itemsize"] = memory.cache.itemsize
         for name, array in arrays.items():
             self._table[name] = array
         self.users = arrays["users"]
@@ -186,7 +187,7 @@ class NativeSlots(Slots):
             "slots": layout.slots,
             "slot_size": layout.slot_size,
             "prefix_block_size": layout.prefix_block_size,
-            "layer_floats": 2 * positions * heads.kv * heads.dim,
+            "layer_elements": 2 * positions * heads.kv * heads.dim,
             "longest": batch.tokens.shape[1],
             "num_free": layout.slots,
         }
