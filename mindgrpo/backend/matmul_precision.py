@@ -52,15 +52,24 @@ def has_amx(environment: Mapping[str, str]) -> bool:
     return _uses(AMX_FLAG, ("AMX",), environment)
 
 
-def slow_products(precision: MatmulPrecision, environment: Mapping[str, str]) -> list[str]:
-    """A sentence where products of bfloat16 take longer than those of float32 on this host's processors."""
-    if precision == "highest" or has_amx(environment):
+def slow_products(
+    precision: MatmulPrecision, environment: Mapping[str, str], dtype: str = "float32"
+) -> list[str]:
+    """A sentence where products of bfloat16 take longer than those of float32 on this host's processors.
+
+    `dtype` is context.compute_dtype.
+    """
+    is_narrow = dtype == "bfloat16"
+    if (precision == "highest" and not is_narrow) or has_amx(environment):
         return []
     has_bfloat16 = _uses(BF16_FLAG, ("BF16", "FP16", "AMX"), environment)
-    if precision == "medium" and has_bfloat16:
+    if (precision == "medium" or is_narrow) and has_bfloat16:
         return []
     lacks = "AMX" if has_bfloat16 else "instructions for bfloat16"
-    return [f"{KEY} {precision} is slower than highest here: the processor has no {lacks}"]
+    slow = f"{KEY} {precision} is slower than highest"
+    if is_narrow:
+        slow = "context.compute_dtype bfloat16 is slower than float32"
+    return [f"{slow} here: the processor has no {lacks}"]
 
 
 def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:

@@ -59,7 +59,7 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
     if not settings.compiled:
         slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
     if target == "CPU":
-        slow += slow_products(settings.matmul_precision, environment)
+        slow += slow_products(settings.matmul_precision, environment, settings.compute_dtype)
     return slow + _set_precision(settings.precision_mode, target)
 
 

@@ -111,8 +111,8 @@ class RunRecord:
         if inputs.held_out is not None:
             data.append(f"held out: {inputs.held_out.report()}")
         ranks = (
-            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name}, matmul "
-            f"precision {backend.matmul_precision})"
+            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name}, "
+            f"{_computes_in(backend)})"
         )
         size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
         sections = {
@@ -214,7 +214,9 @@ class RunRecord:
             "eval_before": before,
             "eval_after": after,
             "engine": engine.name,
+            "compute_dtype": self._backend.compute_dtype,
             "float32_matmul_precision": self._backend.matmul_precision,
+            "backend": self._backend.name,
         }
         if engine.release is not None:
             summary["engine_version"] = engine.release
@@ -241,6 +243,12 @@ class RunRecord:
                 "curve": [str(self.directory / "reward_curve.png")],
             }
             self.console.banner("done", sections)
+
+
+def _computes_in(backend: Backend) -> str:
+    if backend.compute_dtype != "float32":
+        return backend.compute_dtype
+    return f"matmul precision {backend.matmul_precision}"
 
 
 def _lora_lines(plan: RunPlan) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mindgrpo
+from mindgrpo.backend import compute_dtype
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.matmul_precision import KEY
 from mindgrpo.checkpoint import differences
@@ -32,6 +33,7 @@ def check_same_start(config: Config, backend: Backend) -> None:
     values = {key: repr(value) for key, value in values_by_key(config).items()}
     # What auto is on this rank's processor.
     values[KEY] = repr(backend.matmul_precision)
+    values[compute_dtype.KEY] = repr(backend.compute_dtype)
     by_rank = backend.world.gather_objects((values, code_digest()))
     check_configurations([values for values, _ in by_rank])
     others = different_ranks([code for _, code in by_rank])

@@ -15,6 +15,7 @@ import numpy as np
 from work import Work, random_rewards
 
 from mindgrpo.algorithm.types import Rollout
+from mindgrpo.backend import compute_dtype
 from mindgrpo.backend.connect import connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -40,13 +41,15 @@ MICRO_BATCH_TOKENS = 2304
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
-def join_ranks(asked: str = "highest") -> Backend | None:
+def join_ranks(asked: str = "highest", dtype: str = "float32") -> Backend | None:
     """None in msrun's scheduler, which serves the cluster until the ranks have ended.
 
-    `asked` is what context.float32_matmul_precision says.
+    `asked` is what context.float32_matmul_precision says, `dtype` what context.compute_dtype does.
     """
-    precision = resolve(asked, SHARED_MEMORY, keeps_slots(SHARED_MEMORY))
-    settings = RuntimeSettings(matmul_precision=precision)
+    has_kernels = keeps_slots(SHARED_MEMORY)
+    precision = resolve(asked, SHARED_MEMORY, has_kernels)
+    own = compute_dtype.resolve(dtype, SHARED_MEMORY, has_kernels, asked)
+    settings = RuntimeSettings(matmul_precision=precision, compute_dtype=own)
     backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
 
@@ -87,9 +90,11 @@ def configuration(
     slots: int | None = None,
     beta: float = BETA,
     directory: Path | None = None,
+    dtype: str = "float32",
 ) -> Config:
-    """`slots` None: all samples at once; weights from `directory`."""
+    """`slots` None: all samples at once; weights from `directory`; `dtype` as for `join_ranks`."""
     tree: dict[str, Any] = {
+        "context": {"compute_dtype": dtype},
         "rl_config": {
             "prompts_per_step": work.prompts,
             "num_generations": work.generations,

@@ -22,6 +22,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser)
     parser.add_argument("--float32_matmul_precision", default="auto")
+    parser.add_argument("--compute_dtype", default="float32")
     parser.add_argument("--slots", type=int, help="samples in flight; default all")
     return parser.parse_args()
 
@@ -32,12 +33,19 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
     from mindgrpo.rollout.engine import Request, SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
-    backend = assembly.join_ranks(given.float32_matmul_precision)
+    backend = assembly.join_ranks(given.float32_matmul_precision, given.compute_dtype)
     assert backend is not None, "one process has no scheduler"
     # beta 0 and a row a sample: the other roles are there, but nothing of them is compiled or run.
     rows = assembly.Rows(1, 1)
     config = assembly.configuration(
-        task.work, (1, 1, 1), (1, 1), rows, given.slots, beta=0.0, directory=given.model
+        task.work,
+        (1, 1, 1),
+        (1, 1),
+        rows,
+        given.slots,
+        beta=0.0,
+        directory=given.model,
+        dtype=given.compute_dtype,
     )
     plan = assembly.plan_of(config, assembly.model_of(task.work, given.model), 1)
     sampling = assembly.sampling_of(plan, **task.drawing)
@@ -65,6 +73,7 @@ def measure(given: argparse.Namespace, task: Generation) -> None:
     launching.give_figures(
         {
             "bench": "generate",
+            "compute_dtype": backend.compute_dtype,
             "float32_matmul_precision": backend.matmul_precision,
             "tokens_per_s": task.tokens / statistics.median(seconds),
             "compile_s": first,

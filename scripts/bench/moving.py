@@ -24,6 +24,7 @@ from mindgrpo.parallel.sharding import Layout, layers_of_stage
 
 def options(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--compute_dtype", default="float32")
     parser.add_argument("--work", type=Path, default=launching.HERE / "work_500mb.json")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory, instead of --work")
     parser.add_argument("--train", type=launching.degrees, default=(1, 4, 2), help="dp,mp,pp")

@@ -38,10 +38,13 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     if backend is None:
         return
     model = moving.model_of(given)
-    source = Weights(moving.layout(model, given.train), backend.rank, backend, shared=True)
-    target = Weights(moving.layout(model, given.infer), backend.rank, backend)
+    dtype = given.compute_dtype
+    source = Weights(
+        moving.layout(model, given.train), backend.rank, backend, shared=True, dtype=dtype
+    )
+    target = Weights(moving.layout(model, given.infer), backend.rank, backend, dtype=dtype)
     fill_random(source, seed=0)
-    plan = plan_reshard(source.layout, target.layout)
+    plan = plan_reshard(source.layout, target.layout, source.pool.itemsize)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resharder = Resharder(plan, source, target, backend)
     resharder.run()
@@ -71,7 +74,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
                 "fresh_of_memcpy": medians["fresh_memcpy"] / medians["fresh_reshard"],
                 "extra_bytes_peak": max(extra for _, _, extra in told),
                 "bit_exact": all(exact for _, exact, _ in told),
-                "model_bytes": num_parameters(model) * 4,
+                "model_bytes": num_parameters(model) * source.pool.itemsize,
                 "rss_before_bytes": before * 1024,
                 "train": str(source.layout.grid),
                 "infer": str(target.layout.grid),
@@ -86,7 +89,7 @@ def expected(target, backend) -> dict[str, int]:  # type: ignore[no-untyped-def]
     from mindgrpo.weights.local_weights import Weights
     from mindgrpo.weights.pretrained import fill_random
 
-    made = Weights(target.layout, backend.rank, backend)
+    made = Weights(target.layout, backend.rank, backend, dtype=target.dtype)
     fill_random(made, seed=0)
     sums = checksums(made)
     made.pool.release()

@@ -26,6 +26,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
     parser.add_argument("--float32_matmul_precision", default="auto")
+    parser.add_argument("--compute_dtype", default="float32")
     parser.add_argument("--row_samples", type=int, help="samples a packed row")
     parser.add_argument("--micro_rows", type=int, help="rows a micro-batch")
     given = parser.parse_args()
@@ -39,12 +40,12 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, work: Work) -> None:
     import assembly
 
-    backend = assembly.join_ranks(given.float32_matmul_precision)
+    backend = assembly.join_ranks(given.float32_matmul_precision, given.compute_dtype)
     if backend is None:
         return
     rows = assembly.Rows.of(work, given.train[0])
     rows = assembly.Rows(given.row_samples or rows.samples, given.micro_rows or rows.count)
-    config = assembly.configuration(work, given.train, given.infer, rows)
+    config = assembly.configuration(work, given.train, given.infer, rows, dtype=given.compute_dtype)
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
     stepper = assembly.stepper_of(assembly.roles_of(plan, backend), work)
     first = stepper.run(0)
@@ -66,6 +67,7 @@ def measure(given: argparse.Namespace, work: Work) -> None:
                 "grad_norm": outcomes[-1].reports[-1].grad_norm,
                 "rows": [rows.samples, rows.count],
                 "ranks": given.ranks,
+                "compute_dtype": backend.compute_dtype,
                 "float32_matmul_precision": backend.matmul_precision,
                 "train": given.train,
                 "infer": given.infer,
