@@ -187,8 +187,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     [
         pytest.param(BFLOAT16, marks=WITH_AVX512),
         pytest.param((*BFLOAT16, *LORA), marks=WITH_AVX512),
-        # So little room that roles leave the device for others.
-        (*FLOAT16, "--context.max_device_memory", "400KB"),
+        # An update takes 491 KiB: roles leave the device for others.
+        (*FLOAT16, "--context.max_device_memory", "500KB"),
     ],
     ids=["bfloat16", "adapters", "float16"],
 )

@@ -237,18 +237,29 @@ def test_the_golden_trajectory_clips_ratios_in_second_iterations_only(recipe: st
     assert (fractions[:, 1] < 1).all()
 
 
-@pytest.mark.parametrize(("train", "infer"), c.PAIRS, ids=lambda g: "x".join(map(str, g)))
+@pytest.mark.parametrize(
+    ("world", "train", "infer"),
+    [
+        (world, *pair)
+        for world in (c.MOVED_WORLD, c.DEVICE_MOVED_WORLD)
+        for pair in c.pairs_of(world)
+    ],
+    ids=lambda g: "x".join(map(str, g)),
+)
 def test_weights_moved_there_and_back_are_bit_for_bit_a_fresh_fill(
-    launch: Launch, train: tuple[int, ...], infer: tuple[int, ...]
+    launch: Launch, world: Which, train: tuple[int, ...], infer: tuple[int, ...]
 ) -> None:
-    _, ranks = launch(c.MOVED_WORLD)
+    _, ranks = launch(world)
     trips = [rank["round_trips"][c.pair_name(train, infer)] for rank in ranks]
-    for way, target in enumerate((infer, train)):
+    # There, back, and there again with two bytes an element.
+    for way, target in enumerate((infer, train, infer)):
         assert [trip[way]["wrong"] for trip in trips] == [[]] * len(ranks)
         holding = [trip[way]["held"] > 0 for trip in trips]
         assert holding == [rank < np.prod(target) for rank in range(len(ranks))]
         received = sum(trip[way]["received"] for trip in trips)
         assert received == trips[0][way]["lower_bound"]
+    bounds = [way["lower_bound"] for way in trips[0]]
+    assert 2 * bounds[2] == bounds[0]
 
 
 @pytest.mark.parametrize("source", c.SAVED, ids=lambda g: "x".join(map(str, g)))

@@ -31,6 +31,7 @@ from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.data.prompts import Prompt
@@ -281,28 +282,41 @@ class Mover:
         self.backend = backend
         self.config = decoder_config(c.MOVED, "the test's model")
         self.pairs = c.pairs_of(world_of(backend))
+        # The dtype of two bytes that the device has.
+        self.narrow: Dtype = "bfloat16" if backend.shares_memory else "float16"
         grids = dict.fromkeys([*itertools.chain(*self.pairs), *c.saved_by(world_of(backend))])
-        self.filled = {grid: self._filled(grid) for grid in grids}
-        self.sums = {grid: checksums(weights) for grid, weights in self.filled.items()}
+        self.filled = {grid: self._filled(grid, "float32") for grid in grids}
+        self._wanted = {("float32", g): checksums(weights) for g, weights in self.filled.items()}
 
-    def _filled(self, grid: tuple[int, int, int]) -> Weights:
+    def _filled(self, grid: tuple[int, int, int], dtype: Dtype) -> Weights:
         layout = layout_of(self.config, Grid(*grid))
-        weights = Weights(layout, self.backend.rank, self.backend, shared=True)
+        weights = Weights(layout, self.backend.rank, self.backend, shared=True, dtype=dtype)
         fill_random(weights, SEED)
         return weights
 
-    def move(self, source: tuple[int, int, int], target: tuple[int, int, int]) -> dict[str, Any]:
-        given = self.filled[source]
-        taken = Weights(self.filled[target].layout, self.backend.rank, self.backend)
+    def _wanted_of(self, grid: tuple[int, int, int], dtype: Dtype) -> dict[str, int]:
+        if (dtype, grid) not in self._wanted:
+            self._wanted[dtype, grid] = checksums(self._filled(grid, dtype))
+        return self._wanted[dtype, grid]
+
+    def move(
+        self,
+        source: tuple[int, int, int],
+        target: tuple[int, int, int],
+        dtype: Dtype = "float32",
+    ) -> dict[str, Any]:
+        given = self.filled[source] if dtype == "float32" else self._filled(source, dtype)
+        layout = self.filled[target].layout
+        taken = Weights(layout, self.backend.rank, self.backend, dtype=dtype)
         with taken.on_host(write=True) as host:
             for run in host.flat_buffers:
                 run[...] = np.nan
-        plan = plan_reshard(given.layout, taken.layout)
+        plan = plan_reshard(given.layout, taken.layout, given.pool.itemsize)
         traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()
-        found = checksums(taken)
-        wrong = [name for name, total in self.sums[target].items() if found.get(name) != total]
+        found, wanted = checksums(taken), self._wanted_of(target, dtype)
+        wrong = [name for name, total in wanted.items() if found.get(name) != total]
         return {
-            "wrong": wrong + sorted(set(found) - set(self.sums[target])),
+            "wrong": wrong + sorted(set(found) - set(wanted)),
             "received": traffic.bytes_received,
             "lower_bound": plan.lower_bound,
             "held": len(found),
@@ -312,7 +326,11 @@ class Mover:
 def round_trips(backend: Backend) -> dict[str, Any]:
     mover = Mover(backend)
     return {
-        c.pair_name(train, infer): [mover.move(train, infer), mover.move(infer, train)]
+        c.pair_name(train, infer): [
+            mover.move(train, infer),
+            mover.move(infer, train),
+            mover.move(train, infer, mover.narrow),
+        ]
         for train, infer in mover.pairs
     }
 
