@@ -13,7 +13,7 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.run.mindformers_yaml import check_agreement, read_model_yaml
+from mindgrpo.grpo.mindformers_yaml import check_agreement, read_model_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
 # From the models' cards; tied embeddings are counted once.

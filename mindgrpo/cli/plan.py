@@ -19,7 +19,7 @@ from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import compute_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.run.mindformers_yaml import read_model_yaml
+from mindgrpo.grpo.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
 _OPTIMIZER = "float32 gradients and moments"

@@ -35,7 +35,7 @@ from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.vllm.cache_size import BLOCK_MULTIPLE
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
-from mindgrpo.run.mindformers_yaml import check_agreement
+from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]
