@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import numpy_dtype
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16
 from mindgrpo.backend.matmul_precision import packed_bytes
 
@@ -258,27 +259,35 @@ def attention_grad(rng: np.random.Generator) -> KernelCall:
     return KernelCall("attention_grad", [*inputs, mixed, lse, dmixed], outputs)
 
 
-def factors(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [n, k], w [k, m], and how many terms of bfloat16: with three the product is as float32's."""
+def factors(
+    rng: np.random.Generator, may_be_narrow: bool = True
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x [n, k], w [k, m], and how many terms of bfloat16: with three the product is as float32's.
+
+    Where it may be narrow, w is bfloat16 in half of the calls.
+    """
     n, k, m = size(rng, 80), size(rng, 70), size(rng, 300)
-    return floats(rng, n, k), floats(rng, k, m), np.array([3], np.int32)
+    x, w = floats(rng, n, k), floats(rng, k, m)
+    if may_be_narrow and rng.random() < 0.5:
+        w = w.astype(numpy_dtype("bfloat16"))
+    return x, w, np.array([3], np.int32)
 
 
 def bf16_product(rng: np.random.Generator) -> KernelCall:
     x, w, terms = factors(rng)
-    exact = x.astype(np.float64) @ w
+    exact = x.astype(np.float64) @ w.astype(np.float32)
     return KernelCall("bf16_product", [x, w, terms], [filled(*exact.shape)], [exact])
 
 
 def bf16_product_turned(rng: np.random.Generator) -> KernelCall:
     x, w, terms = factors(rng)
-    exact = x.astype(np.float64) @ w
+    exact = x.astype(np.float64) @ w.astype(np.float32)
     turned = np.ascontiguousarray(w.T)
     return KernelCall("bf16_product_turned", [x, turned, terms], [filled(*exact.shape)], [exact])
 
 
 def bf16_product_gradient(rng: np.random.Generator) -> KernelCall:
-    x, w, terms = factors(rng)
+    x, w, terms = factors(rng, may_be_narrow=False)
     exact = x.astype(np.float64) @ w
     turned = np.ascontiguousarray(x.T)
     return KernelCall("bf16_product_gradient", [turned, w, terms], [filled(*exact.shape)], [exact])

@@ -156,7 +156,7 @@ def test_another_trainers_name_is_pointed_to_ours(load: Loader, name: str, ours:
             "keep there is in rl_config here (grpo_config.yaml line 1)",
         ),
         ("actor_config:\n  optim:\n    lr: 1.0\n", "is in actor_config.optimizer and"),
-        ("rl_config:\n  bf16: True\n", "all computation is in float32"),
+        ("rl_config:\n  bf16: True\n", "set context.compute_dtype"),
         (
             "rl_config:\n  param_offload: True\n",
             "weights are offloaded automatically between the phases",

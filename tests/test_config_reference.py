@@ -74,7 +74,7 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
             ["is called rl_config.eval_temperature here."],
         ),
         ("temperature", ["generate_config.sampling_config.temperature: ", "in TRL: temperature"]),
-        ("bf16", ["bf16 is no key here: all computation is in float32"]),
+        ("bf16", ["bf16 is no key here: set context.compute_dtype"]),
         ("rl_config.align_type", ["is retired, it has no effect: "]),
         ("ref_config.recompute_config.recompute", ["ref_config.recompute_config is retired"]),
         ("actor_config.optimizer", ["is a section of", "  actor_config.optimizer.eps"]),

@@ -238,7 +238,7 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
     "name, value, match",
     [
         ("scratch", np.zeros(10, np.float32), "scratch has 10 elements, but needs"),
-        ("cache", np.zeros(10, np.float32), "cache has 10 elements, but needs"),
+        ("cache", np.zeros(10, np.uint8), "cache has 10 elements, but needs"),
         ("row_own", np.zeros(5, np.int32), "row_own has 5 elements, but needs 6"),
         ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
         ("num_free", 1, "6 rows and 1 free slots are not 6"),

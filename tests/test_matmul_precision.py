@@ -37,7 +37,7 @@ from mindgrpo.backend.matmul_precision import (
 )
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.errors import UserError
-from mindgrpo.models.parallel_cells import Linear
+from mindgrpo.models.parallel_cells import Linear, Same
 from mindgrpo.weights.pretrained import fill_random
 
 pytestmark = WITH_AVX512
@@ -119,7 +119,7 @@ def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: b
         def __init__(self) -> None:
             super().__init__()
             weight = Parameter(Tensor(np.ascontiguousarray(w.T) if transpose_b else w), name="w")
-            self.linear = Linear(weight, kernels.matmul(transpose_b))
+            self.linear = Linear(weight, kernels.matmul(transpose_b), Same())
 
         def construct(self, x: Tensor, dy: Tensor) -> Tensor:
             return (self.linear(x) * dy).sum()

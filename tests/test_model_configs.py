@@ -9,11 +9,14 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
+from mindgrpo.config import Config
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.mindformers_yaml import check_agreement, read_model_yaml
+from mindgrpo.grpo.settings import compute_dtype, dtype_notices, flash_attention
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.grpo.mindformers_yaml import check_agreement, read_model_yaml
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
 # From the models' cards; tied embeddings are counted once.
@@ -85,3 +88,87 @@ def test_a_way_to_extend_positions_that_is_not_computed_is_refused(tmp_path: Pat
     (tmp_path / "other.yaml").write_text(text)
     with pytest.raises(UserError, match="extend_method 'YARN', but only LLAMA3"):
         read_model_yaml(tmp_path / "other.yaml")
+
+
+# -- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+def with_dtypes(folder: Path, name: str, **words: object) -> str:
+    """A copy of a model's file with these words of its model_config."""
+    document = yaml.safe_load(LLAMA.read_text())
+    document["model"]["model_config"] |= words
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(document))
+    return str(path)
+
+
+def config_of(actor: str, reference: str | None = None, **context: object) -> Config:
+    return Config.model_validate(
+        {
+            "context": {"device_target": "CPU", **context},
+            "actor_config": {"model_config": actor},
+            "ref_config": {"model_config": reference},
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_files_compute_dtype_is_the_runs(tmp_path: Path, dtype: str) -> None:
+    words = {"compute_dtype": dtype, "param_init_type": dtype, "softmax_compute_type": "float32"}
+    config = config_of(with_dtypes(tmp_path, "model", **words))
+    assert compute_dtype(config) == dtype
+    assert dtype_notices(config) == []
+
+
+def test_the_configuration_has_the_last_word_and_says_so(tmp_path: Path) -> None:
+    path = with_dtypes(tmp_path, "model", compute_dtype="bfloat16", use_flash_attention=True)
+    config = config_of(path, compute_dtype="float32")
+    assert compute_dtype(config) == "float32"
+    first, second = dtype_notices(config)
+    assert "context.compute_dtype float32 is used, not compute_dtype bfloat16" in first
+    assert "use_flash_attention of model_config has no effect" in second
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"compute_dtype": "fp8"}, "compute_dtype 'fp8', which is none of float32"),
+        ({"softmax_compute_type": "float16"}, "softmax are computed in float32"),
+        ({"layernorm_compute_type": "bfloat16"}, "norms are computed in float32"),
+        ({"rotary_dtype": "float16"}, "rotary positions are computed in float32"),
+        (
+            {"compute_dtype": "bfloat16", "param_init_type": "float16"},
+            "set it to one of the two or leave it out",
+        ),
+        ({"use_flash_attention": "yes"}, "set it to true or false"),
+        ({"compute_dtype": "float16"}, "compute_dtype of model_config '.*' is 'float16', but"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, words: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        compute_dtype(config_of(with_dtypes(tmp_path, "model", **words)))
+
+
+def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    files = [with_dtypes(tmp_path, name, compute_dtype=name) for name in ("float32", "bfloat16")]
+    with pytest.raises(UserError, match="compute in one dtype; make them equal"):
+        compute_dtype(config_of(*files))
+
+
+@pytest.mark.parametrize(
+    ("words", "fused"),
+    [({}, True), ({"use_flash_attention": True}, True), ({"use_flash_attention": False}, False)],
+)
+def test_fused_attention_can_be_left_out_on_ascend(
+    tmp_path: Path, words: dict[str, object], fused: bool
+) -> None:
+    path = with_dtypes(tmp_path, "model", **words)
+    assert flash_attention(config_of(path, device_target="Ascend")) is fused
+    config = config_of(path, device_target="Ascend", compute_dtype="float32")
+    if words.get("use_flash_attention"):
+        with pytest.raises(UserError, match="takes float16 and bfloat16"):
+            flash_attention(config)
+    else:
+        assert not flash_attention(config)

@@ -16,10 +16,11 @@ KEY = "context.compute_dtype"
 WITHOUT = f"; set {KEY} to float32."
 
 
-def resolve(asked: str, target: Target, has_kernels: bool, precision: str) -> Dtype:
+def resolve(asked: str, target: Target, has_kernels: bool, precision: str, key: str = KEY) -> Dtype:
     """What `asked` means on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
 
-    `has_kernels` says whether C kernels of ours can be made here; `precision` is context.float32_matmul_precision.
+    `has_kernels` says whether C kernels of ours can be made here; `precision` is context.float32_matmul_precision;
+    `key` is where it was asked.
     """
     if asked == "auto":
         # Whoever chooses how float32 matrices are multiplied has some.
@@ -29,20 +30,20 @@ def resolve(asked: str, target: Target, has_kernels: bool, precision: str) -> Dt
         return "float32"
     if precision != "auto":
         raise UserError(
-            f"{PRECISION} is '{precision}', but {KEY} {asked} leaves no product of float32 matrices; leave it out or "
+            f"{PRECISION} is '{precision}', but {key} {asked} leaves no product of float32 matrices; leave it out or "
             f"set {KEY} to float32."
         )
     if target == SHARED_MEMORY and asked == "float16":
         raise UserError(
-            f"{KEY} is 'float16', but processors compute in float32 or bfloat16{WITHOUT}"
+            f"{key} is 'float16', but processors compute in float32 or bfloat16{WITHOUT}"
         )
     if target == SHARED_MEMORY and not has_kernels:
         raise UserError(
-            f"{KEY} is 'bfloat16', which needs the C kernels, which cannot be made here: install gcc{WITHOUT}"
+            f"{key} is 'bfloat16', which needs the C kernels, which cannot be made here: install gcc{WITHOUT}"
         )
     if target != SHARED_MEMORY and target.device == "CPU" and asked == "bfloat16":
         raise UserError(
-            f"{KEY} is 'bfloat16', for which MindSpore has no operations on {target}; take float16{WITHOUT}"
+            f"{key} is 'bfloat16', for which MindSpore has no operations on {target}; take float16{WITHOUT}"
         )
     return "bfloat16" if asked == "bfloat16" else "float16"
 

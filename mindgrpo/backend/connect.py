@@ -40,7 +40,10 @@ def _device_backend(device: str, environment: dict[str, str], settings: RuntimeS
     if device == "Ascend":
         from mindgrpo.backend.device.ascend import Ascend
 
-        return DeviceBackend(Ascend(settings.compute_dtype), environment, settings.compiled)
+        # float32, which fused attention does not take, has none.
+        dtype = settings.compute_dtype
+        fused = None if dtype == "float32" or not settings.flash_attention else dtype
+        return DeviceBackend(Ascend(fused), environment, settings.compiled)
     from mindgrpo.backend.device.host_cpu import HostCpu
 
     return DeviceBackend(HostCpu(), environment, settings.compiled)

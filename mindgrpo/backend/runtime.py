@@ -33,6 +33,7 @@ class RuntimeSettings:
     precision_mode: str | None = None
     matmul_precision: MatmulPrecision = "highest"
     compute_dtype: Dtype = "float32"
+    flash_attention: bool = False
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:

@@ -34,6 +34,11 @@ class Target:
         return self.backend == "device"
 
     @property
+    def has_fused_attention(self) -> bool:
+        """Whether attention is one operation of the device's in float16 and bfloat16."""
+        return self.device == "Ascend"
+
+    @property
     def keeps_weights_on_host(self) -> bool:
         """Whether what it trains lies in the memory of the host itself."""
         return self.device == "CPU"

@@ -15,11 +15,11 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
+from mindgrpo.grpo.mindformers_yaml import read_model_yaml
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import compute_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.grpo.mindformers_yaml import read_model_yaml
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
 _OPTIMIZER = "float32 gradients and moments"

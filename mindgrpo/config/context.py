@@ -58,7 +58,8 @@ class Context(Section):
         "auto"
     )
     """dtype of weights in graphs, of activations, of the generator's cache and of what weight sync moves; the weights
-    and moments that the optimizer changes stay float32 (docs/numbers.md); auto: bfloat16 on Ascend, else float32"""
+    and moments that the optimizer changes stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else
+    float32 on processors and bfloat16 on accelerators"""
     loss_scale: float | None = Field(None, gt=0)
     """what a loss is multiplied by before its gradient is taken, and the gradient divided by, with compute_dtype
     float16, in which gradients below 6e-8 are zero and those above 65504 infinite; null: 1024"""

@@ -45,8 +45,8 @@ COMPARED = (
 )
 
 
-def read_model_yaml(path: str | Path) -> DecoderConfig:
-    """Raises UserError where the file does not give a decoder's dimensions."""
+def read_section(path: str | Path) -> Mapping[str, Any]:
+    """The file's model: model_config:. Raises UserError where it has none."""
     try:
         document = parse_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
     except yaml.YAMLError as error:
@@ -62,6 +62,12 @@ def read_model_yaml(path: str | Path) -> DecoderConfig:
             f"model_config '{path}' has no section model: model_config:, where MindFormers keeps the shapes; give "
             "such a file or leave model_config out."
         )
+    return section
+
+
+def read_model_yaml(path: str | Path) -> DecoderConfig:
+    """Raises UserError where the file does not give a decoder's dimensions."""
+    section = read_section(path)
     missing = [key for key in REQUIRED if key not in section]
     if missing:
         raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")

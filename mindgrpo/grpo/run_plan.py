@@ -19,7 +19,7 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.settings import compute_dtype, product_terms
+from mindgrpo.grpo.settings import compute_dtype, dtype_notices, product_terms
 from mindgrpo.grpo.vllm_settings import worker_cache_bytes
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -86,9 +86,9 @@ class RunPlan:
     @property
     def notices(self) -> list[str]:
         """What the user should hear of how this model runs on this device."""
-        generate = self.config.generate_config
+        generate, dtypes = self.config.generate_config, dtype_notices(self.config)
         if generate.uses_vllm:
-            return []
+            return dtypes
         own = notices(self.model) if keeps_slots(self.config.context.target) else []
         unused = [
             f"generate_config.{key} has no effect: it is vLLM's, and the embedded generator is used"
@@ -99,7 +99,7 @@ class RunPlan:
             unused.append(
                 "generate_config.use_vllm is 2, a mode of MindRLHF for debugging: the embedded generator is used"
             )
-        return [*own, *unused]
+        return [*own, *dtypes, *unused]
 
     def memory(self) -> list[PhaseMemory]:
         """By phase, of the rank that needs most: weights, gradients, moments, cache and copies."""

@@ -16,6 +16,7 @@ from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.model_dtypes import FLASH, stated_dtypes
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
@@ -33,6 +34,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         precision_mode=context.ascend_config.precision_mode,
         matmul_precision=matmul_precision(config),
         compute_dtype=compute_dtype(config),
+        flash_attention=flash_attention(config),
     )
 
 
@@ -44,9 +46,38 @@ def matmul_precision(config: Config) -> MatmulPrecision:
 
 def compute_dtype(config: Config) -> Dtype:
     """Of this machine. Raises UserError."""
-    context = config.context
-    asked, precision = context.compute_dtype, context.float32_matmul_precision
-    return compute_dtypes.resolve(asked, context.target, _has_kernels(config), precision)
+    context, stated = config.context, stated_dtypes(config)
+    asked: str = context.compute_dtype
+    key = compute_dtypes.KEY
+    if asked == "auto" and stated.compute_dtype is not None:
+        asked, key = stated.compute_dtype, f"compute_dtype of model_config '{stated.path}'"
+    precision, has_kernels = context.float32_matmul_precision, _has_kernels(config)
+    return compute_dtypes.resolve(asked, context.target, has_kernels, precision, key)
+
+
+def flash_attention(config: Config) -> bool:
+    """Whether a device uses its fused attention, where it has one. Raises UserError."""
+    stated, dtype = stated_dtypes(config).flash_attention, compute_dtype(config)
+    if stated and dtype == "float32" and config.context.target.has_fused_attention:
+        raise UserError(
+            f"{FLASH} of model_config is true, but the device's fused attention takes float16 and bfloat16 and "
+            f"{compute_dtypes.KEY} is float32; set it to false or compute in one of them."
+        )
+    return dtype != "float32" and stated is not False
+
+
+def dtype_notices(config: Config) -> list[str]:
+    """What of the model YAMLs' words on dtypes has no effect."""
+    stated, dtype = stated_dtypes(config), compute_dtype(config)
+    notices = []
+    if stated.compute_dtype not in (None, dtype):
+        notices.append(
+            f"{compute_dtypes.KEY} {dtype} is used, not compute_dtype {stated.compute_dtype} of model_config "
+            f"'{stated.path}'"
+        )
+    if stated.flash_attention is not None and not config.context.target.has_fused_attention:
+        notices.append(f"{FLASH} of model_config has no effect: processors have one attention")
+    return notices
 
 
 def loss_scale(config: Config) -> float:

@@ -25,6 +25,7 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import device_budget, sampling_settings
 from mindgrpo.memory.account import check_budget
@@ -35,7 +36,6 @@ from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.vllm.cache_size import BLOCK_MULTIPLE
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
-from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]

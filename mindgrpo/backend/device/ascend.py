@@ -17,7 +17,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
-from mindgrpo.backend.kernels.ascend import AscendKernels
+from mindgrpo.backend.kernels.ascend import AscendKernels, AttentionDtype
 from mindgrpo.backend.profile import ProfileSettings
 
 
@@ -37,9 +37,8 @@ class Ascend(Hardware):
     communication = "hccl"
     has_profile = True
 
-    def __init__(self, compute_dtype: Dtype) -> None:
-        # In float32, which fused attention does not take, attention is MindSpore's other operations.
-        fused = None if compute_dtype == "float32" else compute_dtype
+    def __init__(self, fused: AttentionDtype | None = None) -> None:
+        """`fused` is the dtype of fused attention; without, it is MindSpore's other operations."""
         self.kernels = AscendKernels(attention_dtype=fused)
 
     def open(self, world_size: int) -> None:
