@@ -187,10 +187,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     [
         pytest.param(BFLOAT16, marks=WITH_AVX512),
         pytest.param((*BFLOAT16, *LORA), marks=WITH_AVX512),
-        # An update takes 491 KiB: roles leave the device for others.
+        # So little room that roles leave the device for others.
         (*FLOAT16, "--context.max_device_memory", "500KB"),
+        (*FLOAT16, "--actor_config.optimizer.opt_offload", "true"),
     ],
-    ids=["bfloat16", "adapters", "float16"],
+    ids=["bfloat16", "adapters", "float16", "moments on the host"],
 )
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
     made: Made, words: tuple[str, ...]

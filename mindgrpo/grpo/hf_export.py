@@ -52,10 +52,13 @@ class ModelExport:
     tokenizer: Tokenizer
 
     def write(self, target: Path) -> None:
-        """The whole model, adapters added in; all ranks together, what the optimizer changes on the device."""
+        """The whole model, adapters added in; all ranks together, with the policy on the device."""
         roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
         source, memory = config.actor_config.load, roles.residency
-        weights = policy.masters if policy.has_masters else policy.weights
+        weights = policy.weights
+        if policy.has_masters:
+            roles.enter("update")
+            weights = policy.masters
         export_policy(weights, roles.backend, source, target, memory, policy.adapters)
         if roles.backend.rank == 0:
             write_tokenizer(self.tokenizer, target, config.rl_config.chat_template is not None)
@@ -63,7 +66,7 @@ class ModelExport:
     def write_all(self, target: Path, adapter_target: Path) -> None:
         """The whole model, and where there are adapters these by themselves."""
         roles = self.roles
-        roles.enter("update" if roles.policy.has_masters else "old_logps")
+        roles.enter("old_logps")
         self.write(target)
         if roles.policy.adapters is not None:
             source = roles.plan.config.actor_config.load

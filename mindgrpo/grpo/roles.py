@@ -70,13 +70,14 @@ class Roles:
         trained = [policy.adapters.weights.pool] if policy.adapters else []
         residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
         residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
-        optimizer = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        if policy.has_masters:
-            optimizer.append(policy.masters.pool)
+        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
         if policy.settings.moments_on_host:
-            residency.register_host("optimizer", optimizer)
+            residency.register_host("optimizer", moments)
         else:
-            residency.register("optimizer", optimizer, rebuilt=False, filled=True)
+            residency.register("optimizer", moments, rebuilt=False, filled=True)
+        if policy.has_masters:
+            masters = [policy.masters.pool]
+            residency.register("master_weights", masters, rebuilt=False, filled=True)
         for name, pools in self.engine.pools.items():
             residency.register(name, pools, rebuilt=True, filled=False)
         if self.reference is not None:

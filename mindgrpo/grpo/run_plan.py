@@ -114,11 +114,13 @@ class RunPlan:
         by_role = {
             "policy": weights(self.train) + adapters(self.train),
             "gradients": self._trained_bytes,
-            "optimizer": self._optimizer_bytes,
+            "optimizer": 2 * self._trained_bytes,
             "generator": generator_bytes(self.config, self.infer) + self._packed_bytes(),
             "kv_cache": self.kv_cache_bytes,
             "adapters_copy": adapters(self.infer),
         }
+        if self.lora is None and self._itemsize != FLOAT_BYTES:
+            by_role["master_weights"] = self._trained_bytes
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None:
@@ -137,12 +139,6 @@ class RunPlan:
     def _trained_bytes(self) -> int:
         """Of what the optimizer changes, which is float32."""
         return self._adapter_bytes(self.train) or FLOAT_BYTES * largest_share(self.train)
-
-    @property
-    def _optimizer_bytes(self) -> int:
-        """Of two moments, and of float32 weights beside those of another dtype."""
-        has_masters = self.lora is None and self._itemsize != FLOAT_BYTES
-        return (3 if has_masters else 2) * self._trained_bytes
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -221,9 +217,8 @@ class RunPlan:
     def memory_lines(self) -> list[str]:
         lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            lines.append(
-                f"optimizer      {self._optimizer_bytes / MIB:>10.1f} MiB a rank, on the host (opt_offload)"
-            )
+            moments = 2 * self._trained_bytes / MIB
+            lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 
     def reshard_lines(self) -> list[str]:

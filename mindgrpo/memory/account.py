@@ -12,13 +12,13 @@ from mindgrpo.errors import UserError
 
 # What each phase needs on the device; roles that a run does not have are left out of its table. The copies are
 # adapters in the generator's layout before they are added to its weights, and the policy in the reference's layout
-# before the two are mixed.
+# before the two are mixed. Master weights are the optimizer's own, where the policy's are of a narrower dtype.
 PHASES: Mapping[str, tuple[str, ...]] = {
     "reshard": ("policy", "generator", "adapters_copy"),
     "rollout": ("generator", "kv_cache"),
     "reference": ("reference",),
     "old_logps": ("policy",),
-    "update": ("policy", "gradients", "optimizer"),
+    "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
 MIB = 2**20

@@ -94,8 +94,7 @@ class Policy:
         """What the optimizer changes, float32."""
         if self.trained.dtype == "float32":
             return self.trained
-        layout, on_host = self.trained.layout, self.settings.moments_on_host
-        return Weights(layout, self.backend.rank, self.backend, "master", True, on_host)
+        return Weights(self.trained.layout, self.backend.rank, self.backend, "master", shared=True)
 
     def masters_changed(self) -> None:
         """Has to be called when their values are others: rounds them into the weights."""
