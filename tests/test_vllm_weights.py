@@ -21,6 +21,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
 from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
@@ -216,12 +217,14 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
     assert special[2] & 0x7F80 == 0x7F80 and special[2] & 0x7F
 
 
+@pytest.mark.parametrize("own", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype) -> None:
+def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dtype) -> None:
     config = model(tied=True)
     owners = owners_layout(layout(config, Grid(1, 1, 1)))
     backend = ThreadBackend(run_world(1), 0)
-    source = Weights(layout(config, Grid(1, 1, 1)), 0, backend, "policy")
+    backend.compute_dtype = own
+    source = Weights(layout(config, Grid(1, 1, 1)), 0, backend, "policy", dtype=own)
     fill_random(source, seed=3)
     seen: dict[str, np.ndarray] = {}
     itemsize = 4 if dtype == "float32" else 2
@@ -234,6 +237,7 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype) -> None:
             shape = entry["shape"][::-1] if entry["transposed"] else entry["shape"]
             count = int(np.prod(shape)) * itemsize
             raw = data[entry["offset"] : entry["offset"] + count].copy()
+            assert entry["crc"] == checksum(raw.data)
             if dtype == "bfloat16":
                 values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
             else:
@@ -243,7 +247,8 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype) -> None:
 
     sink = SharedTensors(owners, backend, dtype, read)
     TensorStream(source, None, owners, backend, sink).run()
-    exact = 0.0 if dtype == "float32" else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    exact = 0.0 if dtype in ("float32", own) else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     for name, values in source.arrays.hf_views.items():
+        values = values.astype(np.float32)
         error = np.abs(seen[name].astype(np.float64) - values)
         assert (error <= exact * np.abs(values) + (0 if exact == 0 else 2.0**-25)).all(), name

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
-from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, bits_of
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
 from mindgrpo.weight_sync.stream import groups_of
@@ -72,6 +72,6 @@ class SharedTensors:
                 "shape": list(view.shape),
                 "transposed": transposed,
                 "offset": offset * itemsize,
-                "crc": checksum(bits_of(stored).data),
+                "crc": checksum(stored.view(np.uint8).data),
             }
             offset += aligned_size(tensors.boxes[name], itemsize)
