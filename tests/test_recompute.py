@@ -7,12 +7,15 @@ gradients stay the same.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from small_generators import WITH_AVX512
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
@@ -51,11 +54,15 @@ class Backward(nn.Cell):
         return y, self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
 
 
-def products(recompute: Recompute, folder: Path) -> dict[str, int]:
+# Products in float32, and of bfloat16 factors.
+TERMS = [None, pytest.param(1, marks=WITH_AVX512)]
+
+
+def products(recompute: Recompute, folder: Path, num_terms: int | None) -> dict[str, int]:
     """How often the compiled backward pass makes a product of each shape."""
     config = decoder_config(RAW, "here")
     layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
-    backend = CpuBackend({})
+    backend = CpuBackend({}, num_terms=num_terms)
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)
     shard = Shard(config, weights, backend)
@@ -70,16 +77,21 @@ def products(recompute: Recompute, folder: Path) -> dict[str, int]:
         ms.set_context(save_graphs=0)
     (last,) = folder.glob("*_validate_*.ir")
     lines = last.read_text().splitlines()
-    made = [lines[i + 1] for i, line in enumerate(lines[:-1]) if "MatMul(" in line]
+    product = "MatMul(" if num_terms is None else 'bf16_product"'
+    made = [lines[i + 1] for i, line in enumerate(lines[:-1]) if product in line]
     shapes = [re.findall(r"\(\d+, \d+\)", line)[-1] for line in made]
     return {shape: shapes.count(shape) for shape in (QKV, GATE_UP)}
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    return products(Recompute(), tmp_path_factory.mktemp("kept"))
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], dict[str, int]]:
+    def of(num_terms: int | None) -> dict[str, int]:
+        return products(Recompute(), tmp_path_factory.mktemp("kept"), num_terms)
+
+    return cache(of)
 
 
+@pytest.mark.parametrize("num_terms", TERMS)
 @pytest.mark.parametrize(
     ("settings", "again"),
     [
@@ -91,11 +103,16 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     ids=["all", "attention", "mlp", "every second layer"],
 )
 def test_what_was_asked_for_and_nothing_else_is_computed_again(
-    kept: dict[str, int], tmp_path: Path, settings: dict[str, object], again: tuple[int, int]
+    kept: Callable[[int | None], dict[str, int]],
+    tmp_path: Path,
+    settings: dict[str, object],
+    again: tuple[int, int],
+    num_terms: int | None,
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    found = products(Recompute(config.modules, config.every), tmp_path)
-    assert (found[QKV] - kept[QKV], found[GATE_UP] - kept[GATE_UP]) == again
+    found = products(Recompute(config.modules, config.every), tmp_path, num_terms)
+    before = kept(num_terms)
+    assert (found[QKV] - before[QKV], found[GATE_UP] - before[GATE_UP]) == again
 
 
 @pytest.mark.parametrize(

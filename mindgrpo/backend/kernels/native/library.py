@@ -154,14 +154,19 @@ def has_bfloat16() -> bool:
     return bool(native is not None and native.onednn_instruction_sets() & AVX512)
 
 
-def operation(symbol: str, out_shape: Callable[..., Any], out_dtype: Callable[..., Any]) -> Any:
-    """A graph operation on kernel `symbol`. Raises RuntimeError without a library."""
+def operation(
+    symbol: str,
+    out_shape: Callable[..., Any],
+    out_dtype: Callable[..., Any],
+    bprop: Callable[..., Any] | None = None,
+) -> Any:
+    """A graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library."""
     from mindspore import ops
 
     path = library_path()
     if path is None:
         raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-    return ops.Custom(f"{path}:{symbol}", out_shape=out_shape, out_dtype=out_dtype, func_type="aot")
+    return ops.Custom(f"{path}:{symbol}", out_shape, out_dtype, "aot", bprop)
 
 
 def kernel_error() -> Exception | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.native.library import operation
 
@@ -31,19 +31,22 @@ class MatMul(nn.Cell):
 
     def __init__(self, num_terms: int, transpose_b: bool) -> None:
         super().__init__()
-        straight = operation("bf16_product", _product, _type_of_first)
-        turned = operation("bf16_product_turned", _turned_product, _type_of_first)
-        self.run, self.back = (turned, straight) if transpose_b else (straight, turned)
-        self.gradient = operation("bf16_product_gradient", _gradient_product, _type_of_first)
-        self.transpose_b = transpose_b
+        straight = ("bf16_product", _product)
+        turned = ("bf16_product_turned", _turned_product)
+        forward, backward = (turned, straight) if transpose_b else (straight, turned)
+        back = operation(*backward, _type_of_first)
+        gradient = operation("bf16_product_gradient", _gradient_product, _type_of_first)
+
+        def bprop(x: Any, weight: Any, terms: Any, out: Any, dout: Any) -> Any:
+            rows, columns = (dout, x) if transpose_b else (x, dout)
+            return back(dout, weight, terms), gradient(rows, columns, terms), ops.zeros_like(terms)
+
+        # The operation's and not the cell's own: of these MindSpore computes nothing again.
+        self.run = operation(*forward, _type_of_first, bprop)
         self.terms = Tensor([num_terms], ms.int32)
 
     def construct(self, x: Any, weight: Any) -> Any:
         return self.run(x, weight, self.terms)
-
-    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
-        rows, columns = (dout, x) if self.transpose_b else (x, dout)
-        return self.back(dout, weight, self.terms), self.gradient(rows, columns, self.terms)
 
 
 class MatMulGradient(nn.Cell):
