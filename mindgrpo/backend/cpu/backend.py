@@ -161,7 +161,8 @@ class CpuBackend(Backend):
     def _choose_kernels(compiled: bool, num_terms: int | None) -> Kernels:
         if num_terms is not None and library_path() is None:
             raise UserError(
-                f"{KEY} high and medium need the C kernels: {_notices()[0]}; or set it to highest."
+                f"{KEY} high and medium, and context.compute_dtype bfloat16, need the C kernels: {_notices()[0]}; or "
+                "set them to highest and float32."
             )
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:

@@ -228,8 +228,8 @@ class NativeKernels(PlainKernels):
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
         if num_terms is not None and not has_bfloat16():
             raise UserError(
-                f"{KEY} high and medium need oneDNN's products of bfloat16, which it does with AVX-512 only, and this "
-                "processor has none; set it to highest."
+                f"{KEY} high and medium, and context.compute_dtype bfloat16, need oneDNN's products of bfloat16, which "
+                "it does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
         self.num_terms = num_terms
 
