@@ -254,7 +254,7 @@ def test_the_first_update_is_that_of_float32_but_for_rounding(
 def test_what_a_word_means_on_a_device(
     asked: str, target: Target, precision: str, expected: str
 ) -> None:
-    assert resolve(asked, target, True, precision) == expected
+    assert resolve(asked, target, True, True, precision) == expected
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,13 @@ def test_what_a_device_does_not_have_is_refused(
     asked: str, target: Target, has_kernels: bool, precision: str, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        resolve(asked, target, has_kernels, precision)
+        resolve(asked, target, True, has_kernels, precision)
+
+
+def test_without_compiled_graphs_a_run_computes_in_float32() -> None:
+    assert resolve("auto", ASCEND, False, False, "auto") == "float32"
+    with pytest.raises(UserError, match="set context.mode to 0"):
+        resolve("float16", ON_DEVICE, False, False, "auto")
 
 
 def test_a_loss_scale_is_for_float16_alone() -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +171,16 @@ def test_samples_are_dealt_to_several_workers(scorer: Callable[..., Scorer]) -> 
 
 
 def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[..., Scorer]) -> None:
+    others = children_of(os.getpid())  # of tests before this one, in the same process
     given = scorer(f"{HOSTILE}:good", f"{ODD}:Counter")
     assert score(given, ["a"]).total.item() == 2.0
-    end(workers_of(children_of(os.getpid())), signal.SIGKILL)
+    end(workers_of(children_of(os.getpid(), others)), signal.SIGKILL)
     assert score(given, ["a"]).total.item() == 2.0
     until = time.monotonic() + 5.0
     # The system may still know of one that has just ended.
-    while len(children_of(os.getpid())) > 2 and time.monotonic() < until:
+    while len(children_of(os.getpid(), others)) > 2 and time.monotonic() < until:
         time.sleep(0.05)
-    supervisors = children_of(os.getpid())
+    supervisors = children_of(os.getpid(), others)
     workers = workers_of(supervisors)
     assert len(supervisors) == len(workers) == 2
     end(supervisors, signal.SIGKILL)
@@ -223,7 +224,7 @@ def test_math_verify_is_ended_at_its_deadline(scorer: Callable[..., Scorer]) -> 
     assert values[1] == 0.0 or scores.figures()["reward/math_verify_reward/timeouts"] == 1
 
 
-def children_of(parent: int) -> list[int]:
+def children_of(parent: int, but: Collection[int] = ()) -> list[int]:
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True
     )
@@ -231,7 +232,9 @@ def children_of(parent: int) -> list[int]:
     return [
         pid
         for pid in found
-        if Path(f"/proc/{pid}/exe").exists() and "python" in os.readlink(f"/proc/{pid}/exe")
+        if pid not in but
+        and Path(f"/proc/{pid}/exe").exists()
+        and "python" in os.readlink(f"/proc/{pid}/exe")
     ]
 
 

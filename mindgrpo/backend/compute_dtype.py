@@ -16,18 +16,26 @@ KEY = "context.compute_dtype"
 WITHOUT = f"; set {KEY} to float32."
 
 
-def resolve(asked: str, target: Target, has_kernels: bool, precision: str, key: str = KEY) -> Dtype:
+def resolve(
+    asked: str, target: Target, compiled: bool, has_kernels: bool, precision: str, key: str = KEY
+) -> Dtype:
     """What `asked` means on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
 
-    `has_kernels` says whether C kernels of ours can be made here; `precision` is context.float32_matmul_precision;
-    `key` is where it was asked.
+    `compiled` says whether graphs are, `has_kernels` whether C kernels of ours can be made here; `precision` is
+    context.float32_matmul_precision; `key` is where it was asked.
     """
     if asked == "auto":
         # Whoever chooses how float32 matrices are multiplied has some.
-        is_narrow = target.device == "Ascend" and precision == "auto"
+        is_narrow = target.device == "Ascend" and precision == "auto" and compiled
         asked = "bfloat16" if is_narrow else "float32"
     if asked == "float32":
         return "float32"
+    if not compiled:
+        # MindSpore 2.9 adds a scalar to gradients of parameters that go through cells with a bprop.
+        raise UserError(
+            f"{key} is '{asked}', whose gradients MindSpore gets wrong without compiled graphs (context.mode 1); set "
+            f"context.mode to 0 or {KEY} to float32."
+        )
     if precision != "auto":
         raise UserError(
             f"{PRECISION} is '{precision}', but {key} {asked} leaves no product of float32 matrices; leave it out or "

@@ -52,7 +52,8 @@ def compute_dtype(config: Config) -> Dtype:
     if asked == "auto" and stated.compute_dtype is not None:
         asked, key = stated.compute_dtype, f"compute_dtype of model_config '{stated.path}'"
     precision, has_kernels = context.float32_matmul_precision, _has_kernels(config)
-    return compute_dtypes.resolve(asked, context.target, has_kernels, precision, key)
+    compiled = context.mode == 0
+    return compute_dtypes.resolve(asked, context.target, compiled, has_kernels, precision, key)
 
 
 def flash_attention(config: Config) -> bool:

@@ -27,7 +27,7 @@ class Attention(nn.Cell):
         self.copy = CopyTo(shard.group)
         self.qkv = shard.linear(name + "qkv_proj.weight")
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.has_head_norms = heads.norm_eps is not None
         self.norm_offset = shard.config.family.norm_offset
         self.q_norm = shard[name + "q_norm.weight"] if self.has_head_norms else nothing
@@ -74,7 +74,7 @@ class ProjectionNorm(nn.Cell):
         self.mean = Tensor([[1.0 / (heads * config.head_dim) for heads in widths]], ms.float32)
         self.bias = shard.get(name + "qkv_proj.bias")
         self.has_bias = self.bias is not None
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.reduce, self.copy = ReduceFrom(shard.group), CopyTo(shard.group)
 
     def construct(self, qkv: Any) -> Any:

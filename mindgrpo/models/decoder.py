@@ -48,7 +48,7 @@ class Embedding(nn.Cell):
     def __init__(self, shard: Shard) -> None:
         super().__init__()
         self.table = shard["model.embed_tokens.weight"]
-        self.embed = shard.kernels.embedding(shard.first_token)
+        self.embed = shard.embedding()
         self.reduce = ReduceFrom(shard.group)
         self.is_scaled = shard.config.family.scaled_embeddings
         self.scale = float(np.float32(shard.config.hidden_size**0.5))
@@ -68,7 +68,7 @@ class Norm(nn.Cell):
         self.is_identity = key is None
         if key is not None:
             self.weight = shard[key]
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
 
@@ -89,7 +89,7 @@ class AddNorm(nn.Cell):
         self.is_identity = key is None
         if key is not None:
             self.weight = shard[key]
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.kernels.add_rms_norm(shard.config.rms_norm_eps)
 
@@ -223,7 +223,7 @@ class LogProbStage(nn.Cell):
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
         self.stage = stage
-        self.pick = shard.kernels.pick()
+        self.pick = shard.kernels.embedding(0)
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = CopyTo(shard.group)
         self.table = shard.head_table

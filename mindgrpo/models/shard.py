@@ -13,7 +13,7 @@ from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LowRankLinear, unfused_keys
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
-from mindgrpo.models.parallel_cells import Float32Gradient, Linear, Same
+from mindgrpo.models.parallel_cells import Float32Gradient, Linear, Same, ToFloat32
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -76,6 +76,15 @@ class Shard:
     def exact(self) -> nn.Cell:
         """What matrices go through before products, so that their gradients are float32."""
         return Same() if self.weights.dtype == "float32" else Float32Gradient()
+
+    def float32(self) -> nn.Cell:
+        """What vectors of weights go through: they are used, and have gradients, in float32."""
+        return Same() if self.weights.dtype == "float32" else ToFloat32()
+
+    def embedding(self) -> nn.Cell:
+        """(tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
+        kernels, exact = self.kernels, self.weights.dtype != "float32"
+        return (kernels.exact_embedding if exact else kernels.embedding)(self.first_token)
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]

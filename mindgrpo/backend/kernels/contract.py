@@ -103,10 +103,6 @@ class Kernels(ABC):
         """(x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
 
     @abstractmethod
-    def float32(self) -> nn.Cell:
-        """(a vector of weights) -> the same in float32, with a gradient in float32."""
-
-    @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:
         """(x [N, H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
 
@@ -123,14 +119,11 @@ class Kernels(ABC):
 
     @abstractmethod
     def embedding(self, first_token: int) -> nn.Cell:
-        """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V).
-
-        The table is weights, and its gradient float32.
-        """
+        """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
 
     @abstractmethod
-    def pick(self) -> nn.Cell:
-        """(picks int32 [M], x [N, H]) -> rows [M, H] of activations, zero where a pick is -1."""
+    def exact_embedding(self, first_token: int) -> nn.Cell:
+        """As `embedding`, of a table of weights in a narrow dtype: its gradient is float32."""
 
     @abstractmethod
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:

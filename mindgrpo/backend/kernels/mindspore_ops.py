@@ -71,8 +71,8 @@ class _Embedding(nn.Cell):
         return gathered * ops.expand_dims(mine.astype(table.dtype), 1)
 
 
-class _WeightEmbedding(_Embedding):
-    """As _Embedding, of a table of weights: its gradient, a sum over tokens, is float32 whatever the table is."""
+class _ExactEmbedding(_Embedding):
+    """As _Embedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         local = tokens - self.first
@@ -138,16 +138,6 @@ class _MatMulGradient(nn.Cell):
         return self.run(x, dy).astype(ms.float32)
 
 
-class _Float32(nn.Cell):
-    """Its gradient stays float32, whatever dtype x has: what is summed over tokens would lose most of its digits."""
-
-    def construct(self, x: Any) -> Any:
-        return x.astype(ms.float32)
-
-    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
-        return (dout,)
-
-
 class PlainKernels(Kernels):
     ragged = False
     has_adamw = False
@@ -159,9 +149,6 @@ class PlainKernels(Kernels):
     def matmul_gradient(self) -> Any:
         return _MatMulGradient()
 
-    def float32(self) -> nn.Cell:
-        return _Float32()
-
     def rms_norm(self, eps: float) -> nn.Cell:
         return RmsNorm(eps)
 
@@ -172,10 +159,10 @@ class PlainKernels(Kernels):
         return _Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
-        return _WeightEmbedding(first_token)
+        return _Embedding(first_token)
 
-    def pick(self) -> nn.Cell:
-        return _Embedding(0)
+    def exact_embedding(self, first_token: int) -> nn.Cell:
+        return _ExactEmbedding(first_token)
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return RopeAndMask(rotary)

@@ -47,7 +47,7 @@ class _Layer(nn.Cell):
         heads = shard.heads()
         nothing = Tensor([0.0], ms.float32)
         self.keeps_only = keeps_only
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.norm_in = shard[f"{prefix}{norms.attention_in}.weight"]
         self.qkv = shard[name + "qkv_proj.weight"]
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
@@ -94,7 +94,7 @@ class _Prompts(nn.Cell):
     def __init__(self, shard: Shard, slots: Slots) -> None:
         super().__init__()
         self.table = shard["model.embed_tokens.weight"]
-        self.embed = shard.kernels.embedding(shard.first_token)
+        self.embed = shard.embedding()
         self.total = shard.group.sum_cell()
         last = shard.layers.stop - 1
         self.layers = nn.CellList(
@@ -121,7 +121,7 @@ class _Decode(nn.Cell):
             [_Layer(shard, slots, index, False, False) for index in shard.layers]
         )
         self.norm = shard["model.norm.weight"]
-        self.float32 = shard.kernels.float32()
+        self.float32 = shard.float32()
         self.head_table = shard.head_table
         self.table = shard["model.embed_tokens.weight"]
         self.head = slots.head()

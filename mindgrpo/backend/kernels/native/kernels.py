@@ -255,8 +255,8 @@ class NativeKernels(PlainKernels):
     def embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def pick(self) -> nn.Cell:
-        return _Embedding(0)
+    def exact_embedding(self, first_token: int) -> nn.Cell:
+        return _Embedding(first_token)
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return _PositionsAndSpans()
