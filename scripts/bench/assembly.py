@@ -48,7 +48,7 @@ def join_ranks(asked: str = "highest", dtype: str = "float32") -> Backend | None
     """
     has_kernels = keeps_slots(SHARED_MEMORY)
     precision = resolve(asked, SHARED_MEMORY, has_kernels)
-    own = compute_dtype.resolve(dtype, SHARED_MEMORY, has_kernels, asked)
+    own = compute_dtype.resolve(dtype, SHARED_MEMORY, True, has_kernels, asked)
     settings = RuntimeSettings(matmul_precision=precision, compute_dtype=own)
     backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
