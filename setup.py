@@ -73,6 +73,8 @@ setup(
         "mindgrpo": [
             "backend/kernels/native/*.[ch]",
             "rollout/vllm/*.txt",
+            # The page's sources, and what is inlined into it with its licence.
+            *("report/page/*", "report/vendor/*"),
             # Run by another Python, and so no package of this one.
             "rollout/vllm/child/mindgrpo_engine/*.py",
             *("**/*.yaml", "**/*.json", "**/*.jinja"),

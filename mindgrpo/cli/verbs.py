@@ -44,6 +44,8 @@ USAGE = {
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
           [--best] [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",
+    "report": """\
+  report  RUN [RUN2] [--output FILE.html]            one page about a run, or about two side by side""",
     "replay": """\
   replay  DUMP [--model DIR] [--output FILE.json]    makes an update again that a run skipped""",
 }

@@ -63,6 +63,8 @@ class MonitorConfig(Section):
     once per step"""
     log_backups: int = Field(2, ge=0, le=99)
     """number of older log files of a rank to keep"""
+    report: bool = True
+    """write report.html, a page about the whole run, into its folder when it ends"""
 
     @field_validator("host_monitor_steps")
     @classmethod

@@ -17,6 +17,7 @@ RUN_FILES = (
     "config_resolved.yaml",
     "reward_output.txt",
     "reward_curve.png",
+    "report.html",
     "summary.json",
     "tensorboard",
     "hf",

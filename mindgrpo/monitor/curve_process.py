@@ -7,14 +7,12 @@ memory a step, and a quarter of the time of a small step.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import mindgrpo
+from mindgrpo.monitor.child_program import end_program, start_program, wait_for_program
 
 SECONDS_BETWEEN_PICTURES = 30.0
 LONGEST_DRAWING = 60.0
@@ -38,35 +36,16 @@ class CurveProcess:
     def draw_last(self, before: Mapping[str, float | None]) -> str | None:
         """Draws what is there now and waits for it; a sentence where that failed."""
         self._close()
-        process = self._start(before)
-        try:
-            _, errors = process.communicate(timeout=LONGEST_DRAWING)
-        except subprocess.TimeoutExpired:
-            self._close()
-            return f"{self._picture} was not drawn within {LONGEST_DRAWING:g} s"
-        if process.returncode == 0:
-            return None
-        lines = errors.decode(errors="replace").strip().splitlines()
-        why = lines[-1] if lines else f"its process ended with status {process.returncode}"
-        return f"{self._picture} was not drawn: {why}"
+        why = wait_for_program(self._start(before), LONGEST_DRAWING)
+        return None if why is None else f"{self._picture} was not drawn: {why}"
 
     def _close(self) -> None:
         if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+            end_program(self._process)
             self._process = None
 
     def _start(self, before: Mapping[str, float | None]) -> subprocess.Popen[bytes]:
         self._started = time.monotonic()
-        words = ["--parent", os.getpid(), "--before", json.dumps(dict(before))]
-        package = str(Path(mindgrpo.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindgrpo.monitor.curve", *map(str, words)]
-            + [str(self._metrics), str(self._picture)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
-        )
+        words = ["--before", json.dumps(dict(before)), str(self._metrics), str(self._picture)]
+        self._process = start_program("mindgrpo.monitor.curve", words)
         return self._process

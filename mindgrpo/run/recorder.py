@@ -6,6 +6,7 @@ Only rank 0 writes and speaks; the other ranks call the same lines in vain.
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
+from mindgrpo.report.at_end import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
@@ -217,6 +219,8 @@ class RunRecord:
             "compute_dtype": self._backend.compute_dtype,
             "float32_matmul_precision": self._backend.matmul_precision,
             "backend": self._backend.name,
+            "ranks": self._backend.world_size,
+            "host": platform.node(),
         }
         if engine.release is not None:
             summary["engine_version"] = engine.release
@@ -227,6 +231,7 @@ class RunRecord:
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
             self.console.line(f"  warning: {failed}")
+        report = self._write_report()
         if ended is None:
             graphs = f"{summary['compiles']} graphs compiled a rank"
             evaluations = self.directory / "evaluations.jsonl"
@@ -241,8 +246,18 @@ class RunRecord:
                 "best": best_lines,
                 "model": [str(self.model_directory)],
                 "curve": [str(self.directory / "reward_curve.png")],
+                "report": report,
             }
             self.console.banner("done", sections)
+
+    def _write_report(self) -> list[str]:
+        """The page's file for the banner, where it is wanted and was written."""
+        if not self._loaded.config.monitor_config.report:
+            return []
+        path, failed = write_at_end(self.directory)
+        if failed:
+            self.console.line(f"  warning: {failed}")
+        return [] if failed else [str(path)]
 
 
 def _computes_in(backend: Backend) -> str:

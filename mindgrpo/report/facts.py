@@ -1,0 +1,131 @@
+"""What a page says of a run besides its samples: what ran and how it ended, warnings, figures by step, phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mindgrpo.report.choice import evenly
+from mindgrpo.report.configuration import number_of
+from mindgrpo.report.rows import Row
+from mindgrpo.report.run_folder import RunFolder
+from mindgrpo.report.samples import significant
+
+MAX_ROWS = 2000
+# Of a row of metrics, what is no figure.
+_NO_FIGURES = ("step", "nonfinite")
+_FACTS = (
+    ("model", ("rl_config.model_name", "actor_config.load")),
+    ("data", ("rl_config.dataset_file",)),
+    ("held_out", ("rl_config.eval_dataset_file",)),
+    ("rewards", ("reward_config.verifier_function",)),
+    ("loss", ("rl_config.loss_type",)),
+)
+_SUMMARY = ("engine", "engine_version", "backend", "compute_dtype", "float32_matmul_precision")
+_AXES = {"data_parallel": "DP", "model_parallel": "MP", "pipeline_stage": "PP"}
+
+
+def facts(run: RunFolder) -> list[tuple[str, str]]:
+    """(name, text) in the order of the page's header."""
+    texts: dict[str, Any] = {}
+    for name, keys in _FACTS:
+        texts[name] = next((run.values[key] for key in keys if run.values.get(key)), None)
+    values, summary = run.values, run.summary
+    texts["batch"] = " × ".join(
+        str(values[key])
+        for key in ("rl_config.prompts_per_step", "rl_config.num_generations")
+        if values.get(key)
+    )
+    for role in ("actor", "generate", "ref"):
+        texts[f"layout_{role}"] = _layout(values, f"{role}_config.parallel_config.")
+    texts |= {name: summary.get(name) for name in _SUMMARY}
+    texts |= {name: summary.get(name) for name in ("ranks", "host")}
+    texts["folder"] = str(run.path)
+    return [(name, _text(value)) for name, value in texts.items() if value]
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _layout(values: Mapping[str, Any], prefix: str) -> str:
+    sizes = {short: values.get(prefix + name) for name, short in _AXES.items()}
+    return " ".join(f"{short}{size}" for short, size in sizes.items() if size)
+
+
+def ending(run: RunFolder) -> dict[str, Any]:
+    """When it ran and how it ended: `is_complete` is None without a summary. Times in seconds since the epoch."""
+    last = max((row["step"] for row in run.metrics), default=0)
+    source = run.path / ("summary.json" if run.summary else "metrics.jsonl")
+    ended, reason = source.stat().st_mtime, run.summary.get("ended")
+    best = run.summary.get("best_checkpoint")
+    return {
+        "written": time.time(),
+        "ended": ended,
+        "seconds": significant(run.summary.get("seconds")),
+        "steps": last,
+        "max_steps": significant(run.values.get("rl_config.max_steps")),
+        "is_complete": (reason is None) if run.summary else None,
+        "reason": None if reason is None else str(reason),
+        "best": best if isinstance(best, dict) and type(best.get("step")) is int else None,
+    }
+
+
+def warnings(run: RunFolder) -> list[list[Any]]:
+    """[code, arguments ...] of what a reader of the curves should know."""
+    lines: list[list[Any]] = []
+    for name, count in _totals(run.metrics, "reward/", "/errors").items():
+        lines.append(["reward_failed", name, count])
+    skipped = sum(int(row.get("skipped_updates") or 0) for row in run.metrics)
+    if skipped:
+        lines.append(["skipped_updates", skipped])
+    steps = [row["step"] for row in run.metrics if row.get("nonfinite")]
+    if steps:
+        lines.append(["nonfinite", len(steps), steps[0]])
+    files = (run.completions, run.per_token, run.held_out)
+    bad = run.num_bad_rows + sum(file.num_bad for file in files)
+    if bad:
+        lines.append(["bad_rows", bad])
+    return lines
+
+
+def _totals(rows: list[Row], prefix: str, suffix: str) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for row in rows:
+        for key, value in row.items():
+            if key.startswith(prefix) and key.endswith(suffix) and isinstance(value, int) and value:
+                name = key[len(prefix) : -len(suffix)]
+                totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def figures(run: RunFolder) -> dict[str, Any]:
+    """Columns by key over `steps`, of at most MAX_ROWS steps; evaluations before the first step are step 0's."""
+    rows: dict[int, Row] = {}
+    for row in [*run.evaluations, *run.metrics]:
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    steps = sorted(rows)
+    kept = sorted(
+        {*evenly(steps, MAX_ROWS), *evenly([row["step"] for row in run.evaluations], 200)}
+    )
+    keys = dict.fromkeys(key for row in run.metrics + run.evaluations for key in row)
+    columns = {}
+    for key in keys:
+        values = [significant(rows[step].get(key)) for step in kept]
+        if key not in _NO_FIGURES and any(value is not None for value in values):
+            columns[key] = values
+    return {"steps": kept, "num_steps": len(steps), "columns": columns}
+
+
+def clipping(run: RunFolder) -> dict[str, Any]:
+    """What a page needs to tell which tokens the update clipped."""
+    values = run.values
+    bounds = (values.get("rl_config.dual_clip"), values.get("rl_config.delta"))
+    return {
+        "low": number_of(values, "rl_config.epsilon_low", 0.2),
+        "high": number_of(values, "rl_config.epsilon_high", 0.2),
+        "bound": next((significant(bound) for bound in bounds if bound is not None), None),
+        "by_sequence": values.get("rl_config.importance_sampling_level") == "sequence",
+        "both_signs": values.get("rl_config.loss_type") == "cispo",
+    }

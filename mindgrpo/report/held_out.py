@@ -1,0 +1,77 @@
+"""Answers to held-out prompts side by side: of a run's first and last evaluation, or of two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindgrpo.report.choice import evenly
+from mindgrpo.report.run_folder import RunFolder
+from mindgrpo.report.samples import data_text, num_bytes, rewards_of, shortened, text_of
+
+Key = tuple[str, str, int]
+Answers = dict[Key, dict[str, Any]]
+
+
+def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
+    """Columns (run, step), and a row for each prompt in one of them: answers by column, null where there is none."""
+    columns: list[dict[str, int]] = []
+    answers: list[Answers] = []
+    for number, run in enumerate(runs):
+        steps = run.held_out.steps
+        for step in sorted({*steps[:1], *steps[-1:]}):
+            columns.append({"run": number, "step": step})
+            answers.append(_answers(run, step))
+    keys = list(dict.fromkeys(key for of_column in answers for key in of_column))
+    rows = [_row(key, answers) for key in keys]
+    # From the most that was lost to the most that was gained: a choice of rows has some of each.
+    rows.sort(key=lambda row: row["change"] or 0.0)
+    sizes = sum(num_bytes(data_text(row)) for row in rows)
+    limit = len(rows) if sizes <= budget else max(1, len(rows) * budget // sizes)
+    shown, size = [], 0
+    for index in evenly(range(len(rows)), limit):
+        size += num_bytes(data_text(rows[index]))
+        if size > budget:
+            break
+        shown.append(rows[index])
+    return {"columns": columns, "rows": shown, "num_rows": len(rows)}
+
+
+def _answers(run: RunFolder, step: int) -> Answers:
+    """The n-th answer to a prompt in a mode, by (mode, prompt, n)."""
+    counts: dict[tuple[str, str], int] = {}
+    answers: Answers = {}
+    for row in run.held_out.of_step(step):
+        if row is None:
+            continue
+        key = text_of(row, "mode"), text_of(row, "prompt")
+        counts[key] = counts.get(key, -1) + 1
+        answers[(*key, counts[key])] = row
+    return answers
+
+
+def _row(key: Key, answers: Sequence[Answers]) -> dict[str, Any]:
+    mode, prompt, _ = key
+    rows = [of_column.get(key) for of_column in answers]
+    cells = [row and _cell(row) for row in rows]
+    totals = [cell["total"] for cell in cells if cell and cell["total"] is not None]
+    first = next(row for row in rows if row)
+    return {
+        "mode": mode,
+        "prompt": shortened(prompt),
+        "answer": shortened(text_of(first, "answer")),
+        "cells": cells,
+        "change": totals[-1] - totals[0] if len(totals) > 1 else None,
+    }
+
+
+def _cell(row: dict[str, Any]) -> dict[str, Any]:
+    rewards = rewards_of(row)
+    scored = [value for value in rewards.values() if value is not None]
+    return {
+        "text": shortened(text_of(row, "completion")),
+        "finish": text_of(row, "finish_reason"),
+        "length": row.get("length"),
+        "rewards": rewards,
+        "total": sum(scored) if scored else None,
+    }

@@ -1,0 +1,85 @@
+"""Files of rows, one JSON object a line, read by step; a line that is half or no object is counted and passed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+# Runs write the step first: a file of many steps is indexed without reading its rows.
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
+
+
+def parsed(line: bytes) -> Row | None:
+    """None for what is no JSON object with a whole number as its step."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int
+    return row if is_row else None
+
+
+class RowFile:
+    """The lines of a file by step, as they are when this is made; of a file that is not there, none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bad = 0
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        offset = 0
+        if not path.is_file():
+            return
+        with path.open("rb") as lines:
+            for line in lines:
+                step = _step_of(line)
+                if step is not None:
+                    self._spans.setdefault(step, []).append((offset, len(line)))
+                elif line.strip():
+                    self.num_bad += 1
+                offset += len(line)
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._spans)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(map(len, self._spans.values()))
+
+    def num_bytes(self, step: int) -> int:
+        return sum(size for _, size in self._spans.get(step, []))
+
+    def count(self, step: int) -> int:
+        return len(self._spans.get(step, []))
+
+    def of_step(self, step: int) -> list[Row | None]:
+        """In the order of the file; None stands for a damaged row, so that the others keep their numbers."""
+        spans = self._spans.get(step, [])
+        if not spans:
+            return []
+        with self.path.open("rb") as lines:
+            rows = []
+            for offset, size in spans:
+                lines.seek(offset)
+                rows.append(parsed(lines.read(size)))
+        self.num_bad += rows.count(None)
+        return rows
+
+    def all(self) -> list[Row]:
+        """In the order of steps."""
+        return [row for step in self.steps for row in self.of_step(step) if row is not None]
+
+
+def _step_of(line: bytes) -> int | None:
+    if not line.endswith(b"}\n"):
+        row = parsed(line)
+        return None if row is None else int(row["step"])
+    match = _STEP.match(line)
+    if match:
+        return int(match[1])
+    row = parsed(line)
+    return None if row is None else int(row["step"])

@@ -1,0 +1,216 @@
+"""The samples that a page shows: whole groups of some steps, each sample with its tokens' texts and arrays."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mindgrpo.report.choice import Group, evenly, groups_of, stratified
+from mindgrpo.report.configuration import number_of
+from mindgrpo.report.rows import Row
+from mindgrpo.report.run_folder import RunFolder
+from mindgrpo.report.tokens import packed_lengths, texts_of, tokenizer_of
+
+MAX_STEPS = 100
+# Of a completion's tokens (of its characters, where tokens have no texts) these are shown, at its start and its end.
+HEAD_TOKENS, TAIL_TOKENS = 1500, 500
+HEAD_CHARACTERS, TAIL_CHARACTERS = 6000, 2000
+ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob")
+
+
+@dataclass
+class Samples:
+    """`by_step`: what a page shows of each step, as JSON."""
+
+    by_step: dict[int, str] = field(default_factory=dict)
+    num_shown: int = 0
+    arrays: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Packer:
+    run: RunFolder
+    tokenizer: Tokenizer | None
+    weights: Mapping[str, float]
+    group_size: int
+
+    def groups(self, step: int) -> list[Group]:
+        return groups_of(self.run.completions.of_step(step), self.group_size)
+
+    def arrays(self, step: int) -> dict[int, Row]:
+        rows = self.run.per_token.of_step(step)
+        return {row["sample"]: row for row in rows if row and type(row.get("sample")) is int}
+
+    def total(self, row: Row) -> float | None:
+        """The sample's reward; None where no function gave one."""
+        scored = [
+            self.weights.get(name, 1.0) * value
+            for name, value in rewards_of(row).items()
+            if value is not None
+        ]
+        return sum(scored) if scored else None
+
+    def mean(self, group: Group) -> float:
+        totals = [self.total(row) for _, row in group]
+        scored = [total for total in totals if total is not None]
+        return sum(scored) / len(scored) if scored else 0.0
+
+    def group(self, group: Group, arrays: Mapping[int, Row]) -> dict[str, Any]:
+        first = group[0][1]
+        samples = [self.sample(number, row, arrays.get(number, {})) for number, row in group]
+        return {
+            "prompt": shortened(text_of(first, "prompt")),
+            "answer": shortened(text_of(first, "answer")),
+            "samples": samples,
+        }
+
+    def sample(self, number: int, row: Row, arrays: Row) -> dict[str, Any]:
+        ids = row.get("token_ids")
+        is_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+        texts = texts_of(self.tokenizer, ids or []) if is_ids and self.tokenizer else None
+        sample: dict[str, Any] = {
+            "number": number,
+            "text": shortened(text_of(row, "completion")),
+            "length": row.get("length"),
+            "finish": text_of(row, "finish_reason"),
+            "rewards": rewards_of(row),
+            "total": significant(self.total(row)),
+            "advantage": significant(row.get("advantage")),
+        }
+        if texts is None:
+            return sample
+        sample["arrays"] = {
+            name: cut for name in ARRAYS if (cut := cut_array(arrays.get(name), len(texts)))
+        }
+        if len(texts) > HEAD_TOKENS + TAIL_TOKENS:
+            sample["omitted"] = len(texts) - HEAD_TOKENS - TAIL_TOKENS
+            texts = texts[:HEAD_TOKENS] + texts[-TAIL_TOKENS:]
+        sample |= {"text": "".join(texts), "lengths": packed_lengths(texts)}
+        return sample
+
+
+def choose_samples(run: RunFolder, budget: int) -> Samples:
+    """Of evenly spaced steps whole groups from all over the rewards, in at most `budget` bytes of JSON."""
+    packer = _packer(run)
+    shown = Samples()
+    steps = run.completions.steps
+    if not steps:
+        return shown
+    limit = min(MAX_STEPS, max(1, budget // _group_bytes(run, packer, steps[-1])))
+    chosen = evenly(steps, limit)
+    for position, step in enumerate(chosen):
+        # What a step leaves of its share goes to the steps after it.
+        share = budget // (len(chosen) - position)
+        packed, size = _pack_step(packer, step, share, shown)
+        if packed:
+            shown.by_step[step] = packed
+            budget -= size
+    return shown
+
+
+def _packer(run: RunFolder) -> _Packer:
+    functions = run.values.get("reward_config.verifier_function")
+    weights = run.values.get("reward_config.verifier_weight")
+    by_name = {}
+    if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
+        by_name = {
+            str(name).rpartition(":")[2]: weight
+            for name, weight in zip(functions, weights, strict=True)
+        }
+    numbers = {name: weight for name, weight in by_name.items() if isinstance(weight, int | float)}
+    size = int(number_of(run.values, "rl_config.num_generations", 0))
+    return _Packer(run, tokenizer_of(run), numbers, max(0, size))
+
+
+def _group_bytes(run: RunFolder, packer: _Packer, step: int) -> int:
+    """About what a group takes, by the bytes of its rows."""
+    size = packer.group_size or max(map(len, packer.groups(step)), default=1)
+    rows = max(1, run.completions.count(step))
+    of_step = run.completions.num_bytes(step) + run.per_token.num_bytes(step)
+    return max(1, of_step * size // rows)
+
+
+def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[str, int]:
+    """The step's JSON and its bytes; ("", 0) where no group fits."""
+    groups, arrays = packer.groups(step), packer.arrays(step)
+    packed: dict[int, str] = {}
+    size = 0
+    for index in stratified([packer.mean(group) for group in groups]):
+        group = packer.group(groups[index], arrays)
+        text = data_text(group)
+        if size + num_bytes(text) > share:
+            continue
+        packed[index] = text
+        size += num_bytes(text)
+        shown.num_shown += len(group["samples"])
+        for sample in group["samples"]:
+            shown.arrays |= set(sample.get("arrays", ()))
+    if not packed:
+        return "", 0
+    in_order = ",".join(packed[index] for index in sorted(packed))
+    num_samples = packer.run.completions.count(step)
+    head = f'"step":{step},"num_groups":{len(groups)},"num_samples":{num_samples}'
+    return f'{{{head},"groups":[{in_order}]}}', size
+
+
+def rewards_of(row: Row) -> dict[str, float | None]:
+    rewards = row.get("rewards")
+    if not isinstance(rewards, dict):
+        return {}
+    return {str(name): significant(value) for name, value in rewards.items()}
+
+
+def text_of(row: Row, key: str) -> str:
+    value = row.get(key)
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+
+
+def shortened(text: str) -> str:
+    if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS:
+        return text
+    left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
+    return f"{text[:HEAD_CHARACTERS]}\n[… {left_out} …]\n{text[-TAIL_CHARACTERS:]}"
+
+
+def significant(value: Any) -> float | None:
+    """A whole number, or six digits of another one; None for what is no finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        return None
+    number = value if isinstance(value, int) else float(f"{value:.6g}")
+    return int(number) if number == int(number) and abs(number) < 2**53 else float(number)
+
+
+def cut_array(text: Any, length: int) -> str | None:
+    """An array of `length` float16 in base64, without what its tokens lose in the middle; None for another."""
+    if not isinstance(text, str) or not length:
+        return None
+    try:
+        values = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    if len(values) != 2 * length:
+        return None
+    if length <= HEAD_TOKENS + TAIL_TOKENS:
+        return text
+    return base64.b64encode(values[: 2 * HEAD_TOKENS] + values[-2 * TAIL_TOKENS :]).decode()
+
+
+# In a script block only these could end it, or a comment in it; JSON reads the escapes as the characters.
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+
+
+def data_text(value: Any) -> str:
+    """JSON that can stand in a page's script block, whatever texts it holds."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Half of a surrogate pair cannot be written.
+    return text.translate(_ESCAPES).encode("utf-8", "replace").decode("utf-8")
+
+
+def num_bytes(text: str) -> int:
+    return len(text.encode("utf-8"))

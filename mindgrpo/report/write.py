@@ -1,0 +1,141 @@
+"""Writes the page: the template with its styles, scripts and data inlined, under a policy that allows no others.
+
+As a program (`python -m mindgrpo.report.write`) it writes for a run that ends, and ends with the rank that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import html
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mindgrpo
+from mindgrpo.errors import UserError
+from mindgrpo.health.parent import end_with_parent
+from mindgrpo.report.facts import clipping, ending, facts, figures, warnings
+from mindgrpo.report.held_out import held_out
+from mindgrpo.report.run_folder import RunFolder, read_run
+from mindgrpo.report.samples import Samples, choose_samples, data_text
+
+FILE_NAME = "report.html"
+# Figures take 1 to 2 MB of their own: together a page stays below 15 MB.
+SAMPLE_BYTES, HELD_OUT_BYTES = 10_000_000, 2_000_000
+_HERE = Path(__file__).resolve().parent
+_STYLES = ("vendor/uPlot.min.css", "page/style.css", "page/samples.css")
+# In the order in which they use each other.
+SCRIPTS = (
+    "words.js",
+    "dom.js",
+    "data.js",
+    "header.js",
+    "charts.js",
+    "colours.js",
+    "samples.js",
+    "groups.js",
+    "held_out.js",
+    "tables.js",
+    "main.js",
+)
+
+
+def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
+    """The page of one run, or of two side by side, at `output` (default: in the first folder); where it is.
+
+    Raises UserError for a folder that is no run and for an `output` that cannot be written.
+    """
+    runs = [read_run(folder) for folder in folders]
+    name = FILE_NAME if len(runs) == 1 else f"report_vs_{runs[1].path.name}.html"
+    target = output or runs[0].path / name
+    unfinished = target.with_name(f".{target.name}.part")
+    try:
+        unfinished.write_text(page(runs), encoding="utf-8")
+        unfinished.replace(target)
+    except OSError as error:
+        raise UserError(
+            f"{target} cannot be written ({error.strerror}): name another file with --output."
+        ) from error
+    return target
+
+
+def page(runs: Sequence[RunFolder]) -> str:
+    samples = [choose_samples(run, SAMPLE_BYTES // len(runs)) for run in runs]
+    shown = [_run_data(run, chosen) for run, chosen in zip(runs, samples, strict=True)]
+    data = {
+        "version": mindgrpo.__version__,
+        "runs": shown,
+        "heldOut": held_out(runs, HELD_OUT_BYTES),
+    }
+    blocks = [_data_block("data", data_text(data))]
+    for number, chosen in enumerate(samples):
+        blocks += [_data_block(f"step-{number}-{s}", text) for s, text in chosen.by_step.items()]
+    styles = [_source(name) for name in _STYLES]
+    scripts = [_source("vendor/uPlot.iife.min.js"), _own_script()]
+    policy = (
+        f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    values = {
+        "POLICY": policy,
+        "TITLE": html.escape(" | ".join(run.name for run in runs)),
+        "STYLES": "\n".join(f"<style>{text}</style>" for text in styles),
+        "DATA": "\n".join(blocks),
+        "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
+    }
+    # Split before anything is filled in: what a run wrote is never searched for a mark.
+    sections = _source("page/page.html").split("@@")
+    return "".join(values[text] if i % 2 else text for i, text in enumerate(sections))
+
+
+def _run_data(run: RunFolder, samples: Samples) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "facts": facts(run),
+        "ending": ending(run),
+        "warnings": warnings(run),
+        "figures": figures(run),
+        "clipping": clipping(run),
+        "configuration": [[entry.key, entry.text, entry.origin] for entry in run.configuration],
+        "rewardOutput": run.reward_output,
+        "samples": {
+            "steps": sorted(samples.by_step),
+            "numSteps": len(run.completions.steps),
+            "numShown": samples.num_shown,
+            "numSamples": run.completions.num_rows,
+            "arrays": sorted(samples.arrays),
+        },
+    }
+
+
+def _source(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _own_script() -> str:
+    return '"use strict";\n' + "\n".join(_source(f"page/{name}") for name in SCRIPTS)
+
+
+def _hashes(texts: Sequence[str]) -> str:
+    digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in texts)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+
+def _data_block(name: str, text: str) -> str:
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("run", type=Path)
+    words = parser.parse_args(arguments)
+    end_with_parent(words.parent)
+    write_report([words.run])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
