@@ -26,7 +26,7 @@ def spread(count: int) -> Iterator[int]:
     yield from range(min(count, 1))
     if count > 1:
         yield count - 1
-    gaps = [(0, count - 1)]
+    gaps = [(0, count - 1)] if count > 2 else []
     while gaps:
         low, high = gaps.pop(0)
         middle = (low + high) // 2

@@ -7,14 +7,25 @@ from typing import Any
 
 from mindgrpo.report.choice import evenly
 from mindgrpo.report.run_folder import RunFolder
-from mindgrpo.report.samples import data_text, num_bytes, rewards_of, shortened, text_of
+from mindgrpo.report.samples import (
+    data_text,
+    num_bytes,
+    rewards_of,
+    shortened,
+    significant,
+    text_of,
+)
 
 Key = tuple[str, str, int]
 Answers = dict[Key, dict[str, Any]]
 
 
 def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
-    """Columns (run, step), and a row for each prompt in one of them: answers by column, null where there is none."""
+    """Columns (run, step), and a row for each prompt in one of them: answers by column, null where there is none.
+
+    `change` of a row is what its last column's reward has more than that of the first; of two runs, than the last of
+    the first run.
+    """
     columns: list[dict[str, int]] = []
     answers: list[Answers] = []
     for number, run in enumerate(runs):
@@ -23,7 +34,9 @@ def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
             columns.append({"run": number, "step": step})
             answers.append(_answers(run, step))
     keys = list(dict.fromkeys(key for of_column in answers for key in of_column))
-    rows = [_row(key, answers) for key in keys]
+    start = max((i for i, column in enumerate(columns) if column["run"] == 0), default=0)
+    compared = (start if len(runs) > 1 else 0, len(columns) - 1)
+    rows = [_row(key, answers, compared) for key in keys]
     # From the most that was lost to the most that was gained: a choice of rows has some of each.
     rows.sort(key=lambda row: row["change"] or 0.0)
     sizes = sum(num_bytes(data_text(row)) for row in rows)
@@ -50,18 +63,21 @@ def _answers(run: RunFolder, step: int) -> Answers:
     return answers
 
 
-def _row(key: Key, answers: Sequence[Answers]) -> dict[str, Any]:
+def _row(key: Key, answers: Sequence[Answers], compared: tuple[int, int]) -> dict[str, Any]:
     mode, prompt, _ = key
     rows = [of_column.get(key) for of_column in answers]
     cells = [row and _cell(row) for row in rows]
-    totals = [cell["total"] for cell in cells if cell and cell["total"] is not None]
+    before, after = ((cells[i] or {}).get("total") for i in compared)
+    change = None
+    if compared[0] != compared[1] and before is not None and after is not None:
+        change = significant(after - before)
     first = next(row for row in rows if row)
     return {
         "mode": mode,
         "prompt": shortened(prompt),
         "answer": shortened(text_of(first, "answer")),
         "cells": cells,
-        "change": totals[-1] - totals[0] if len(totals) > 1 else None,
+        "change": change,
     }
 
 

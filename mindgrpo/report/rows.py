@@ -50,9 +50,6 @@ class RowFile:
     def num_rows(self) -> int:
         return sum(map(len, self._spans.values()))
 
-    def num_bytes(self, step: int) -> int:
-        return sum(size for _, size in self._spans.get(step, []))
-
     def count(self, step: int) -> int:
         return len(self._spans.get(step, []))
 

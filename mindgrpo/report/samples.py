@@ -102,8 +102,8 @@ def choose_samples(run: RunFolder, budget: int) -> Samples:
     steps = run.completions.steps
     if not steps:
         return shown
-    limit = min(MAX_STEPS, max(1, budget // _group_bytes(run, packer, steps[-1])))
-    chosen = evenly(steps, limit)
+    largest = max(_group_bytes(packer, step) for step in (steps[0], steps[-1]))
+    chosen = evenly(steps, min(MAX_STEPS, max(1, budget // largest)))
     for position, step in enumerate(chosen):
         # What a step leaves of its share goes to the steps after it.
         share = budget // (len(chosen) - position)
@@ -128,12 +128,11 @@ def _packer(run: RunFolder) -> _Packer:
     return _Packer(run, tokenizer_of(run), numbers, max(0, size))
 
 
-def _group_bytes(run: RunFolder, packer: _Packer, step: int) -> int:
-    """About what a group takes, by the bytes of its rows."""
-    size = packer.group_size or max(map(len, packer.groups(step)), default=1)
-    rows = max(1, run.completions.count(step))
-    of_step = run.completions.num_bytes(step) + run.per_token.num_bytes(step)
-    return max(1, of_step * size // rows)
+def _group_bytes(packer: _Packer, step: int) -> int:
+    """What the largest group of a step takes."""
+    arrays = packer.arrays(step)
+    groups = (packer.group(group, arrays) for group in packer.groups(step))
+    return max((num_bytes(data_text(group)) for group in groups), default=1)
 
 
 def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[str, int]:

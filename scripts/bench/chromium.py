@@ -37,7 +37,7 @@ FLAGS = (
     ),
     *("--no-default-browser-check", "--disable-extensions", "--remote-debugging-pipe"),
 )
-SECONDS_TO_ANSWER = 60.0
+SECONDS_TO_ANSWER = 20.0
 
 
 def chromium() -> str | None:

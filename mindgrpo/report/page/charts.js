@@ -95,7 +95,7 @@ function options(width, data, isLog) {
       width: 1.6,
       dash: index ? [5, 4] : undefined,
       spanGaps: true,
-      points: { show: count <= 40, size: count === 1 ? 7 : 4 },
+      points: { show: count <= 40, size: count === 1 ? 7 : 4, fill: colourOf("--card") },
       value: (_, value) => figure(value),
     };
   });

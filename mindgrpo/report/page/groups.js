@@ -31,11 +31,8 @@ function functionLine(rewards) {
 function sampleCard(sample, fill) {
   const text = element("div", { class: "text", tabindex: "0", role: "group", "aria-label": word("sample", sample.number) });
   const card = element("article", { class: "sample" });
-  const enlarge = element("button", { type: "button", class: "small", "aria-expanded": "false", onclick: () => {
-    const isLarge = card.classList.toggle("large");
-    enlarge.textContent = word(isLarge ? "shrink" : "expand");
-    enlarge.setAttribute("aria-expanded", String(isLarge));
-  } }, word("expand"));
+  const enlarge = element("button", { type: "button", class: "small", title: word("expand"), "aria-label": word("expand"),
+    "aria-expanded": "false", onclick: () => enlarge.setAttribute("aria-expanded", String(card.classList.toggle("large"))) }, "⤢");
   card.append(element("div", { class: "card-head" }, element("span", { class: "quiet" }, `#${sample.number}`), badges(sample), enlarge),
     ...[functionLine(sample.rewards)].filter(Boolean), text);
   // A card's tokens become elements when it comes into sight: a step may have a million of them.

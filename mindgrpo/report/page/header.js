@@ -43,7 +43,7 @@ function warningLines(run) {
   return lines;
 }
 
-function runHeader(run) {
+function runHeader(run, index) {
   const { ended, seconds, is_complete: isComplete } = run.ending;
   const times = seconds === null ? [] : [["started", moment(ended - seconds)]];
   times.push([isComplete === null ? "last_written" : "ended", moment(ended)]);
@@ -51,7 +51,7 @@ function runHeader(run) {
     element("div", {}, element("dt", {}, word(`fact_${name}`)), element("dd", {}, text)));
   const lines = warningLines(run);
   return element("article", { class: "run" },
-    element("h1", {}, run.name, " ", endingPill(run.ending)),
+    element("h1", {}, RUNS.length > 1 ? `${"AB"[index]}: ${run.name}` : run.name, " ", endingPill(run.ending)),
     tiles(run),
     lines.length ? element("div", { class: "warnings", role: "note" }, element("strong", {}, word("warnings")),
       element("ul", {}, lines.map((line) => element("li", {}, line)))) : null,
