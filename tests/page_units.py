@@ -153,25 +153,36 @@ def _shown(heading: Unit | None, page: str) -> str:
 
 
 def section_differences(left: Section, right: Section) -> list[str]:
-    kinds = [[unit.kind for unit in section.units] for section in (left, right)]
-    if kinds[0] != kinds[1]:
-        steps = SequenceMatcher(None, *kinds, autojunk=False).get_opcodes()
-        lone = [unit for step, a, b, _, _ in steps if step != "equal" for unit in left.units[a:b]]
-        lone += [unit for step, _, _, a, b in steps if step != "equal" for unit in right.units[a:b]]
-        found = [f"{unit.where} has a {unit.kind} that has no counterpart" for unit in lone]
-        pairs = [(left.units, right.units)]
+    found = _fact_differences([left.heading], [right.heading])
+    if [unit.kind for unit in left.units] == [unit.kind for unit in right.units]:
+        for ours, theirs in zip(left.units, right.units, strict=True):
+            found += _fact_differences([ours], [theirs])
+            if ours.kind.startswith("block"):
+                found += _block_differences(ours, theirs)
     else:
-        found = []
-        pairs = [([a], [b]) for a, b in zip(left.units, right.units, strict=True)]
-    for ours, theirs in pairs:
-        here, there = (ours or [left.heading])[0].where, (theirs or [right.heading])[0].where
-        only_ours, only_theirs = facts(ours) - facts(theirs), facts(theirs) - facts(ours)
-        found += [f"{here} has {fact}, which {there} lacks" for fact in only_ours.elements()]
-        found += [f"{there} has {fact}, which {here} lacks" for fact in only_theirs.elements()]
-        if len(ours) == 1 and ours[0].kind.startswith("block"):
-            found += _block_differences(ours[0], theirs[0])
+        found += [
+            f"{unit.where} has a {unit.kind} without a counterpart" for unit in _lone(left, right)
+        ]
+        found += _fact_differences(left.units or [left.heading], right.units or [right.heading])
     names = " / ".join(section.heading.text.strip("# ") for section in (left, right))
     return [f"section '{names}': {sentence}" for sentence in found]
+
+
+def _lone(left: Section, right: Section) -> list[Unit]:
+    """Returns the units that the other section has not in the same order, with the same kind and facts."""
+    keys = [[(u.kind, frozenset(facts([u]).items())) for u in side.units] for side in (left, right)]
+    lone: list[Unit] = []
+    for step, a, b, c, d in SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+        if step != "equal":
+            lone += [*left.units[a:b], *right.units[c:d]]
+    return lone
+
+
+def _fact_differences(ours: Sequence[Unit], theirs: Sequence[Unit]) -> list[str]:
+    here, there = ours[0].where, theirs[0].where
+    only_ours, only_theirs = facts(ours) - facts(theirs), facts(theirs) - facts(ours)
+    found = [f"{here} has {fact}, which {there} lacks" for fact in only_ours.elements()]
+    return found + [f"{there} has {fact}, which {here} lacks" for fact in only_theirs.elements()]
 
 
 def _block_differences(ours: Unit, theirs: Unit) -> list[str]:

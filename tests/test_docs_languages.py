@@ -75,8 +75,10 @@ def test_a_link_leads_to_a_page_that_exists_in_the_readers_language(page: str) -
     ("old", "new", "named"),
     [
         ("## Table", "### Table", ["en.md:13 has the heading of level 2", "level 3 'Table'"]),
+        ("# One page", "# Page 1", ["zh.md:1 has 1, which en.md:1 lacks"]),
         ("## Table\n", "", ["en.md:13 has the heading", "zh.md has no further heading"]),
         ("\n- an item with -1\n", "", ["section 'One page / One page'", "en.md:5 has a list item"]),
+        ("\nSome", "\nNews.\n\nSome", ["zh.md:3 has a paragraph without a counterpart"]),
         ("with -1", "with 1", ["en.md:5 has -1, which zh.md:5 lacks", "zh.md:5 has 1, which"]),
         ("12 %", "13 %", ["en.md:3 has 12%", "zh.md:3 has 13%"]),
         ("3.5 GB", "3.5 MB", ["en.md:3 has 3.5GB", "zh.md:3 has 3.5MB"]),
@@ -84,7 +86,11 @@ def test_a_link_leads_to_a_page_that_exists_in_the_readers_language(page: str) -
         ("(data.md)", "(rewards.md)", ["data.md, which zh.md:3", "rewards.md, which en.md:3"]),
         ("/2024", "/2025", ["link to https://example.org/2024"]),
         ("needs a network", "needs a router", ["marked as not run: needs a router"]),
-        ("<!-- not run: needs a network -->\n", "", ["zh.md:7 has a block of bash that has no"]),
+        (
+            "<!-- not run: needs a network -->\n",
+            "",
+            ["zh.md:7 has a block of bash without a counterpart"],
+        ),
         ("```bash", "```text", ["zh.md:8 has a block of text"]),
         ("# comment", "# Kommentar", ["en.md:9 has 'first --flag    # comment'", "zh.md:9"]),
         ("second\n", "", ["en.md:10 has 'second'", "zh.md:10 has '(no line)'"]),
