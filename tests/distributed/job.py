@@ -222,8 +222,7 @@ class Run:
             for _ in range(self.recipe.num_iterations)
         ]
         estimator = self.policy.settings.loss_config.kl_estimator
-        by_token = list(token_rows(batch, reports, estimator))
-        return {**_figures(rollout, reports), "per_token": by_token}
+        return _figures(rollout, reports) | {"per_token": [*token_rows(batch, reports, estimator)]}
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
@@ -381,10 +380,9 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
     for case in c.ALONE:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
-            outcome.pop("seconds")
-            outcome.pop("greedy")
-            for step in outcome["steps"]:
-                step.pop("per_token")
+            for part in (outcome, *outcome["steps"]):
+                for name in ("seconds", "greedy", "per_token"):
+                    part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 
