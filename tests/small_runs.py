@@ -5,6 +5,7 @@ Refuses to be told apart by speed: what rows hold of times and memory is left ou
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -58,7 +59,9 @@ ref_config: {{sync_ref_model: true, ref_model_sync_steps: 1, ref_model_mixup_alp
 generate_config:
   max_prompt_length: 40
   sampling_config: {{max_tokens: 6, temperature: 1.0}}
+monitor_config: {{per_token: 1}}
 """
+TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
 OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles")
 
 
@@ -126,6 +129,22 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def model_bits(run: Path) -> dict[str, bytes]:
     files = SafetensorsDirectory(run / "hf")
     return {name: files.read(name).tobytes() for name in files.names}
+
+
+def token_rows(run: Path) -> list[dict[str, Any]]:
+    """per_token.jsonl with its arrays as float16."""
+    found = [json.loads(line) for line in (run / "per_token.jsonl").open()]
+    return [decoded(row) for row in found]
+
+
+def decoded(row: dict[str, Any]) -> dict[str, Any]:
+    arrays = {
+        name: np.frombuffer(base64.b64decode(row[name]), "<f2")
+        for name in TOKEN_ARRAYS
+        if name in row
+    }
+    assert all(len(values) == row["length"] for values in arrays.values())
+    return row | arrays
 
 
 def completions(run: Path) -> list[str]:

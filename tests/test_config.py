@@ -221,6 +221,14 @@ def test_a_value_is_read_as_it_is_written(
             "so no step would be traced",
         ),
         (
+            "rl_config:\n  save_prompt_completions_interval: 2\nmonitor_config:\n  per_token: 3\n",
+            "must be a multiple of rl_config.save_prompt_completions_interval 2",
+        ),
+        (
+            "rl_config:\n  save_prompt_completions_data: false\nmonitor_config:\n  per_token: 1\n",
+            "set that to true, or per_token to 0",
+        ),
+        (
             "rl_config:\n  batch_size: 4\n  micro_batch_interleaved: 3\n",
             "must divide rl_config.batch_size 4",
         ),

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed import cases as c
+from small_runs import TOKEN_ARRAYS, decoded
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "distributed" / "job.py"
@@ -175,6 +176,20 @@ def test_the_same_groups_are_replaced(launch: Launch, case: c.Case) -> None:
 def test_the_same_tokens_are_clipped(launch: Launch, case: c.Case) -> None:
     expected = _numbers(GOLDEN[case.recipe]["steps"], "clip_fraction")
     np.testing.assert_allclose(_numbers(_steps(launch, case), "clip_fraction"), expected, rtol=1e-9)
+
+
+@spread_case
+def test_the_figures_of_every_token_are_those_of_one_process(launch: Launch, case: c.Case) -> None:
+    for step, alone in zip(_steps(launch, case), _steps(launch, _alone(case)), strict=True):
+        assert step["lengths"] == [row["length"] for row in step["per_token"]]
+        for row, expected in zip(step["per_token"], alone["per_token"], strict=True):
+            assert row.keys() == expected.keys()
+            found, other = decoded(row), decoded(expected)
+            for name in row.keys() & set(TOKEN_ARRAYS):
+                # Half precision rounds by 5e-4, and a difference of two log-probs has the error of both.
+                np.testing.assert_allclose(
+                    found[name].astype(float), other[name], 1e-3, 1e-4, err_msg=name
+                )
 
 
 @every_case

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from small_runs import input_keys, make_inputs
+from small_runs import TOKEN_ARRAYS, input_keys, make_inputs, token_rows
 
 from mindgrpo.monitor.host_memory import host_memory
 
@@ -87,6 +88,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "rl_config.tensorboard_dir": str(folder / "board"),
             "monitor_config.host_monitor_interval": "0.2",
             "monitor_config.host_memory_protection": "true",
+            "monitor_config.per_token": "1",
             "profiler_config.profile": "true",
             "profiler_config.profile_step_start": "1",
             "profiler_config.profile_step_end": "-1",
@@ -134,6 +136,31 @@ def test_the_trace_has_the_phases_of_the_steps_asked_for(keyed: Run) -> None:
 def test_the_hosts_memory_is_written_down(keyed: Run) -> None:
     rows = keyed.lines("output/host_memory.jsonl")
     assert rows and all(0 < row["share"] < 1 and row["rss"]["0"] > 0 for row in rows)
+
+
+def test_the_figures_of_tokens_have_the_means_of_the_metrics(plain: Run, keyed: Run) -> None:
+    assert not (plain.folder / "output/per_token.jsonl").exists()
+    (file,) = (keyed.folder / "completions").glob("*/completions.jsonl")
+    samples = [json.loads(line) for line in file.open()]
+    rows = token_rows(keyed.folder / "output")
+    assert [(row["step"], row["length"]) for row in rows] == [
+        (sample["step"], sample["length"]) for sample in samples
+    ]
+    assert [row["sample"] for row in rows] == [*range(16)] * 2
+    for step in keyed.steps:
+        own = [row for row in rows if row["step"] == step["step"]]
+        of = {
+            name: np.concatenate([row[name] for row in own], dtype=float) for name in TOKEN_ARRAYS
+        }
+        # What float16 holds: 11 bits, and multiples of 6e-8 near zero.
+        close = {"rel": 1e-3, "abs": 1e-7}
+        assert np.abs(of["gap"]).mean() == pytest.approx(step["logprob_gap/mean"], **close)
+        assert np.abs(of["gap"]).max() == pytest.approx(step["logprob_gap/max"], **close)
+        assert of["entropy"].mean() == pytest.approx(step["entropy"], **close)
+        assert of["kl"].mean() == pytest.approx(step["kl"], **close)
+        assert not of["log_ratio"].any() and step["clip_fraction"] == 0
+        assert (of["logprob"] <= 0).all() and of["logprob"].min() < -0.1
+    assert keyed.steps[1]["kl"] > 1e-4
 
 
 def test_folders_that_runs_share_keep_what_was_there(keyed: Run) -> None:

@@ -58,6 +58,8 @@ def assert_same(found: Path, whole: Path) -> None:
     assert rows(found) == rows(whole)
     assert [row["step"] for row in rows(found)] == list(range(1, STEPS + 1))
     assert completions(found) == completions(whole)
+    by_token = [(path / "per_token.jsonl").read_bytes() for path in (found, whole)]
+    assert by_token[0] == by_token[1] != b""
     assert model_bits(found) == model_bits(whole)
     for name in ("evaluations.jsonl", "eval_completions.jsonl"):
         of = [json.loads(line) for path in (found, whole) for line in (path / name).open()]
@@ -230,7 +232,7 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
     assert "rl_config.max_steps was 5 and is 6" in said
     # A new run in a folder of its own, with the rows that it grew from; the old one stays as it was.
     assert rows(branch)[:STEPS] == rows(whole) and len(rows(branch)) == STEPS + 1
-    for name in ("metrics", "evaluations", "eval_completions", "completions"):
+    for name in ("metrics", "evaluations", "eval_completions", "completions", "per_token"):
         theirs = (whole / f"{name}.jsonl").read_bytes()
         grown = (branch / f"{name}.jsonl").read_bytes()
         assert grown.startswith(theirs) and len(grown) > len(theirs) > 0, name

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_runs
-from small_runs import make_inputs, model_bits, rows
+from small_runs import TOKEN_ARRAYS, completions, make_inputs, model_bits, rows, token_rows
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.weights.model_files import SafetensorsDirectory
@@ -101,6 +101,8 @@ def test_in_the_same_layout_rows_and_model_are_the_same_bit_for_bit(
     assert steps_in(run) == [SAVED_STEP, STEPS]
     assert rows(run) == rows(whole)
     assert model_bits(run) == model_bits(whole)
+    by_token = [(each / "per_token.jsonl").read_bytes() for each in (run, whole)]
+    assert by_token[0] == by_token[1]
 
 
 def test_on_one_rank_what_four_have_saved_goes_on_the_same_to_rounding(
@@ -115,6 +117,15 @@ def test_on_one_rank_what_four_have_saved_goes_on_the_same_to_rounding(
                 assert ours[key] == value, key
             elif key in ("kl", "entropy", "grad_norm"):
                 assert ours[key] == pytest.approx(value, rel=1e-3, abs=1e-6), key
+    ours, theirs = token_rows(run), token_rows(whole)
+    assert len(ours) == len(completions(run)) == len(completions(whole))
+    for row, other in zip(ours, theirs, strict=True):
+        assert row.keys() == other.keys() >= {*TOKEN_ARRAYS}
+        for name in TOKEN_ARRAYS:
+            # Half precision rounds by 5e-4; the weights differ by less than 1e-3.
+            np.testing.assert_allclose(
+                row[name].astype(float), other[name], 1e-3, 1e-3, err_msg=name
+            )
     found, expected = SafetensorsDirectory(run / "hf"), SafetensorsDirectory(whole / "hf")
     for name in expected.names:
         error = np.abs(found.read(name) - expected.read(name)).max()

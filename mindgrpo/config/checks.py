@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from os.path import normpath
 
 from mindgrpo.config.algorithm import SCALES
-from mindgrpo.config.observation import ProfilerConfig
+from mindgrpo.config.observation import MonitorConfig, ProfilerConfig
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
@@ -132,6 +132,20 @@ def evaluation_contradictions(rl: RLConfig) -> Iterator[str]:
         yield (
             f"rl_config.save_ckpt_best is '{rl.save_ckpt_best}', but which checkpoint is best is known from "
             "evaluations alone; set rl_config.eval_dataset_file, or save_ckpt_best to null"
+        )
+
+
+def per_token_contradictions(rl: RLConfig, monitor: MonitorConfig) -> Iterator[str]:
+    every, of_rows = monitor.per_token, rl.save_prompt_completions_interval
+    if every and not rl.save_prompt_completions_data:
+        yield (
+            f"monitor_config.per_token is {every}, but its rows are about those of completions.jsonl, which "
+            "rl_config.save_prompt_completions_data false turns off; set that to true, or per_token to 0"
+        )
+    if every % of_rows:
+        yield (
+            f"monitor_config.per_token {every} must be a multiple of rl_config.save_prompt_completions_interval "
+            f"{of_rows}, so that each of its rows is about one of completions.jsonl; set it to {of_rows}, or to 0"
         )
 
 

@@ -63,6 +63,9 @@ class MonitorConfig(Section):
     once per step"""
     log_backups: int = Field(2, ge=0, le=99)
     """number of older log files of a rank to keep"""
+    per_token: int = Field(0, ge=0)
+    """write the log-prob, gap, ratio, entropy and KL of every token to per_token.jsonl every N steps, a multiple of
+    rl_config.save_prompt_completions_interval; 0: never"""
     report: bool = True
     """write report.html, a page about the whole run, into its folder when it ends"""
 

@@ -60,7 +60,8 @@ Another trainer's name in a configuration or on the command line is an error tha
 TRAINERS = {"mindrlhf": "MindRLHF", "verl": "verl", "trl": "TRL", "others": "others"}
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
+    """Returns a default as the pages write it."""
     if value is None:
         return "null"
     return f'"{value}"' if isinstance(value, str) else str(value)
@@ -101,7 +102,7 @@ def _explain_known(key: str) -> str:
     lines = [
         f"{key}: {known.meaning}",
         f"  takes    {takes(field)}",
-        f"  default  {_written(field.default)}",
+        f"  default  {written(field.default)}",
         f"  flag     {', '.join([*flags, '--' + key])}",
     ]
     theirs = aliases().by_key.get(key, {})
@@ -115,7 +116,7 @@ def _explain_known(key: str) -> str:
 
 def _pending(key: str) -> str:
     pending = PENDING[key]
-    instead = f"leave it at {_written(pending.inactive)}"
+    instead = f"leave it at {written(pending.inactive)}"
     return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
 
 
@@ -133,7 +134,7 @@ def keys_by_section(width: int) -> str:
         lines += ["", f"{section or 'top level'}:"]
         for key in keys:
             field, meaning = LIVE[key].field, LIVE[key].meaning
-            lines.append(f"  --{key}  ({takes(field)}; default {_written(field.default)})")
+            lines.append(f"  --{key}  ({takes(field)}; default {written(field.default)})")
             lines += textwrap.wrap(meaning, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines)
 
@@ -153,7 +154,7 @@ def _live() -> Iterator[str]:
         yield from ("| key | takes | default | meaning |", "| --- | --- | --- | --- |")
         for key in keys:
             field = LIVE[key].field
-            default = f"`{_written(field.default)}`"
+            default = f"`{written(field.default)}`"
             cells = (f"`{leaf_of(key)}`", takes(field), default, LIVE[key].meaning)
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

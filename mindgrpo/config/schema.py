@@ -48,6 +48,7 @@ class Config(Section):
         yield from checks.length_contradictions(rl, generate)
         yield from checks.data_contradictions(rl, self.reward_config)
         yield from checks.evaluation_contradictions(rl)
+        yield from checks.per_token_contradictions(rl, self.monitor_config)
         yield from checks.profiler_contradictions(self.profiler_config)
         yield from checks.algorithm_contradictions(rl)
 

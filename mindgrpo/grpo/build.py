@@ -109,6 +109,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         ),
         moments_on_host=optimizer.opt_offload,
         loss_scale=loss_scale(plan.config),
+        keeps_entropies=plan.config.monitor_config.per_token > 0,
     )
     return Policy(plan.model, plan.train, backend, settings, plan.lora)
 

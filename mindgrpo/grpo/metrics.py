@@ -5,7 +5,7 @@ Metrics of updates are means over those that were made; where none was, they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rollout.stats import RolloutStats
-from mindgrpo.training.update import UpdateReport
+from mindgrpo.training.update import PerToken, UpdateReport
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,8 @@ def logprob_gap(
 
     None where no update was made. Raises GapTooLarge.
     """
-    if batch.old_logps is not None:
-        trainer = dict(enumerate(batch.old_logps))
-    elif reports:
-        trainer = reports[0].logps
-    else:
+    trainer = trainer_logps(batch, reports)
+    if trainer is None:
         return None, None
     generator, masks = batch.rollout.generator_logps, batch.rollout.action_mask
     gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
@@ -146,6 +143,13 @@ def logprob_gap(
     if reports and limit is not None:
         check_gap(mean, largest, limit)
     return mean, largest
+
+
+def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToken | None:
+    """By sample, the policy's log-probs before the first update; None where no update was made."""
+    if batch.old_logps is not None:
+        return dict(enumerate(batch.old_logps))
+    return reports[0].logps if reports else None
 
 
 def check_gap(mean: float, largest: float, limit: GapLimit) -> None:

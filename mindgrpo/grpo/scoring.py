@@ -85,7 +85,9 @@ class RolloutScorer:
         own["completion_lengths"] = rollout.action_lengths.tolist()
         answers = [prompt.answer for prompt in prompts]
         # A data set's own column of such a name wins: its author knows what it is for.
-        return texts, self.rewards.score(texts, answers, own | columns_of(prompts))
+        columns, total = own | columns_of(prompts), len(texts) * len(self.rewards.names)
+        with self.backend.health.counting("rewards", total, self.rewards.num_done):
+            return texts, self.rewards.score(texts, answers, columns)
 
     def close(self) -> None:
         if self.rewards is not None:

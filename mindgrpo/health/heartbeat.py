@@ -24,7 +24,8 @@ class Heartbeat:
 
     `serial` counts the phases entered: among ranks that run the same phases, the one behind has the lowest. `step`
     counts from 1; 0 is before the first. `graph` is being compiled inside the phase since `graph_since`; empty for
-    none. `waits_since` is when the rank began to wait for another one; 0 if it does not wait.
+    none. `waits_since` is when the rank began to wait for another one; 0 if it does not wait. `done` of `total` `unit`
+    (such as samples) of the phase are done; 0 of 0 where that is not known.
     """
 
     pid: int
@@ -36,6 +37,9 @@ class Heartbeat:
     graph: str = ""
     graph_since: float = 0.0
     waits_since: float = 0.0
+    done: int = 0
+    total: int = 0
+    unit: str = ""
 
     @property
     def kind(self) -> str:

@@ -74,7 +74,13 @@ class RankHealth:
         self._checks.clear()
 
     def enter(self, phase: str) -> None:
-        self._update(phase=phase, since=time.monotonic(), serial=self._state.serial + 1)
+        serial = self._state.serial + 1
+        self._update(phase=phase, since=time.monotonic(), serial=serial, done=0, total=0)
+
+    def progress(self, unit: str, done: int, total: int) -> None:
+        """How far the phase is, in its `unit`. Written at the next beat."""
+        with self._lock:
+            self._state = replace(self._state, unit=unit, done=done, total=total)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,7 +88,22 @@ class RankHealth:
         before = self._state
         self.enter(name)
         yield
-        self._update(phase=before.phase, since=before.since, serial=self._state.serial + 1)
+        serial = self._state.serial + 1
+        self._update(phase=before.phase, since=before.since, serial=serial, done=0, total=0)
+
+    @contextmanager
+    def counting(self, unit: str, total: int, count: Callable[[], int]) -> Iterator[None]:
+        """As `progress`, for what tells how much is done when it is asked, at every beat."""
+
+        def check() -> None:
+            self.progress(unit, count(), total)
+
+        self._checks.append(check)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):
+                self._checks.remove(check)
 
     @contextmanager
     def compiling(self, graph: str) -> Iterator[None]:

@@ -8,6 +8,8 @@ import sys
 import time
 from contextlib import suppress
 
+from mindgrpo.health.heartbeat import heartbeat_path, read_heartbeat
+from mindgrpo.health.live_line import LiveLine
 from mindgrpo.launch import exit_report
 from mindgrpo.launch.cluster_watch import ClusterWatch
 from mindgrpo.launch.log_follower import LogFollower
@@ -46,13 +48,14 @@ class Job:
     def __init__(self, plan: JobPlan, options: Options, signals: Signals) -> None:
         self._plan, self._options, self._signals = plan, options, signals
         self._processes = JobProcesses(plan.name, plan.status_folder)
+        self._live_line = LiveLine()
         self.is_stopped = False
 
     def run(self) -> int:
         """Raises CheckFailed."""
         logs, first_rank = self._plan.logs, self._options.first_rank
         shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "messages")
-        follower = LogFollower(shown)
+        follower = LogFollower(shown, doing=self._doing)
         try:
             self._start_fork_server()
             self._check()
@@ -81,6 +84,13 @@ class Job:
         lines, status = exit_report.report(logs, self._options.num_ranks, first_rank, code)
         show(*lines)
         return status
+
+    def _doing(self) -> str:
+        """What the first rank of this host is doing."""
+        heartbeat = read_heartbeat(
+            heartbeat_path(self._plan.status_folder, self._options.first_rank)
+        )
+        return self._live_line.text(heartbeat, time.monotonic()) if heartbeat else ""
 
     def _start_fork_server(self) -> None:
         """Listens in its place from the beginning: a worker that comes early then waits for it."""

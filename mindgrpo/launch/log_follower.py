@@ -1,13 +1,19 @@
-"""Copies what is appended to log files to standard output while a job runs, also across files that move aside."""
+"""Copies what is appended to log files to standard output while a job runs, also across files that move aside.
+
+On a terminal it shows below them, in place, what the job is doing.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
+
+from mindgrpo.health.live_line import CLEAR
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
@@ -78,10 +84,15 @@ def _may_be_hidden(start: bytes) -> bool:
 class LogFollower(threading.Thread):
     """A thread, as a terminal that is held (Ctrl-S) must not hold up who looks after the ranks."""
 
-    def __init__(self, paths: Sequence[Path], output: int = 1) -> None:
+    def __init__(
+        self, paths: Sequence[Path], output: int = 1, doing: Callable[[], str] = lambda: ""
+    ) -> None:
+        """`doing` says on a terminal what the job is doing; empty for nothing."""
         super().__init__(name="log follower", daemon=True)
         self._files = {FollowedFile(path): Screen() for path in paths}
         self._output = output
+        self._doing, self._is_terminal = doing, os.isatty(output)
+        self._shown, self._ends_line = "", True
         self._ended = threading.Event()
 
     def finish(self) -> None:
@@ -92,7 +103,10 @@ class LogFollower(threading.Thread):
         try:
             while not self._ended.wait(POLL_SECONDS):
                 self._copy()
+                if self._is_terminal and self._ends_line:
+                    self._show(self._doing())
             self._copy()
+            self._show("")
             for screen in self._files.values():
                 self._write(screen.rest())
         except OSError:
@@ -106,7 +120,20 @@ class LogFollower(threading.Thread):
             while chunk := file.read():
                 self._write(screen.pass_on(chunk))
 
+    def _show(self, text: str) -> None:
+        """In place of the line that is shown."""
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if text != self._shown:
+            self._put(f"{CLEAR}{text}".encode())
+            self._shown = text
+
     def _write(self, chunk: bytes) -> None:
+        if chunk:
+            self._show("")
+            self._ends_line = chunk.endswith(b"\n")
+            self._put(chunk)
+
+    def _put(self, chunk: bytes) -> None:
         while chunk:
             try:
                 chunk = chunk[os.write(self._output, chunk) :]

@@ -6,6 +6,7 @@ Activations travel between neighbouring stages over the backend's links.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor
@@ -40,6 +41,7 @@ class ForwardPipeline:
         rank = shard.weights.rank
         self.shard = shard
         self.shape = shape
+        self.progress = partial(backend.health.progress, "micro-batches")
         self.stage = Stage(shard, num_positions, recompute)
         self.net = None
         if shard.is_last:
@@ -61,7 +63,8 @@ class ForwardPipeline:
     ) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """(log p, entropy), float32 [M] each, of every micro-batch's labels; None where this is not the last stage."""
         results = []
-        for batch in batches:
+        for i, batch in enumerate(batches):
+            self.progress(i, len(batches))
             is_first = self.stage_index == 0
             previous = None if is_first else self.links["previous"].exchange(None, receives=True)
             x = Tensor(batch.tokens) if is_first else previous

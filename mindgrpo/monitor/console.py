@@ -6,10 +6,13 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
+
+from mindgrpo.health.live_line import CLEAR
 
 WIDTH = 80  # where the terminal's is not known
 DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints would mislead
@@ -59,13 +62,30 @@ class Console:
         self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
         self._hinted: set[str] = set()
         self._colour = self._stream is not None and self._stream.isatty()
+        self._lock, self._live = threading.Lock(), ""
         self._wraps = self._colour or width is not None or "COLUMNS" in os.environ
 
     def line(self, text: str = "") -> None:
         if self._stream is not None:
-            # print writes the end of the line by itself: a rank may be killed in between.
-            self._stream.write(f"{text}\n")
+            with self._lock:
+                # print writes the end of the line by itself: a rank may be killed in between.
+                self._stream.write(f"{CLEAR if self._live else ''}{text}\n")
+                self._stream.flush()
+                self._live = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._colour
+
+    def live(self, text: str) -> None:
+        """Shows the text in place, below what was printed, until something is; on a terminal alone."""
+        text = text[: self._width - 1]
+        if self._stream is None or not self._colour or text == self._live:
+            return
+        with self._lock:
+            self._stream.write(f"{CLEAR}{text}")
             self._stream.flush()
+            self._live = text
 
     def banner(self, title: str, sections: Mapping[str, Sequence[str]]) -> None:
         """A ruled title, then each section's name in the margin of its lines; none of a section without lines."""

@@ -14,6 +14,7 @@ ROWS = ("metrics.jsonl", "evaluations.jsonl", "eval_completions.jsonl")
 RUN_FILES = (
     *ROWS,
     "completions.jsonl",
+    "per_token.jsonl",
     "config_resolved.yaml",
     "reward_output.txt",
     "reward_curve.png",

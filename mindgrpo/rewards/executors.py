@@ -11,14 +11,14 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from mindgrpo.rewards.call import Caller, Samples
 from mindgrpo.rewards.load import RewardFunction
-from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, RewardResult
+from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, Outcome, RewardResult
 
 # What a step may lose to a function that hangs on all samples together, beside one deadline.
 LONGEST_TOGETHER = 2.5
@@ -50,6 +50,7 @@ class Executor(ABC):
         self._future: Future[Any] = Future()
         self._future.set_result(None)
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._latest = RewardResult()
         # A daemon: what hangs in it must not keep the process from ending.
         self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
         self._thread.start()
@@ -64,7 +65,8 @@ class Executor(ABC):
         self._tasks.put((self._future, samples, list(indices), patient))
 
     def _run(self, samples: Samples, indices: list[int], patient: bool) -> RewardResult:
-        result, started = RewardResult(), time.monotonic()
+        self._latest = result = RewardResult()
+        started = time.monotonic()
         try:
             if indices:
                 self._score(samples, indices, result, patient)
@@ -72,6 +74,11 @@ class Executor(ABC):
             result.fail(indices, Failure(RAISED, f"{type(error).__name__}: {error}"))
         result.seconds = time.monotonic() - started
         return result
+
+    @property
+    def num_done(self) -> int:
+        """Samples of the latest call that have an outcome by now."""
+        return len(self._latest.values) + len(self._latest.failures)
 
     def result(self) -> RewardResult:
         """Wait for what was started, which ends by deadlines of its own."""
@@ -123,9 +130,9 @@ class ThreadExecutor(Executor):
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
-        outcomes = self._caller.together(samples.select(indices))
+        outcomes: Iterable[Outcome] | Failure = self._caller.together(samples.select(indices))
         if isinstance(outcomes, Failure):
             result.together_failure = outcomes
-            outcomes = [self._caller.alone(samples, index) for index in indices]
+            outcomes = (self._caller.alone(samples, index) for index in indices)
         for index, outcome in zip(indices, outcomes, strict=True):
             result.record(index, outcome)

@@ -82,6 +82,10 @@ class Scorer:
                 results[name].add(executor.result())
         return added_up(results, self.weights, len(samples))
 
+    def num_done(self) -> int:
+        """Rewards of the step that are there by now, one a function and sample."""
+        return sum(e.num_done for executors in self._executors.values() for e in executors)
+
     def close(self) -> None:
         """End the worker processes and whatever they started."""
         for executors in self._executors.values():

@@ -107,7 +107,8 @@ def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Pat
     """Each file of rows, and the last step that it holds at the end of `step`."""
     completions = (paths.completions or paths.directory) / "completions.jsonl"
     return [(paths.directory / name, rows_until) for name in continuing.ROWS] + [
-        (completions, step)
+        (completions, step),
+        (paths.directory / "per_token.jsonl", step),
     ]
 
 

@@ -20,6 +20,7 @@ from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.grpo.per_token import token_rows
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
@@ -190,8 +191,12 @@ class RunRecord:
             {**row, "advantage": batch.advantages[i], "token_ids": ids[i]}
             for i, row in enumerate(outcome.scored.rows(batch.rollout, owners))
         )
-        interval = self._loaded.config.rl_config.save_prompt_completions_interval
+        rl, every = self._loaded.config.rl_config, self._loaded.config.monitor_config.per_token
+        interval = rl.save_prompt_completions_interval
         append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
+        if every:
+            by_token = token_rows(batch, outcome.reports, rl.kl_estimator)
+            append_rows(self.directory / "per_token.jsonl", step, by_token, every)
 
     def close(
         self,

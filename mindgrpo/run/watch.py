@@ -6,6 +6,7 @@ What was asked for and is not there is told in a note, and the run goes on.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,7 +19,10 @@ from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
 from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.health.live_line import LiveLine
+from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.health.watchdog import Watchdog
+from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
@@ -42,6 +46,8 @@ class Watch:
         if settings.phase_deadline_action != "off":
             watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
             health.on_beat(watchdog.check)
+        if record.console.is_terminal:
+            health.on_beat(partial(_show_live, LiveLine(), health, record.console))
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
         """On the first rank of each host."""
@@ -122,6 +128,13 @@ class Watch:
         self._profile.finish()
         if self._monitor is not None:
             self._monitor.stop()
+
+
+def _show_live(line: LiveLine, health: RankHealth, console: Console) -> None:
+    """Where this process has the terminal to itself; a launcher shows the line by itself."""
+    heartbeat = health.heartbeat_of(health.rank)
+    if heartbeat is not None:
+        console.live(line.text(heartbeat, time.monotonic()))
 
 
 class Profile:

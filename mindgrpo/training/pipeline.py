@@ -42,6 +42,7 @@ def forward_backward(
             stage.forward(action.micro_batch)
         else:
             stage.backward(action.micro_batch)
+            pipeline.progress(action.micro_batch + 1, len(batches))
     return None if pipeline.net is None else [stage.results[i] for i in range(len(batches))]
 
 

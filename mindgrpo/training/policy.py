@@ -27,7 +27,10 @@ from mindgrpo.weights.local_weights import Weights, round_into
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Positions stay below `num_positions`; `temperature` is the sampling one."""
+    """Positions stay below `num_positions`; `temperature` is the sampling one.
+
+    `keeps_entropies`: reports of updates have those of every token.
+    """
 
     shape: MicroShape
     num_positions: int
@@ -38,6 +41,7 @@ class UpdateSettings:
     adamw: AdamWSettings
     moments_on_host: bool = False
     loss_scale: float = 1.0
+    keeps_entropies: bool = False
 
 
 class Policy:

@@ -12,7 +12,7 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, PackedRollout, padding_share
 from mindgrpo.algorithm.types import Arrays, TrainBatch
-from mindgrpo.training.policy import Policy
+from mindgrpo.training.policy import Policy, UpdateSettings
 
 PerToken = dict[int, np.ndarray]
 
@@ -21,6 +21,7 @@ PerToken = dict[int, np.ndarray]
 class UpdateReport:
     """`logps` by sample, before the update; means and fractions are over the tokens that have a part in the loss.
 
+    `entropies` likewise, and empty unless the policy's settings keep them.
     `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
     either end of the clip decided; `padding_share` is of the rows' positions.
     """
@@ -32,6 +33,7 @@ class UpdateReport:
     clipped_high: float
     grad_norm: float
     logps: PerToken
+    entropies: PerToken
     padding_share: float
 
     @property
@@ -66,7 +68,7 @@ def update(
     norm = policy.gradient_norm()
     num_positions = len(micro_batches) * settings.shape.tokens * grid.data_parallel
     padding = padding_share(packed.rows(settings.shape, members), num_positions)
-    report = _report(settings.loss_config, batch, merged, weights, norm, padding)
+    report = _report(settings, batch, merged, weights, norm, padding)
     _refuse_non_finite(policy, report)
     policy.apply(norm, lr)
     return report
@@ -124,13 +126,14 @@ def _advantages(batch: TrainBatch) -> Arrays | np.ndarray:
 
 
 def _report(
-    config: LossConfig,
+    settings: UpdateSettings,
     batch: TrainBatch,
     merged: Mapping[int, tuple[np.ndarray, np.ndarray]],
     weights: np.ndarray,
     norm: float,
     padding: float,
 ) -> UpdateReport:
+    config = settings.loss_config
     logps = {i: pair[0] for i, pair in merged.items()}
     entropy = {i: pair[1] for i, pair in merged.items()}
     tokens = _tokens(batch, logps, entropy, weights)
@@ -146,6 +149,7 @@ def _report(
         clipped_high=_mean(high),
         grad_norm=norm,
         logps=logps,
+        entropies=entropy if settings.keeps_entropies else {},
         padding_share=padding,
     )
 

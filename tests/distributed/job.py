@@ -35,6 +35,7 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.per_token import token_rows
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings
@@ -162,6 +163,7 @@ class Run:
             loss_config=LossConfig(**(c.LOSS | self.recipe.loss_config)),
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
+            keeps_entropies=True,
         )
         lora = self.recipe.lora and LoraSettings(*self.recipe.lora, TARGETS)
         policy = Policy(self.config, self.train, self.backend, settings, lora)
@@ -219,7 +221,8 @@ class Run:
             update(self.policy, batch, packed, everyone, c.LEARNING_RATE)
             for _ in range(self.recipe.num_iterations)
         ]
-        return _figures(rollout, reports)
+        estimator = self.policy.settings.loss_config.kl_estimator
+        return _figures(rollout, reports) | {"per_token": [*token_rows(batch, reports, estimator)]}
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
@@ -377,8 +380,9 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
     for case in c.ALONE:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
-            outcome.pop("seconds")
-            outcome.pop("greedy")
+            for part in (outcome, *outcome["steps"]):
+                for name in ("seconds", "greedy", "per_token"):
+                    part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
 

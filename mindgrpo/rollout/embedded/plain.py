@@ -7,6 +7,7 @@ samples enter together, so that it is computed once.
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class PlainDecoder:
         self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
     ) -> None:
         self._shard, self._sampling, self._cache_config = shard, sampling, cache_config
+        self._progress = partial(backend.health.progress, "samples")
         self._steps = 1 if backend.shares_memory else DECODE_STEPS
         self._length = cache_config.max_prompt + cache_config.max_tokens
         self._prompts_at_once = max(
@@ -88,6 +90,8 @@ class PlainDecoder:
         while waiting or (self._sample != IDLE).any():
             prompt_tokens += self._admit(batch, waiting)
             steps += self._decode_some(batch)
+            left = sum(map(len, waiting)) + int((self._sample != IDLE).sum())
+            self._progress(len(batch.limits) - left, len(batch.limits))
         rows = steps * slots
         return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -194,6 +195,7 @@ class SlotDecoder:
         self._slots = slots
         self._prompts = backend.graph(_Prompts(shard, slots), "prompts")
         self._shard, self._backend = shard, backend
+        self._progress = partial(backend.health.progress, "samples")
         self._decoders: list[tuple[SamplingParams, Any]] = []
         self._decode = self._decoder_for(sampling)
         self._ticket = Tensor([0], ms.int32)
@@ -234,6 +236,8 @@ class SlotDecoder:
             if self._slots.waiting < layout.slots:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = int(self._decode(self._ticket).asnumpy()[0])
+            num_waiting = sum(len(samples) for samples in waiting)
+            self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
         steps, rows = self._slots.steps
         return RolloutStats(int(batch.lengths.sum()), rows, steps * layout.slots, prompt_tokens)
 

@@ -8,7 +8,6 @@ all.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -32,8 +31,6 @@ from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import check_tensors
-
-PROGRESS_SECONDS = 10.0
 
 
 class EngineMemory(Pool):
@@ -93,6 +90,9 @@ class VllmEngine:
             start |= {"dtype": own.dtype, "max_model_len": own.max_model_len, "seed": own.seed}
             self.description = self._process.start(start | {"arguments": dict(own.arguments)})
         return self._process.request(message, progress or (lambda _: None))
+
+    def _progress(self, message: Message) -> None:
+        self._backend.health.progress("samples", message["finished"], message["of"])
 
     @property
     def capabilities(self) -> Capabilities:
@@ -166,7 +166,7 @@ class VllmEngine:
             # vLLM refuses ids that the model cannot draw.
             stops = [i for i in sampling.stop_ids if i < self._vocab_size]
             message["sampling"]["stop_ids"] = stops
-            reply = self._ask(message, _Progress(self._backend))
+            reply = self._ask(message, self._progress)
             if self._process is not None:
                 self._check_workers(reply, version)
             reply = self._group.gather_objects(reply)[0]
@@ -198,17 +198,3 @@ def _generation(
         rows.append({"prompt": request.prompt.tolist(), "samples": samples})
     settings = asdict(sampling) | {"top_k": max(0, sampling.top_k)}
     return {"type": "generate", "version": version, "sampling": settings, "requests": rows}
-
-
-class _Progress:
-    """Shows every ten seconds how far the engine is, on the first rank alone."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._shown = backend, time.monotonic()
-
-    def __call__(self, message: Message) -> None:
-        now = time.monotonic()
-        if self._backend.rank == 0 and now - self._shown > PROGRESS_SECONDS:
-            self._shown = now
-            done, wanted, tokens = message["finished"], message["of"], message["tokens"]
-            self._backend.health.say(f"vLLM: {done} of {wanted} samples are done, {tokens} tokens")

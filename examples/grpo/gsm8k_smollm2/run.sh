@@ -1,0 +1,1 @@
+../smollm2_sums/run.sh
