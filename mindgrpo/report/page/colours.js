@@ -44,8 +44,11 @@ function background(value, scale, colour) {
 function clippedTokens(sample, rules) {
   const logs = arrayOf(sample, "log_ratio");
   if (!logs || sample.advantage === null) return null;
-  const mean = logs.reduce((sum, value) => sum + value, 0) / Math.max(1, logs.length);
+  // What the policy did not write has no ratio.
+  const written = logs.filter((value) => !Number.isNaN(value));
+  const mean = written.reduce((sum, value) => sum + value, 0) / Math.max(1, written.length);
   return Array.from(logs, (value) => {
+    if (Number.isNaN(value)) return 0;
     const ratio = Math.exp(rules.by_sequence ? mean : value);
     const [isLow, isHigh] = [ratio < 1 - rules.low, ratio > 1 + rules.high];
     if (rules.both_signs) return isLow ? -1 : isHigh ? 1 : 0;
@@ -97,7 +100,7 @@ function tokenLines(sample, index, rules) {
   const lines = [JSON.stringify(tokens ? tokens[index] : sample.text.slice(0, 40))];
   for (const name of COLOURS) {
     const value = tokenValues(sample, name)?.[index];
-    if (value === undefined) continue;
+    if (value === undefined || Number.isNaN(value)) continue;
     const clip = name === "log_ratio" ? clippedTokens(sample, rules)?.[index] : 0;
     const ratio = name === "log_ratio" ? `${figure(Math.exp(value))} (log ${figure(value)})` : figure(value);
     lines.push(`${word(`colour_${name}`)}: ${ratio}${clip ? `, ${word("clipped")}` : ""}`);
