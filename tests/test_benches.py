@@ -98,6 +98,25 @@ def test_the_draw_bench_times_every_truncation_at_every_vocabulary(tmp_path: Pat
             assert len(times) == 5 and min(times.values()) > 0
 
 
+def test_the_report_bench_writes_the_page_of_its_run(tmp_path: Path) -> None:
+    words = [
+        "--steps",
+        "3",
+        "--prompts",
+        "2",
+        "--generations",
+        "2",
+        "--tokens",
+        "5",
+        "--opens",
+        "1",
+    ]
+    figures = printed(tmp_path, "report.py", *words, "--keep", str(tmp_path / "run"))
+    assert figures["samples"] == 3 * 2 * 2
+    assert figures["bytes"] == (tmp_path / "run" / "report.html").stat().st_size
+    assert figures.keys() >= {"seconds_to_write", "seconds_to_open"}
+
+
 def test_a_work_file_with_a_key_missing_or_too_many_is_refused(
     work_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

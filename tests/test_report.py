@@ -187,6 +187,17 @@ def test_a_budget_keeps_whole_groups_of_the_first_and_the_last_step(tmp_path: Pa
         assert all(len(group["samples"]) == GENERATIONS for group in json.loads(text)["groups"])
 
 
+def test_curves_of_a_long_run_are_thinned_and_keep_their_ends(a_run: Path) -> None:
+    rows = [{"step": s, "reward/mean": 0.5, "kl": None, "note": "text"} for s in range(1, 9001)]
+    write_rows(a_run / "metrics.jsonl", rows)
+    (shown,) = data_of(page([read_run(a_run)]))["data"]["runs"]
+    steps = shown["figures"]["steps"]
+    # Evaluations were before the first step and after the fourth.
+    assert {0, 4, 9000} <= set(steps) and len(steps) <= 2002
+    assert shown["figures"]["num_steps"] == 9001
+    assert shown["figures"]["columns"].keys() == {"reward/mean", "eval/accuracy_reward/mean"}
+
+
 def test_a_long_completion_loses_its_middle_and_its_arrays_too(a_run: Path) -> None:
     length = samples.HEAD_TOKENS + samples.TAIL_TOKENS + 5
     row = a_sample(1, 0) | {"length": length, "token_ids": [20] * length}

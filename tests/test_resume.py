@@ -200,6 +200,7 @@ def test_a_run_that_signals_end_twice_goes_on_as_if_nothing_had_happened(
     assert steps_in(output) == [2]
     assert [row["step"] for row in rows(output)] == [1]
     assert json.loads((output / "summary.json").read_text())["ended"] == "SIGTERM was received"
+    assert "SIGTERM was received" in (output / "report.html").read_text(encoding="utf-8")
     # After the dry run of the rewards and some rollouts comes the one that is given up.
     assert interrupted(inputs, output, interrupting(False, 4), *sparse) == 143
     done = steps_in(output)[-1]

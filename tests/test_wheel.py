@@ -14,6 +14,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from report_runs import make_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -70,6 +71,17 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
     (logs,) = (tmp_path / "output" / "logs").iterdir()
     assert (logs / "worker_1.log").read_text() == expected[1]
     assert {path.name for path in tmp_path.iterdir()} == {"my_main.py", "output"}
+
+
+def test_a_page_is_written_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    shown = run(installed / "bin" / "mindgrpo", "report", folder, cwd=tmp_path)
+    assert shown.startswith(f"{folder / 'report.html'} (")
+    (package,) = installed.glob("lib/python*/site-packages/mindgrpo/report")
+    names = {
+        path.name for path in (ROOT / "mindgrpo" / "report").rglob("*.*") if path.suffix != ".pyc"
+    }
+    assert names <= {path.name for path in package.rglob("*.*")}
 
 
 def test_vllm_can_be_installed_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:

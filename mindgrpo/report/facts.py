@@ -12,7 +12,8 @@ from mindgrpo.report.rows import Row
 from mindgrpo.report.run_folder import RunFolder
 from mindgrpo.report.samples import significant
 
-MAX_ROWS = 2000
+# Of these a column has at most the first number, and all columns together about the second one.
+MAX_ROWS, MAX_FIGURES = 2000, 200_000
 # Of a row of metrics, what is no figure.
 _NO_FIGURES = ("step", "nonfinite")
 _FACTS = (
@@ -101,15 +102,15 @@ def _totals(rows: list[Row], prefix: str, suffix: str) -> dict[str, int]:
 
 
 def figures(run: RunFolder) -> dict[str, Any]:
-    """Columns by key over `steps`, of at most MAX_ROWS steps; evaluations before the first step are step 0's."""
+    """Columns by key over `steps`, evenly spaced where there are too many; what was before the first step is step 0's."""
     rows: dict[int, Row] = {}
     for row in [*run.evaluations, *run.metrics]:
         rows[row["step"]] = rows.get(row["step"], {}) | row
     steps = sorted(rows)
-    kept = sorted(
-        {*evenly(steps, MAX_ROWS), *evenly([row["step"] for row in run.evaluations], 200)}
-    )
     keys = dict.fromkeys(key for row in run.metrics + run.evaluations for key in row)
+    limit = max(2, min(MAX_ROWS, MAX_FIGURES // max(1, len(keys))))
+    evaluated = [row["step"] for row in run.evaluations]
+    kept = sorted({*evenly(steps, limit), *evenly(evaluated, limit // 10)})
     columns = {}
     for key in keys:
         values = [significant(rows[step].get(key)) for step in kept]
