@@ -102,7 +102,7 @@ def _totals(rows: list[Row], prefix: str, suffix: str) -> dict[str, int]:
 
 
 def figures(run: RunFolder) -> dict[str, Any]:
-    """Columns by key over `steps`, evenly spaced where there are too many; what was before the first step is step 0's."""
+    """Columns by key over `steps`, evenly spaced where these are too many; step 0 is what was before the first one."""
     rows: dict[int, Row] = {}
     for row in [*run.evaluations, *run.metrics]:
         rows[row["step"]] = rows.get(row["step"], {}) | row
