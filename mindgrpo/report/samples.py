@@ -144,6 +144,9 @@ def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[
         group = packer.group(groups[index], arrays)
         text = data_text(group)
         if size + num_bytes(text) > share:
+            # Packing takes long, and the other groups are hardly smaller.
+            if packed:
+                break
             continue
         packed[index] = text
         size += num_bytes(text)
@@ -201,14 +204,16 @@ def cut_array(text: Any, length: int) -> str | None:
 
 
 # In a script block only these could end it, or a comment in it; JSON reads the escapes as the characters.
-_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+_ESCAPES = {char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def data_text(value: Any) -> str:
     """JSON that can stand in a page's script block, whatever texts it holds."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for char, escape in _ESCAPES.items():
+        text = text.replace(char, escape)
     # Half of a surrogate pair cannot be written.
-    return text.translate(_ESCAPES).encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def num_bytes(text: str) -> int:

@@ -42,7 +42,10 @@ def packed_lengths(texts: Sequence[str]) -> str:
     """Lengths of texts as JavaScript counts them, a byte each in base64; 255 means that the next byte adds to it."""
     out = bytearray()
     for text in texts:
-        length = len(text.encode("utf-16-le", "surrogatepass")) // 2
+        # A character beyond the first 65536 counts twice.
+        length = (
+            len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
+        )
         while length >= 255:
             out.append(255)
             length -= 255
