@@ -274,3 +274,13 @@ def test_halves_are_read_as_they_were_written(opened: Page, report: Path) -> Non
     assert shown == pytest.approx(values, rel=1e-3, abs=1e-8)
     assert opened.value(f"isNaN(halves({json.dumps(packed([float('nan')]))})[0])")
     assert arrays_of({"step": 1, "length": 1}, 0)["log_ratio"] == packed([0.5])
+
+
+def test_a_run_that_has_done_no_step_has_a_page(opened: Page, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    opened.errors.clear()
+    opened.open(write_report([tmp_path]))
+    assert "no summary" in text_of(opened, "#overview")
+    opened.press("ArrowRight")
+    opened.press("/")
+    assert opened.errors == []
