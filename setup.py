@@ -39,7 +39,16 @@ INSTALL_REQUIRES = [
 # Isolation of generated code where bubblewrap is missing; pyseccomp loads the system's libseccomp.so.2.
 CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 
+# Experiment trackers of monitor_config.trackers; a server or a folder needs no more of MLflow than this.
+TRACKERS = {
+    "wandb": ["wandb"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow-skinny"],
+    "trackio": ["trackio"],
+}
+
 EXTRAS_REQUIRE = {
+    **TRACKERS,
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
@@ -57,6 +66,7 @@ EXTRAS_REQUIRE = {
         "hypothesis",
         "datasets",
         *CODE,
+        *(package for packages in TRACKERS.values() for package in packages),
     ],
 }
 

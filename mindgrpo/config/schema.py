@@ -49,6 +49,7 @@ class Config(Section):
         yield from checks.data_contradictions(rl, self.reward_config)
         yield from checks.evaluation_contradictions(rl)
         yield from checks.profiler_contradictions(self.profiler_config)
+        yield from checks.tracker_contradictions(rl, self.monitor_config)
         yield from checks.algorithm_contradictions(rl)
 
     @property

@@ -19,6 +19,7 @@ RUN_FILES = (
     "reward_curve.png",
     "summary.json",
     "tensorboard",
+    "trackers",
     "hf",
     "adapter",
 )

@@ -24,6 +24,8 @@ from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
+from mindgrpo.monitor.run_process import write_process
+from mindgrpo.monitor.trackers.started import Trackers
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
@@ -43,7 +45,7 @@ class RunRecord:
         launched: float,
         start: Start | None = None,
     ) -> None:
-        """`start`: where a run that was asked to go on begins. Nothing is written before `begin`."""
+        """`start`: where a run that was asked to go on begins. Only process.json is written before `begin`."""
         self._loaded, self._plan, self._backend = loaded, plan, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
@@ -55,6 +57,8 @@ class RunRecord:
         made = make_output_paths(loaded.config, name, start) if self._is_writer else None
         self._paths: OutputPaths = backend.world.gather_objects(made)[0]
         self.directory, self.model_directory = self._paths.directory, self._paths.model
+        if self._is_writer:
+            write_process(self.directory, backend.health.heartbeat_file)
         backend.compile_log.listener = self._compiling
 
     @property
@@ -78,6 +82,17 @@ class RunRecord:
             self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
         )
         self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
+        self._trackers = self._start_trackers()
+
+    def _start_trackers(self) -> Trackers:
+        settings, kept = self._loaded.config.monitor_config, self._paths.completions
+        about = {
+            "directory": str(self.directory.absolute()),
+            "completions": str(kept.absolute() / "completions.jsonl") if kept else None,
+            "project": settings.tracker_project or mindgrpo.__name__,
+            "name": settings.tracker_run_name or self.label,
+        }
+        return Trackers(settings.trackers, about, self.console.line)
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -147,6 +162,7 @@ class RunRecord:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
+        self._trackers.check()
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
@@ -225,6 +241,7 @@ class RunRecord:
         if ended is not None:
             summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
             self.console.line(f"  warning: {failed}")
         if ended is None:
