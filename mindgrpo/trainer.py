@@ -96,10 +96,15 @@ class GRPOTrainer:
 
         Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
         """
+        is_stopped = True
         try:
-            return self._train()
+            directory = self._train()
+            is_stopped = False
+            return directory
         finally:
             self.run.backend.health.end_checks()
+            # After the other ranks have ended, so that none of them waits.
+            self.run.record.end_trackers(is_stopped)
 
     def _train(self) -> Path:
         run, session, ended = self.run, self.session, None

@@ -25,7 +25,7 @@ from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.monitor.run_process import write_process
-from mindgrpo.monitor.trackers.started import Trackers
+from mindgrpo.monitor.trackers.started import SECONDS_AFTER_STOP, Trackers
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
@@ -53,6 +53,7 @@ class RunRecord:
         self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
+        self._trackers: Trackers | None = None
         # All are made now: a folder that cannot be written is better told before a run than after it.
         made = make_output_paths(loaded.config, name, start) if self._is_writer else None
         self._paths: OutputPaths = backend.world.gather_objects(made)[0]
@@ -84,8 +85,10 @@ class RunRecord:
         self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
         self._trackers = self._start_trackers()
 
-    def _start_trackers(self) -> Trackers:
+    def _start_trackers(self) -> Trackers | None:
         settings, kept = self._loaded.config.monitor_config, self._paths.completions
+        if not settings.trackers:
+            return None
         about = {
             "directory": str(self.directory.absolute()),
             "completions": str(kept.absolute() / "completions.jsonl") if kept else None,
@@ -162,7 +165,8 @@ class RunRecord:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
-        self._trackers.check()
+        if self._trackers is not None:
+            self._trackers.check()
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
@@ -241,7 +245,8 @@ class RunRecord:
         if ended is not None:
             summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)
+        if self._trackers is not None:
+            self._trackers.ask_to_finish()
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
             self.console.line(f"  warning: {failed}")
         if ended is None:
@@ -260,6 +265,12 @@ class RunRecord:
                 "curve": [str(self.directory / "reward_curve.png")],
             }
             self.console.banner("done", sections)
+
+    def end_trackers(self, is_stopped: bool) -> None:
+        """Waits for what trackers still have to send, less long where the run was stopped; nothing else may follow."""
+        if self._trackers is not None:
+            seconds = self._loaded.config.monitor_config.tracker_finish_seconds
+            self._trackers.close(min(seconds, SECONDS_AFTER_STOP) if is_stopped else seconds)
 
 
 def _computes_in(backend: Backend) -> str:

@@ -23,7 +23,9 @@ from mindgrpo.monitor.trackers.process import DONE, FAILED
 from mindgrpo.monitor.trackers.registry import label_of, processes_of
 
 FOLDER = "trackers"
-SECONDS_AFTER_FAILURE = 5.0
+# Where a run has failed or was stopped by a signal, somebody waits for its end.
+SECONDS_AFTER_STOP = 5.0
+SECONDS_IN_SILENCE = 2.0
 SECONDS_BETWEEN_LOOKS = 0.02
 LONGEST_COMPLAINT = 65536
 
@@ -90,6 +92,7 @@ class Trackers:
     ) -> None:
         self._say = say
         self._running: list[TrackerProcess] = []
+        self._is_asked = False
         for tracker in processes_of(trackers):
             try:
                 self._running.append(TrackerProcess(tracker, about))
@@ -103,19 +106,30 @@ class Trackers:
         for process in [one for one in self._running if one.has_ended]:
             self._end(process)
 
-    def close(self, seconds: float, is_done: bool = True) -> None:
-        """Gives all of them together so many seconds to send what is written, and ends them."""
-        until = time.monotonic() + seconds
-        for process in self._running:
+    def ask_to_finish(self, is_done: bool = True) -> None:
+        """The run has written all that it will; it does not wait for them yet. Only the first call counts."""
+        asked, self._is_asked = self._is_asked, True
+        for process in () if asked else self._running:
             process.ask_to_finish(is_done)
-        while time.monotonic() < until and not all(one.has_ended for one in self._running):
+
+    def close(self, seconds: float) -> None:
+        """Gives all of them together so many seconds to send what is written, and ends them."""
+        self.ask_to_finish(is_done=False)
+        start = time.monotonic()
+        until, tells_at = start + seconds, start + SECONDS_IN_SILENCE
+        while (late := [one.label for one in self._running if not one.has_ended]) and (
+            time.monotonic() < until
+        ):
+            if time.monotonic() > tells_at:
+                self._say(f"  waiting up to {seconds:g} s for {', '.join(late)} ...")
+                tells_at = until
             time.sleep(SECONDS_BETWEEN_LOOKS)
         for process in [*self._running]:
             self._end(process)
         atexit.unregister(self._close_failed)
 
     def _close_failed(self) -> None:
-        self.close(SECONDS_AFTER_FAILURE, is_done=False)
+        self.close(SECONDS_AFTER_STOP)
 
     def _end(self, process: TrackerProcess) -> None:
         self._running.remove(process)
