@@ -10,7 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from mindgrpo.monitor.trackers.started import Trackers
 OWN = Path(__file__).with_name("own_trackers.py")
 ROOT = OWN.parent.parent
 PROJECT = "sums"
+PATIENCE = 60.0
 FAILING = ("Raises", "FillsTheDisk", "Asks", "NeedsAPackage", "Hangs")
 # Steps 3 and 4 are made twice: the tracker has step 3 from before the resume.
 WORDS = ("--rl_config.save_ckpt_interval=2", "--actor_config.lr_schedule.lr_decay_style=constant")
@@ -214,8 +216,51 @@ def test_a_tracker_that_fails_is_told_in_one_line(
 
 
 def test_nothing_of_a_tracker_outlives_the_run(failing: tuple[Path, str]) -> None:
-    commands = [_command(path) for path in Path("/proc").glob("[0-9]*")]
-    assert not [words for words in commands if str(failing[0]) in words]
+    assert not commands_with(failing[0])
+
+
+def test_a_tracker_hears_that_the_run_failed(plain: Path, tmp_path: Path) -> None:
+    run, lines = tmp_path / "run", []
+    shutil.copytree(plain, run)
+    about = {"directory": str(run), "completions": None, "project": "p", "name": "n"}
+    trackers = Trackers(own("Keeps"), about, lines.append)
+    trackers.ask_to_finish(is_done=False)
+    trackers.close(PATIENCE)
+    *_, last = kept_by(run, "Keeps")
+    assert last == {"summary": None} and not lines
+
+
+def test_a_tracker_that_hangs_ends_with_the_rank_that_is_killed(
+    plain: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(plain, run)
+    about = {"directory": str(run), "completions": None, "project": "p", "name": "n"}
+    script = (
+        "import json, sys, time; from mindgrpo.monitor.trackers.started import Trackers; "
+        f"Trackers({own('Hangs')!r}, json.loads(sys.argv[1]), print); time.sleep(3600)"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", script, json.dumps(about)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        wait_until((run / "trackers" / "Hangs" / "state.json").exists)
+    finally:
+        rank.kill()
+        rank.wait()
+    wait_until(lambda: not commands_with(run))
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def commands_with(run: Path) -> list[str]:
+    return [words for path in Path("/proc").glob("[0-9]*") if str(run) in (words := _command(path))]
 
 
 def _command(process: Path) -> str:
