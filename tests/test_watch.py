@@ -155,12 +155,14 @@ def test_the_present_phase_is_shown_where_the_run_was_launched(run: Path) -> Non
     heartbeat = run / "heartbeat_0"
     write_process(run, heartbeat)
     now = time.monotonic()
-    HeartbeatFile(heartbeat).write(Heartbeat(os.getpid(), now, "rollout", now, step=3, serial=9))
+    HeartbeatFile(heartbeat).write(
+        Heartbeat(os.getpid(), now, "rollout", now - 20, 3, 9, graph_since=now - 500)
+    )
     watching = Watching(run)
     try:
         watching.wait_for(BEGINNING[-1])
         until = time.monotonic() + PATIENCE
-        while not watching.lines[-1].startswith("  now in phase rollout of step 3, for "):
+        while not watching.lines[-1].startswith("  now in phase rollout of step 3, for 2"):
             assert time.monotonic() < until, watching.lines
             time.sleep(0.02)
     finally:

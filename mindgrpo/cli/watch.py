@@ -123,7 +123,8 @@ class _Watched:
         heartbeat = process.last_heartbeat() if process is not None else None
         if heartbeat is None:
             return
-        seconds = time.monotonic() - (heartbeat.graph_since or heartbeat.since)
+        since = heartbeat.graph_since if heartbeat.graph else heartbeat.since
+        seconds = time.monotonic() - since
         phase = (heartbeat.serial, heartbeat.graph)
         if phase != self._shown_phase and (self._shown_phase is None or seconds > LONG_PHASE):
             self._shown_phase = phase

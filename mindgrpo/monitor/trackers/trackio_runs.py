@@ -19,8 +19,6 @@ class TrackioTracker:
             config=dict(run.config),
             resume="allow" if run.id else "never",
             embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
         )
         self.id = str(self._run.name)  # by which the package resumes
 
