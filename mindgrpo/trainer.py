@@ -96,15 +96,14 @@ class GRPOTrainer:
 
         Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
         """
-        is_stopped = True
         try:
             directory = self._train()
-            is_stopped = False
-            return directory
         finally:
             self.run.backend.health.end_checks()
-            # After the other ranks have ended, so that none of them waits.
-            self.run.record.end_trackers(is_stopped)
+            self.run.record.ask_trackers_to_finish()
+        # The other ranks have ended: none of them waits.
+        self.run.record.wait_for_trackers()
+        return directory
 
     def _train(self) -> Path:
         run, session, ended = self.run, self.session, None

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -228,6 +228,19 @@ def test_a_tracker_hears_that_the_run_failed(plain: Path, tmp_path: Path) -> Non
     trackers.close(PATIENCE)
     *_, last = kept_by(run, "Keeps")
     assert last == {"summary": None} and not lines
+
+
+def test_a_run_that_fails_lets_its_trackers_finish(inputs: Path, tmp_path: Path) -> None:
+    def breaks(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+        if list(completions) != list(answers):
+            raise ValueError("these are no answers")
+        return [1.0] * len(completions)
+
+    words = ["--reward_config.max_failed_steps=1", "--rl_config.max_steps=4"]
+    words += ["--monitor_config.trackers", *own("Keeps")]
+    with pytest.raises(UserError, match="failed on all samples"):
+        small_runs.run(inputs, tmp_path / "run", *words, reward=breaks)
+    wait_until(lambda: kept_by(tmp_path / "run", "Keeps")[-1] == {"summary": None})
 
 
 def test_a_tracker_that_hangs_ends_with_the_rank_that_is_killed(

@@ -25,7 +25,7 @@ from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.monitor.run_process import write_process
-from mindgrpo.monitor.trackers.started import SECONDS_AFTER_STOP, Trackers
+from mindgrpo.monitor.trackers.started import Trackers
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
@@ -266,11 +266,15 @@ class RunRecord:
             }
             self.console.banner("done", sections)
 
-    def end_trackers(self, is_stopped: bool) -> None:
-        """Waits for what trackers still have to send, less long where the run was stopped; nothing else may follow."""
+    def ask_trackers_to_finish(self) -> None:
+        """Tells them that the run has failed, unless `close` was reached; what they still do ends with the process."""
         if self._trackers is not None:
-            seconds = self._loaded.config.monitor_config.tracker_finish_seconds
-            self._trackers.close(min(seconds, SECONDS_AFTER_STOP) if is_stopped else seconds)
+            self._trackers.ask_to_finish(is_done=False)
+
+    def wait_for_trackers(self) -> None:
+        """Waits for what they still have to send; nothing else may follow."""
+        if self._trackers is not None:
+            self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)
 
 
 def _computes_in(backend: Backend) -> str:
