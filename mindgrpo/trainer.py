@@ -97,9 +97,13 @@ class GRPOTrainer:
         Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
         """
         try:
-            return self._train()
+            directory = self._train()
         finally:
             self.run.backend.health.end_checks()
+            self.run.record.ask_trackers_to_finish()
+        # The other ranks have ended: none of them waits.
+        self.run.record.wait_for_trackers()
+        return directory
 
     def _train(self) -> Path:
         run, session, ended = self.run, self.session, None

@@ -114,14 +114,15 @@ def run(folder: Path, output: Path | None, *words: str, reward: Reward = spread)
     return GRPOTrainer(loaded, [reward], name="small").train()
 
 
+def is_own(key: str) -> bool:
+    """Whether a figure depends on the machine."""
+    return key.startswith(OWN_OF_A_SESSION) or key.endswith("/seconds")
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the machine."""
     return [
-        {
-            key: value
-            for key, value in row.items()
-            if not key.startswith(OWN_OF_A_SESSION) and not key.endswith("/seconds")
-        }
+        {key: value for key, value in row.items() if not is_own(key)}
         for row in read_metrics(run / "metrics.jsonl")
     ]
 

@@ -94,7 +94,10 @@ def test_a_section_can_be_set_or_taken_back_as_a_whole(load: Loader) -> None:
         (["--max_completion_length=3"], "--generate_config.sampling_config.max_tokens here"),
         (["--clip_ratio", "0.1"], "it is called --rl_config.epsilon_low here"),
         (["--actor_rollout_ref.rollout.n", "8"], "it is called rl_config.num_generations here"),
-        (["--use_wandb", "true"], "--use_wandb is no flag of this program; metrics are written to"),
+        (
+            ["--use_wandb", "true"],
+            "--use_wandb is no flag of this program; it is called --monitor_config.trackers here",
+        ),
         (["--rl_config.bta", "1"], "did you mean rl_config.beta (command line --rl_config.bta)"),
         (["--rl_config.beta"], "--rl_config.beta on the command line has no value"),
         (["--rl_config.epochs", "0"], "(command line --rl_config.epochs)"),

@@ -92,6 +92,11 @@ def test_an_alias_is_found_as_its_trainer_writes_it_and_by_its_last_word() -> No
         ("actor_rollout_ref.actor.optim.lr", "actor_config.lr_schedule.lr"),
         ("trainer.default_local_dir", "output_dir"),
         ("logging_dir", "rl_config.tensorboard_dir"),
+        ("report_to", "monitor_config.trackers"),
+        ("trainer.logger", "monitor_config.trackers"),
+        ("project_name", "monitor_config.tracker_project"),
+        ("trainer.experiment_name", "monitor_config.tracker_run_name"),
+        ("run_name", "monitor_config.tracker_run_name"),
         ("num_generations_eval", "rl_config.eval_num_generations"),
     ],
 )

@@ -311,6 +311,10 @@ def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Pat
     assert "lots" in only_sentence(ended.stderr)
 
 
+def test_a_tracker_that_is_nowhere_is_told(refused: Check) -> None:
+    assert "no file nowhere.py" in refused("--monitor_config.trackers", "nowhere.py:Mine")
+
+
 def test_a_file_where_the_model_should_go_is_told(refused: Check, tmp_path: Path) -> None:
     (tmp_path / "taken").touch()
     sentence = refused("--actor_config.save", str(tmp_path / "taken"))

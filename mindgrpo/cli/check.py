@@ -10,6 +10,7 @@ from mindgrpo.backend.targets import check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
+from mindgrpo.monitor.trackers.registry import check_installed
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.output_paths import run_name
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
     if loaded.config.output_dir and loaded.config.rl_config.resume_training is False:
         check_free(loaded.config.output_dir)
+    check_installed(loaded.config.monitor_config.trackers)
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:

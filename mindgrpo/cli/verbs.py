@@ -25,6 +25,8 @@ USAGE = {
           [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
           [--greedy] [--samples N] [--step N]        ... greedy, fewer prompts, the seed of step N (default 0)
           [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL""",
+    "watch": """\
+  watch   RUN                                        the steps of a run from another terminal, as they come""",
     "check": """\
   check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device""",
     "plan": """\

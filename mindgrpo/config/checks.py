@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from os.path import normpath
 
 from mindgrpo.config.algorithm import SCALES
-from mindgrpo.config.observation import MonitorConfig, ProfilerConfig
+from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConfig
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
@@ -155,6 +155,14 @@ def profiler_contradictions(profiler: ProfilerConfig) -> Iterator[str]:
         yield (
             f"{prefix}profile_step_end {stop} is not above {prefix}profile_step_start {start}, so no step would be "
             "traced; raise it, or set it to -1 for the end of the run"
+        )
+
+
+def tracker_contradictions(rl: RLConfig, monitor: MonitorConfig) -> Iterator[str]:
+    if TENSORBOARD in monitor.trackers and not rl.tensorboard:
+        yield (
+            f"monitor_config.trackers {monitor.trackers} has tensorboard, but rl_config.tensorboard is False; leave "
+            "one of them out"
         )
 
 

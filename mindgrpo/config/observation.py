@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_TEXT, Section, spelled
+from mindgrpo.config.section import BEFORE_LIST, BEFORE_TEXT, OptionalText, Section, spelled
 
 # Users' names for phases -> ours; ours are accepted as well.
 PROFILED_STAGES: dict[str, str] = {
@@ -18,6 +19,9 @@ PROFILED_STAGES: dict[str, str] = {
 for _phase in ("reshard", "score", *PROFILED_STAGES.values(), "sync_reference"):
     PROFILED_STAGES[_phase] = _phase
 
+TENSORBOARD = "tensorboard"
+TRACKERS = (TENSORBOARD, "wandb", "swanlab", "mlflow", "trackio")
+OWN_TRACKER = re.compile(r"[^:]+:[^\W\d]\w*")
 
 _Seconds = Annotated[float | None, Field(gt=0)]
 
@@ -68,6 +72,18 @@ class MonitorConfig(Section):
     rl_config.save_prompt_completions_interval; 0: never"""
     report: bool = True
     """write report.html, a page about the whole run, into its folder when it ends"""
+    trackers: Annotated[list[str], BEFORE_LIST] = Field(
+        [],
+        description="where metrics, completions and the configuration are recorded besides the run's folder: "
+        f"{', '.join(TRACKERS)} (tensorboard: as rl_config.tensorboard), or a class of one's own as module:Class or "
+        "file.py:Class; see docs/trackers.md",
+    )
+    tracker_project: OptionalText = None
+    """project or experiment that the trackers keep the run in; null: mindgrpo"""
+    tracker_run_name: OptionalText = None
+    """name of the run in the trackers; null: that of its folder"""
+    tracker_finish_seconds: float = Field(60.0, gt=0)
+    """seconds that all trackers together have at the end of a run to send what is written; then they are ended"""
 
     @field_validator("host_monitor_steps")
     @classmethod
@@ -78,6 +94,17 @@ class MonitorConfig(Section):
                 raise ValueError(
                     "must hold step numbers from 1 up and pairs [first, last] of such, as [1, [5, 8]]"
                 )
+        return value
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_trackers(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in TRACKERS and not OWN_TRACKER.fullmatch(name):
+                raise ValueError(f"must hold {', '.join(TRACKERS)}, module:Class or file.py:Class")
+        labels = [name.rpartition(":")[2] for name in value]
+        if len({*labels}) < len(labels):
+            raise ValueError("must name each tracker once, and classes by different names")
         return value
 
     @property

@@ -50,6 +50,7 @@ class Config(Section):
         yield from checks.evaluation_contradictions(rl)
         yield from checks.per_token_contradictions(rl, self.monitor_config)
         yield from checks.profiler_contradictions(self.profiler_config)
+        yield from checks.tracker_contradictions(rl, self.monitor_config)
         yield from checks.algorithm_contradictions(rl)
 
     @property

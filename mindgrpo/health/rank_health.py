@@ -51,6 +51,10 @@ class RankHealth:
         threading.Thread(target=health._beat, name="heartbeat", daemon=True).start()
         return health
 
+    @property
+    def heartbeat_file(self) -> Path | None:
+        return heartbeat_path(self.folder, self.rank) if self.folder else None
+
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_SECONDS)

@@ -21,6 +21,7 @@ RUN_FILES = (
     "report.html",
     "summary.json",
     "tensorboard",
+    "trackers",
     "hf",
     "adapter",
 )

@@ -17,6 +17,7 @@ from mindgrpo.grpo.prompt_source import PromptSource
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import runtime_settings
+from mindgrpo.monitor.trackers.registry import check_installed
 from mindgrpo.run.preflight import Inputs, Reward, prepare
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import check_same_start, find_start
@@ -62,6 +63,7 @@ def open_run(
     backend = connect(context.target, dict(os.environ), settings)
     check_same_start(config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
+    on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
     scores = backend.rank == 0
     inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
     prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)

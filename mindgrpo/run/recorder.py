@@ -26,6 +26,8 @@ from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
+from mindgrpo.monitor.run_process import write_process
+from mindgrpo.monitor.trackers.started import Trackers
 from mindgrpo.report.at_end import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
@@ -46,7 +48,7 @@ class RunRecord:
         launched: float,
         start: Start | None = None,
     ) -> None:
-        """`start`: where a run that was asked to go on begins. Nothing is written before `begin`."""
+        """`start`: where a run that was asked to go on begins. Only process.json is written before `begin`."""
         self._loaded, self._plan, self._backend = loaded, plan, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
@@ -54,10 +56,13 @@ class RunRecord:
         self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
+        self._trackers: Trackers | None = None
         # All are made now: a folder that cannot be written is better told before a run than after it.
         made = make_output_paths(loaded.config, name, start) if self._is_writer else None
         self._paths: OutputPaths = backend.world.gather_objects(made)[0]
         self.directory, self.model_directory = self._paths.directory, self._paths.model
+        if self._is_writer:
+            write_process(self.directory, backend.health.heartbeat_file)
         backend.compile_log.listener = self._compiling
 
     @property
@@ -81,6 +86,19 @@ class RunRecord:
             self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
         )
         self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
+        self._trackers = self._start_trackers()
+
+    def _start_trackers(self) -> Trackers | None:
+        settings, kept = self._loaded.config.monitor_config, self._paths.completions
+        if not settings.trackers:
+            return None
+        about = {
+            "directory": str(self.directory.absolute()),
+            "completions": str(kept.absolute() / "completions.jsonl") if kept else None,
+            "project": settings.tracker_project or mindgrpo.__name__,
+            "name": settings.tracker_run_name or self.label,
+        }
+        return Trackers(settings.trackers, about, self.console.line)
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -150,6 +168,8 @@ class RunRecord:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
+        if self._trackers is not None:
+            self._trackers.check()
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
@@ -234,6 +254,8 @@ class RunRecord:
         if ended is not None:
             summary["ended"] = ended
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if self._trackers is not None:
+            self._trackers.ask_to_finish()
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
             self.console.line(f"  warning: {failed}")
         report = self._write_report()
@@ -263,6 +285,16 @@ class RunRecord:
         if failed:
             self.console.line(f"  warning: {failed}")
         return [] if failed else [str(path)]
+
+    def ask_trackers_to_finish(self) -> None:
+        """Tells them that the run has failed, unless `close` was reached; what they still do ends with the process."""
+        if self._trackers is not None:
+            self._trackers.ask_to_finish(is_done=False)
+
+    def wait_for_trackers(self) -> None:
+        """Waits for what they still have to send; nothing else may follow."""
+        if self._trackers is not None:
+            self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)
 
 
 def _computes_in(backend: Backend) -> str:

@@ -1,0 +1,141 @@
+"""The trackers' processes, as rank 0 sees them: it starts them, hears of their ends, and gives them time at its own.
+
+A process follows the run's files. Nothing here waits for one before the run's end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mindgrpo
+from mindgrpo.errors import one_line
+from mindgrpo.monitor.trackers.process import DONE, FAILED
+from mindgrpo.monitor.trackers.registry import label_of, processes_of
+
+FOLDER = "trackers"
+# Where a run has failed or was stopped by a signal, somebody waits for its end.
+SECONDS_AFTER_STOP = 5.0
+SECONDS_IN_SILENCE = 2.0
+SECONDS_BETWEEN_LOOKS = 0.02
+LONGEST_COMPLAINT = 65536
+
+
+class TrackerProcess:
+    """`about`: what process.py needs besides the tracker, its folder and this process."""
+
+    def __init__(self, tracker: str, about: Mapping[str, Any]) -> None:
+        self.label = label_of(tracker)
+        self.folder = Path(about["directory"]) / FOLDER / self.label
+        words = {**about, "tracker": tracker, "folder": str(self.folder), "parent": os.getpid()}
+        package = str(Path(mindgrpo.__file__).parents[1])
+        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mindgrpo.monitor.trackers.process", json.dumps(words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            # Ctrl-C is for the run, and what the package starts is ended with it.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._pipe = self._process.stdin
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask_to_finish(self, is_done: bool) -> None:
+        with suppress(OSError):
+            self._pipe.write(DONE if is_done else FAILED)
+            self._pipe.flush()
+
+    def end(self) -> str | None:
+        """Kills what is left of it; why it has failed, None if it has not."""
+        status = self._process.poll()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        with suppress(OSError):
+            self._pipe.close()
+        complaint = self._complaint()
+        if status == 0:
+            return None
+        if status is None:
+            return "did not finish in time and was ended"
+        return complaint or f"its process ended with status {status}"
+
+    def _complaint(self) -> str:
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            os.set_blocking(pipe.fileno(), False)
+            text = (pipe.read(LONGEST_COMPLAINT) or b"").decode(errors="replace").strip()
+        # Where Python itself has failed it is a traceback.
+        return one_line(text.splitlines()[-1]) if text else ""
+
+
+class Trackers:
+    """One process for each; `say` prints a line. A tracker that fails is told once and the run goes on without it."""
+
+    def __init__(
+        self, trackers: Sequence[str], about: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._running: list[TrackerProcess] = []
+        self._is_asked = False
+        for tracker in processes_of(trackers):
+            try:
+                self._running.append(TrackerProcess(tracker, about))
+            except OSError as error:
+                self._warn(label_of(tracker), f"its process cannot be started ({error.strerror})")
+        if self._running:
+            atexit.register(self._close_failed)
+
+    def check(self) -> None:
+        """Tells of those that have ended before the run."""
+        for process in [one for one in self._running if one.has_ended]:
+            self._end(process)
+
+    def ask_to_finish(self, is_done: bool = True) -> None:
+        """The run has written all that it will; it does not wait for them yet. Only the first call counts."""
+        asked, self._is_asked = self._is_asked, True
+        for process in () if asked else self._running:
+            process.ask_to_finish(is_done)
+
+    def close(self, seconds: float) -> None:
+        """Gives all of them together so many seconds to send what is written, and ends them."""
+        self.ask_to_finish(is_done=False)
+        start = time.monotonic()
+        until, tells_at = start + seconds, start + SECONDS_IN_SILENCE
+        while (late := [one.label for one in self._running if not one.has_ended]) and (
+            time.monotonic() < until
+        ):
+            if time.monotonic() > tells_at:
+                self._say(f"  waiting up to {seconds:g} s for {', '.join(late)} ...")
+                tells_at = until
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        for process in [*self._running]:
+            self._end(process)
+        atexit.unregister(self._close_failed)
+
+    def _close_failed(self) -> None:
+        self.close(SECONDS_AFTER_STOP)
+
+    def _end(self, process: TrackerProcess) -> None:
+        self._running.remove(process)
+        failed = process.end()
+        if failed is not None:
+            self._warn(process.label, f"{failed}; see {process.folder / 'log.txt'}")
+
+    def _warn(self, label: str, reason: str) -> None:
+        self._say(f"  warning: tracker {label}: {reason}")
