@@ -25,6 +25,7 @@ from mindgrpo.grpo.metrics import logprob_gap, step_metrics
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
+from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.policy import Policy
@@ -267,10 +268,12 @@ def test_rewards_by_length_are_told_the_tokens_that_the_policy_wrote() -> None:
         columns.update(told)
         return Scores({"f": REWARDS}, REWARDS, REWARDS < 0)
 
-    alone = SimpleNamespace(rank=0, world=SimpleNamespace(gather_objects=lambda value: [value]))
+    world = SimpleNamespace(gather_objects=lambda value: [value])
+    alone = SimpleNamespace(rank=0, world=world, health=RankHealth(0, 1, None))
     prompt = SimpleNamespace(text="", answer="", question="", columns={})
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    scorer = RolloutScorer(SimpleNamespace(score=score), words, alone)  # type: ignore[arg-type]
+    rewards = SimpleNamespace(score=score, names=["f"], num_done=lambda: 0)
+    scorer = RolloutScorer(rewards, words, alone)  # type: ignore[arg-type]
     scorer.score(rollout(), [prompt] * len(TURNS))  # type: ignore[list-item]
     assert columns["completion_lengths"] == [turns.count("P") for turns in TURNS]
     assert [len(ids) for ids in columns["completion_ids"]] == [len(turns) for turns in TURNS]

@@ -58,6 +58,11 @@ class Words:
 class Parity:
     """1 where the first token is even, nothing where it is divisible by seven, and one failure."""
 
+    names = ("even",)
+
+    def num_done(self) -> int:
+        return 0
+
     def score(self, texts: list[str], answers: list[str], columns: Any) -> Scores:
         first = [int(text.split()[0]) for text in texts]
         values = np.array([np.nan if n % 7 == 0 else float(n % 2 == 0) for n in first])

@@ -18,6 +18,7 @@ from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
+from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
@@ -42,6 +43,7 @@ class Rank:
 
     def __init__(self, rank: int, told: Any = None) -> None:
         self.rank, self.world, self.told = rank, self, told
+        self.health = RankHealth(rank, 2, None)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value if self.rank == 0 else self.told, None]
@@ -121,7 +123,7 @@ def test_what_rank_0_finds_wrong_is_every_ranks_error() -> None:
 def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:
     class Broken(Scorer):
         def __init__(self) -> None:
-            pass
+            self.names = []
 
         def score(self, *_: Any) -> Any:
             raise OSError("no more processes")
