@@ -87,9 +87,13 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(made: Made) 
     words = (*STEPS, *LORA, *DEVICE, *TIGHT)
     whole = made(*words)
     resumed = made(*words, "--resume_training", str(folder_of(whole, 2)))
-    ignored = {"host_device_bytes"}
+    # MindSpore's own operations try numbers of threads in their first calls, which changes last bits: in a process that
+    # goes on, these are calls of the generator that come later in the other.
+    gaps = {"logprob_gap/mean", "logprob_gap/max"}
     for one, other in zip(rows(resumed), rows(whole), strict=True):
-        assert {k: v for k, v in one.items() if k not in ignored} == {
-            k: v for k, v in other.items() if k not in ignored
-        }
+        for key in (one.keys() | other.keys()) - {"host_device_bytes"}:
+            if key in gaps:
+                assert one[key] == pytest.approx(other[key], abs=3e-6), key
+            else:
+                assert one[key] == other[key], key
     assert model_bits(resumed) == model_bits(whole)
