@@ -11,16 +11,21 @@ from pathlib import Path
 import mindgrpo
 
 
-def start_program(module: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """`python -m module --parent PID words`; the program ends with this process, see health/parent.py."""
+def environment_of_programs() -> dict[str, str]:
+    """This process's, with this package to import from where it was imported here."""
     package = str(Path(mindgrpo.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def start_program(module: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
+    """`python -m module --parent PID words`; the program ends with this process, see health/parent.py."""
     return subprocess.Popen(
         [sys.executable, "-m", module, "--parent", str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        env=environment_of_programs(),
     )
 
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import mindgrpo
 from mindgrpo.errors import one_line
+from mindgrpo.monitor.child_program import environment_of_programs
 from mindgrpo.monitor.trackers.process import DONE, FAILED
 from mindgrpo.monitor.trackers.registry import label_of, processes_of
 
@@ -37,14 +37,12 @@ class TrackerProcess:
         self.label = label_of(tracker)
         self.folder = Path(about["directory"]) / FOLDER / self.label
         words = {**about, "tracker": tracker, "folder": str(self.folder), "parent": os.getpid()}
-        package = str(Path(mindgrpo.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mindgrpo.monitor.trackers.process", json.dumps(words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            env=environment_of_programs(),
             # Ctrl-C is for the run, and what the package starts is ended with it.
             start_new_session=True,
         )
