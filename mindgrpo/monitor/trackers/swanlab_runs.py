@@ -23,6 +23,8 @@ class SwanlabTracker:
             id=self.id,
             resume="allow",
             config=dict(run.config),
+            # What this process takes is not what the run takes.
+            settings=swanlab.Settings(probe={"monitor": False}),
             **own,
         )
 
