@@ -27,6 +27,7 @@ from mindgrpo.rollout.embedded.engine import Request
 
 pytestmark = WITH_C
 ROWS = 3
+SPANS_REFUSED = "kernel attention: span (2, 4, 4) of token 4 is not of its cluster"
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_what_a_kernel_refuses_is_said_in_its_own_words(backend: CpuBackend) -> 
     nothing = Tensor([0.0], ms.float32)
     qkv = Tensor(np.zeros((8, heads.width), np.float32))
     for position, sentence in (
-        (0, "kernel attention: span (2, 4, 4) of token 4 is not of its cluster"),
+        (0, SPANS_REFUSED),
         (16, "kernel attention: position 16 of token 0 is not below the 16 rotary angles"),
     ):
         # A graph that has failed once does not run again.
@@ -108,6 +109,22 @@ def test_what_a_kernel_refuses_is_said_in_its_own_words(backend: CpuBackend) -> 
         with pytest.raises(RuntimeError) as caught:
             graph(qkv, nothing, nothing, nothing, positions, Tensor(spans))
         assert str(caught.value) == sentence
+
+
+def test_a_call_says_its_own_error_and_not_that_of_a_graph_before(backend: CpuBackend) -> None:
+    spans = np.zeros((1, 8, 3), np.int32)
+    spans[0, 4:] = (2, 4, 4)
+    nothing, heads = Tensor([0.0], ms.float32), Heads(1, 1, 2)
+    attention = NativeKernels().attention(heads, np.zeros((16, 4), np.float32))
+    qkv, positions = (
+        Tensor(np.zeros((8, heads.width), np.float32)),
+        Tensor(np.zeros((1, 8), np.int32)),
+    )
+    with pytest.raises(RuntimeError, match="AOT kernel"):
+        attention(qkv, nothing, nothing, nothing, positions, Tensor(spans))
+    with pytest.raises(RuntimeError, match="^kernel square_sums: "):
+        library.call_kernel("square_sums", np.ones(1, np.float32))
+    assert str(library.kernel_error()) == SPANS_REFUSED
 
 
 def test_memory_that_is_used_up_inside_a_graph_is_the_users_to_hear(

@@ -7,7 +7,7 @@
 #include <stdio.h>
 
 /* Fewer elements than this take less time than waking another thread does. */
-enum { SENTENCE = 512, ALONE_BELOW = 16384 };
+enum { ALONE_BELOW = 16384 };
 
 static struct {
     pthread_mutex_t busy;
@@ -19,17 +19,18 @@ int fail(const Call *call, int kind, const char *format, ...) {
     va_list values;
     va_start(values, format);
     pthread_mutex_lock(&last.busy);
-    if (!last.kind) {
-        int size = snprintf(last.sentence, SENTENCE, "kernel %s: ", call->name);
-        vsnprintf(last.sentence + size, SENTENCE - size, format, values);
-        last.kind = kind;
+    char *sentence = call->sentence ? call->sentence : last.sentence;
+    if (!sentence[0]) {
+        int size = snprintf(sentence, SENTENCE, "kernel %s: ", call->name);
+        vsnprintf(sentence + size, SENTENCE - size, format, values);
+        if (!call->sentence) last.kind = kind;
     }
     pthread_mutex_unlock(&last.busy);
     va_end(values);
     return kind;
 }
 
-/* The kind of the first error since the last call of this, and its sentence in `sentence` [512]; 0 without one. */
+/* The kind of the first error in a graph since the last call of this, and its sentence in `sentence` [512]; 0 without one. */
 int kernel_take_error(char *sentence) {
     pthread_mutex_lock(&last.busy);
     int kind = last.kind;

@@ -6,8 +6,9 @@
  * has one value in a call (`dim`). `?` marks an optional tensor: shape [1] says that there is none (`optional`). `...`
  * stands for any further dims, as many elements wherever it is written. Constants (sizes, flags) arrive as tensors too.
  *
- * A kernel that fails keeps a sentence for Python (kernel_take_error) and returns its kind, which ends the graph. No
- * kernel keeps a pointer to its tensors after it returns.
+ * A kernel that fails writes a sentence and returns its kind, which ends the graph. The sentence goes where the caller
+ * asks for it: MindSpore's stream, which is NULL on a CPU, is a buffer [SENTENCE] of `call_kernel`'s; a graph's kernels
+ * keep theirs for Python (kernel_take_error). No kernel keeps a pointer to its tensors after it returns.
  */
 #ifndef MINDGRPO_KERNEL_H
 #define MINDGRPO_KERNEL_H
@@ -19,7 +20,7 @@
 #include "bf16.h"
 #include "thread_pool.h"
 
-enum { KERNEL_REFUSED = 1, KERNEL_OUT_OF_MEMORY = 2, ANY_SHAPE = 26 };
+enum { KERNEL_REFUSED = 1, KERNEL_OUT_OF_MEMORY = 2, ANY_SHAPE = 26, SENTENCE = 512 };
 
 typedef struct {
     const char *name;
@@ -28,6 +29,7 @@ typedef struct {
     const int *ndims;
     int64_t *const *shapes;
     const char *const *dtypes;
+    char *sentence;              /* of a direct call; NULL in a graph */
     int64_t dims[ANY_SHAPE + 1]; /* by letter, then the elements of [...]; -1 where it has none */
     uint32_t absent;             /* bit i: tensor i is optional and not there */
 } Call;
@@ -35,7 +37,7 @@ typedef struct {
 /* 0 if the call is as `tensors` says. */
 int check_call(Call *call, const char *tensors);
 
-/* Keeps the sentence "kernel NAME: ..." for Python unless an earlier one is still unread; returns `kind`. */
+/* Keeps the sentence "kernel NAME: ..." for the caller, in graphs unless an earlier one is unread; returns `kind`. */
 __attribute__((format(printf, 3, 4))) int fail(const Call *call, int kind, const char *format, ...);
 #define refuse(call, ...) fail(call, KERNEL_REFUSED, __VA_ARGS__)
 
@@ -69,8 +71,8 @@ int over_rows(const Call *call, void (*rows)(const Call *call, int64_t begin, in
     static int NAME##_checked(Call *call);                                                                   \
     int NAME(int num_params, void **params, int *ndims, int64_t **shapes, const char **dtypes, void *stream, \
              void *extra) {                                                                                  \
-        Call call = {#NAME, num_params, params, ndims, shapes, dtypes, {0}, 0};                              \
-        (void)stream, (void)extra;                                                                           \
+        Call call = {#NAME, num_params, params, ndims, shapes, dtypes, stream, {0}, 0};                      \
+        (void)extra;                                                                                         \
         int status = check_call(&call, TENSORS);                                                             \
         return status ? status : NAME##_checked(&call);                                                      \
     }                                                                                                        \

@@ -170,14 +170,17 @@ def operation(
 
 
 def kernel_error() -> Exception | None:
-    """What the first kernel that failed since the last call of this has to say: UserError where memory is used up,
-    RuntimeError for a call that the kernel refused. A graph itself ends with a number only."""
+    """What the first kernel that failed in a graph since the last call of this has to say (see `_error`). A graph
+    itself ends with a number only."""
     loaded = library()
     sentence = ctypes.create_string_buffer(SENTENCE_BYTES)
     kind = 0 if loaded is None else int(loaded.kernel_take_error(sentence))
-    if not kind:
-        return None
-    text = sentence.value.decode(errors="replace")
+    return _error(kind, sentence) if kind else None
+
+
+def _error(kind: int, sentence: Any) -> Exception:
+    """UserError where memory is used up, RuntimeError for a call that the kernel refused."""
+    text = sentence.value.decode(errors="replace") or f"a kernel ended with {kind}"
     if kind == OUT_OF_MEMORY:
         return UserError(
             f"{text}: the memory of this machine is used up; take fewer or shorter samples at a time, or fewer ranks."
@@ -186,7 +189,8 @@ def kernel_error() -> Exception | None:
 
 
 def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
-    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what `kernel_error` gives.
+    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what the kernel has to say: UserError
+    where memory is used up, RuntimeError for a call that it refused.
 
     ValueError for an array whose elements are not one behind the other in memory.
     """
@@ -197,14 +201,15 @@ def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
         raise ValueError("a kernel needs memory without gaps")
     count = len(arrays)
     shapes = [(ctypes.c_int64 * array.ndim)(*array.shape) for array in arrays]
+    sentence = ctypes.create_string_buffer(SENTENCE_BYTES)
     status = getattr(loaded, symbol)(
         count,
         (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays)),
         (ctypes.c_int * count)(*(array.ndim for array in arrays)),
         (ctypes.c_void_p * count)(*(ctypes.addressof(shape) for shape in shapes)),
         (ctypes.c_char_p * count)(*(array.dtype.name.encode() for array in arrays)),
-        None,
+        sentence,
         None,
     )
     if status:
-        raise kernel_error() or RuntimeError(f"kernel {symbol} ended with {status}")
+        raise _error(status, sentence)
