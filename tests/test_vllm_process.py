@@ -286,12 +286,22 @@ backend = CpuBackend(dict(os.environ))
 engine = engine_of(backend, Path({folder!r}))
 publish(engine, backend, 1)
 print(engine._process._process.pid, flush=True)
-time.sleep(60)
+{then}
+"""
+CLOSE = """
+owned = engine._process
+wait = owned._process.wait
+def and_a_beat(*arguments):
+    code = wait(*arguments)
+    owned._check()
+    return code
+owned._process.wait = and_a_beat
+engine.close()
 """
 
 
-def rank_with_engine(folder: Path) -> subprocess.Popen[str]:
-    words = RANK.format(tests=str(DOUBLE.parent), folder=str(folder))
+def rank_with_engine(folder: Path, then: str = "time.sleep(60)") -> subprocess.Popen[str]:
+    words = RANK.format(tests=str(DOUBLE.parent), folder=str(folder), then=then)
     environment = os.environ | {"MINDGRPO_STATUS_DIR": str(folder / "status")}
     (folder / "status").mkdir()
     return subprocess.Popen(
@@ -322,6 +332,12 @@ def test_an_engine_that_ends_while_nobody_asks_ends_its_rank(tmp_path: Path) -> 
     assert failure is not None and failure.rank == 0
     assert "vLLM's engine of rank 0 was killed by signal 9" in failure.message
     assert not names_in_shared_memory()
+
+
+def test_an_engine_that_was_asked_to_end_does_not_end_its_rank(tmp_path: Path) -> None:
+    rank = rank_with_engine(tmp_path, CLOSE)
+    assert rank.wait(15) == 0
+    assert read_failure(tmp_path / "status", 0) is None
 
 
 def test_the_launcher_hears_what_a_killed_rank_leaves_in_shared_memory(tmp_path: Path) -> None:

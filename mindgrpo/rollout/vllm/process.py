@@ -65,7 +65,7 @@ class EngineProcess:
     ) -> None:
         self._health = health
         self._log = _open_log(health)
-        self._is_asked = False
+        self._is_asked = self._is_ending = False
         self._left_behind: list[str] = []
         self._socket, other = socket.socketpair()
         self._socket.settimeout(command.max_start_seconds)
@@ -157,7 +157,9 @@ class EngineProcess:
 
     def _check(self) -> None:
         """Ends this rank where its engine has ended between requests: the next one may be far away."""
-        if self._is_asked or self._process.poll() is None or self._health.folder is None:
+        # First: an end that was asked for comes after it was.
+        has_ended = self._process.poll() is not None
+        if not has_ended or self._is_asked or self._is_ending or self._health.folder is None:
             return
         folder, rank = self._health.folder, self._health.rank
         sentence = self._ending(position_of(folder, rank).strip() or "while it had nothing to do")
@@ -168,8 +170,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """Asks it to end, and kills it where it does not."""
-        self._is_asked = True
-        with suppress(OSError, EngineLost, EngineFailed):
+        self._is_ending = True
+        with suppress(OSError, EngineLost, EngineFailed, subprocess.TimeoutExpired):
             self._socket.settimeout(END_SECONDS)
             self.request({"type": "stop"})
             self._process.wait(END_SECONDS)
@@ -177,7 +179,7 @@ class EngineProcess:
 
     def _kill(self) -> None:
         """The process and what it started, and what these have left in shared memory."""
-        self._is_asked = True
+        self._is_ending = True
         atexit.unregister(self._kill)
         # An engine that never was ready has not told what it has there.
         self._left_behind += shared_files_of(_members(self._process.pid))
