@@ -25,8 +25,9 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.packing import MicroShape, micro_batches, pack
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.contract import Heads, Kernels
+from mindgrpo.backend.kernels.contract import Heads
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.probes.kernel_cases import PackedAttention
 from mindgrpo.errors import UserError
 
 
@@ -78,19 +79,6 @@ def test_norms_and_gates_agree() -> None:
 # -- packed rows --------------------------------------------------------------------------------------------------
 
 
-class Packed(nn.Cell):
-    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
-        super().__init__()
-        self.rope_and_mask = kernels.rope_and_mask(rotary)
-        self.attention = kernels.attention(heads, rotary)
-
-    def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
-    ) -> Any:
-        one, other = self.rope_and_mask(positions, spans)
-        return self.attention(qkv, bias, q_norm, k_norm, one, other)
-
-
 class Groups:
     """What packing reads of a rollout: groups of completions, some of one token, that share prompts."""
 
@@ -119,7 +107,7 @@ def packed_inputs(heads: Heads) -> list[np.ndarray]:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_rows_agree_in_float32(heads: Heads) -> None:
     rotary = rotary_of(heads)
-    cells = [Packed(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
@@ -128,7 +116,7 @@ def test_packed_rows_agree_in_float32(heads: Heads) -> None:
 def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
     heads = HEADS[2]
     rotary, inputs = rotary_of(heads), packed_inputs(heads)
-    cells = [Packed(kernels, heads, rotary) for kernels in (fused(dtype), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(dtype), PlainKernels())]
     assert_cells_agree(cells, inputs, TOLERANCE[dtype])
     with pytest.raises(AssertionError):
         assert_cells_agree(cells, inputs, TOLERANCE["float32"])
@@ -137,14 +125,17 @@ def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
 def test_packed_rows_agree_in_a_graph() -> None:
     heads = HEADS[2]
     rotary = rotary_of(heads)
-    cells = [Packed(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
 @eager()
 def test_without_a_dtype_attention_is_the_plain_one() -> None:
     heads = HEADS[2]
-    cells = [Packed(kernels, heads, rotary_of(heads)) for kernels in (fused(None), PlainKernels())]
+    cells = [
+        PackedAttention(kernels, heads, rotary_of(heads))
+        for kernels in (fused(None), PlainKernels())
+    ]
     assert_cells_agree(cells, packed_inputs(heads), 0.0)
 
 

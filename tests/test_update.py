@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mindgrpo.algorithm import packing
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
-from mindgrpo.algorithm.packing import MicroShape, PackedRollout, pack
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
@@ -275,6 +276,50 @@ def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
         outcomes.append(one_update(policy_of(settings), given))
     assert_same(outcomes[0], outcomes[1])
     assert outcomes[0].report.grad_norm > 0.01
+
+
+WITHOUT_KL = {
+    "grpo": LossConfig(epsilon_low=0.1, epsilon_high=0.1),
+    "gspo": replace(VARIANTS["gspo"], beta=0.0, entropy_coef=0.0),
+    "cispo": replace(VARIANTS["cispo"], beta=0.0, entropy_coef=0.0),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KL)
+@pytest.mark.parametrize("equal", [range(3, 8), range(8)], ids=["some", "all"])
+def test_samples_without_advantage_need_no_backward_pass(
+    policy_of: PolicyOf, packed: Outcome, name: str, equal: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(SETTINGS, shape=MicroShape(1, 24, 1), loss_config=WITHOUT_KL[name])
+    given = elaborate(packed)
+    given.advantages[equal] = 0.0
+    backward: list[int] = []
+    accumulate = Policy.accumulate
+
+    def counted(policy: Policy, batches: list[MicroBatch], *rest: Any) -> Any:
+        backward.append(len(batches))
+        return accumulate(policy, batches, *rest)
+
+    monkeypatch.setattr(Policy, "accumulate", counted)
+    spared = one_update(policy_of(settings), given)
+    monkeypatch.setattr("mindgrpo.training.accumulate.FORWARD_SHARE", 1.0)
+    whole = one_update(policy_of(settings), given)
+    assert backward == [*([3] if len(equal) < 8 else []), 8]
+    assert_same(spared, whole)
+    assert spared.report.clip_fraction == whole.report.clip_fraction
+    assert (spared.report.grad_norm > 0.01) == (len(equal) < 8)
+
+
+@pytest.mark.parametrize("term", [{"beta": 0.05}, {"entropy_coef": 0.02}], ids=str)
+def test_samples_without_advantage_have_a_gradient_by_kl_and_by_entropy(
+    policy_of: PolicyOf, packed: Outcome, term: dict[str, float]
+) -> None:
+    settings = replace(
+        SETTINGS, shape=MicroShape(1, 24, 1), loss_config=LossConfig(0.1, 0.1, **term)
+    )
+    given = elaborate(packed)
+    given.advantages[:] = 0.0
+    assert one_update(policy_of(settings), given).report.grad_norm > 1e-3
 
 
 def test_samples_that_are_not_members_have_no_part_in_the_update(policy_of: PolicyOf) -> None:

@@ -56,6 +56,20 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
     return np.exp(-difference) + difference - 1.0
 
 
+def has_gradient(
+    advantages: Sequence[np.ndarray] | np.ndarray, weights: np.ndarray, loss_config: LossConfig
+) -> np.ndarray:
+    """bool [samples]: whether a sample's term of `policy_loss` depends on the policy at all.
+
+    Not without a weight, nor with advantages 0 (a group of equal rewards) where neither KL nor entropy is in the loss.
+    `advantages` a number or float [completion length] a sample.
+    """
+    weighted = weights > 0
+    if loss_config.beta > 0 or loss_config.entropy_coef > 0:
+        return weighted
+    return weighted & np.array([bool(np.any(value)) for value in advantages], bool)
+
+
 @dataclass(frozen=True)
 class Tokens:
     """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""

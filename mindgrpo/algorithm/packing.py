@@ -177,6 +177,11 @@ class MicroBatch:
             start += placed.completion
 
 
+def num_micro_batches(rows: Sequence[Row], shape: MicroShape, num_shares: int) -> int:
+    """Of each of `num_shares` data-parallel ranks; one at least."""
+    return max(1, -(-len(rows) // (shape.rows * num_shares)))
+
+
 def micro_batches(
     rollout: Rollout, rows: Sequence[Row], shape: MicroShape, num_shares: int, share: int
 ) -> list[MicroBatch]:
@@ -184,7 +189,7 @@ def micro_batches(
 
     All have the same number of picks: the most that one of this rank needs, rounded up to a bucket.
     """
-    count = max(1, -(-len(rows) // (shape.rows * num_shares)))
+    count = num_micro_batches(rows, shape, num_shares)
     mine = list(rows[share::num_shares])
     mine += [()] * (count * shape.rows - len(mine))
     batches = [tuple(mine[i : i + shape.rows]) for i in range(0, len(mine), shape.rows)]

@@ -5,22 +5,26 @@ Token ids travel with their lengths, finish reasons and masks, so no mask is eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-STOPPED, LENGTH = "stop", "length"
+STOPPED, LENGTH, MAX_TURNS = "stop", "length", "max_turns"
 
 Arrays = Sequence[np.ndarray]
+Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class Completion:
     """One completion of an engine: `tokens` int32 [n], `logps` float32 [n] in nats at the sampling temperature.
 
-    `sample` is its number among a step's samples, `version` that of the weights that wrote it.
+    `sample` is its number among a step's samples, `version` that of the weights that wrote it. Of a conversation,
+    `action_mask` bool [n] says which tokens the policy wrote (None: all), and `messages` are its turns and what tools
+    answered.
     """
 
     sample: int
@@ -28,6 +32,8 @@ class Completion:
     logps: np.ndarray
     finish_reason: str
     version: int
+    action_mask: np.ndarray | None = None
+    messages: Messages = ()
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Rollout:
     `prompt_ids` and `completion_ids` are int32 [tokens]. For each token of a completion, `generator_logps` float32 has
     the log-prob at which it was drawn, `action_mask` bool whether the policy wrote it (a tool's or a template's tokens
     are context: no loss, no advantage, in no mean), `weights_version` int32 the version of the weights that wrote it.
+    `messages` are a conversation's turns and tools' answers, () for a completion of one turn.
     """
 
     prompt_ids: Arrays
@@ -46,6 +53,7 @@ class Rollout:
     group_ids: Sequence[int]
     action_mask: Arrays
     weights_version: Arrays
+    messages: Sequence[Messages]
 
     @classmethod
     def single_turn(
@@ -68,6 +76,7 @@ class Rollout:
             tuple(group_ids),
             tuple(np.ones(n, bool) for n in lengths),
             tuple(np.full(n, v, np.int32) for n, v in zip(lengths, versions, strict=True)),
+            ((),) * len(lengths),
         )
 
     def __len__(self) -> int:
@@ -132,6 +141,11 @@ class TrainBatch:
     def __len__(self) -> int:
         return len(self.rollout)
 
+    @property
+    def loss_advantages(self) -> Arrays | np.ndarray:
+        """A sample's number, or an array of its tokens' where those differ."""
+        return self.advantages if self.token_advantages is None else self.token_advantages
+
 
 def collect(
     prompts: Arrays,
@@ -150,7 +164,7 @@ def collect(
         raise ValueError(f"{len(ordered)} completions arrived for {len(expected)} samples")
     groups = range(len(prompts)) if groups is None else groups
     owners = [(completion.sample - first) // num_generations for completion in ordered]
-    return Rollout.single_turn(
+    rollout = Rollout.single_turn(
         [prompts[owner] for owner in owners],
         [c.tokens for c in ordered],
         [c.finish_reason for c in ordered],
@@ -158,3 +172,9 @@ def collect(
         [groups[owner] for owner in owners],
         [c.version for c in ordered],
     )
+    whole = rollout.action_mask
+    masks = [
+        c.action_mask if c.action_mask is not None else m
+        for c, m in zip(ordered, whole, strict=True)
+    ]
+    return replace(rollout, action_mask=tuple(masks), messages=tuple(c.messages for c in ordered))

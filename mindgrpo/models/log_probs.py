@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import nn, ops
+import mindspore as ms
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
@@ -30,6 +31,7 @@ class TokenLogProbs(nn.Cell):
         self.logits = kernels.matmul(transpose_b=True)
         self.chunk = _Chunk(kernels, vocabulary, group)
         self.whole = _Whole(kernels, vocabulary, group)
+        self.nothing = Tensor([0.0], ms.float32)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         count = x.shape[0]
@@ -37,9 +39,12 @@ class TokenLogProbs(nn.Cell):
             logp, entropy, _ = self.whole(self.logits(x, table), labels)
             return logp, entropy
         logps, entropies = [], []
+        before = self.nothing
         for start in range(0, count, self.rows):
             stop = min(start + self.rows, count)
-            logp, entropy, _ = self.chunk(x[start:stop], table, labels[start:stop])
+            logp, entropy, before, table = self.chunk(
+                x[start:stop], table, labels[start:stop], before
+            )
             logps.append(logp)
             entropies.append(entropy)
         return ops.concat(logps, 0), ops.concat(entropies, 0)
@@ -70,7 +75,11 @@ class _Whole(nn.Cell):
 
 
 class _Chunk(nn.Cell):
-    """As _Whole, from (x, table, labels), keeping x and not its logits for the backward."""
+    """As _Whole, from (x, table, labels), keeping x and not its logits for the backward; gives the table on.
+
+    One chunk after the other, or the logits of all would be made at once: `before` is of the chunk before, and the
+    table's gradient, a sum over chunks, comes from the one behind.
+    """
 
     def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group) -> None:
         super().__init__()
@@ -80,12 +89,13 @@ class _Chunk(nn.Cell):
         self.to_x = kernels.matmul()
         self.to_table = kernels.matmul_gradient()
 
-    def construct(self, x: Any, table: Any, labels: Any) -> Any:
-        return self.whole(self.logits(x, table), labels)
+    def construct(self, x: Any, table: Any, labels: Any, before: Any) -> Any:
+        logp, entropy, log_total = self.whole(self.logits(ops.depend(x, before), table), labels)
+        return logp, entropy, log_total, table
 
-    def bprop(self, x: Any, table: Any, labels: Any, out: Any, dout: Any) -> Any:
-        # Tied to dout, or the logits of all chunks would be made at once.
-        logits = self.logits(ops.depend(x, dout[0]), table)
+    def bprop(self, x: Any, table: Any, labels: Any, before: Any, out: Any, dout: Any) -> Any:
+        own = ops.depend(ops.depend(x, dout[0]), dout[3])
+        logits = self.logits(own, table)
         dlogits = self.gradient(logits, labels, out[2], out[1], dout[0], dout[1])
-        dx, dtable = self.to_x(dlogits, table), self.to_table(dlogits, x)
-        return dx, dtable, ops.zeros_like(labels)
+        dx, dtable = self.to_x(dlogits, table), dout[3] + self.to_table(dlogits, x)
+        return dx, dtable, ops.zeros_like(labels), ops.zeros_like(before)

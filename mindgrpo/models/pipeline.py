@@ -14,10 +14,8 @@ from mindspore import Tensor
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend, Link
 from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
+from mindgrpo.models.local_sizes import LOGITS_BYTES
 from mindgrpo.models.shard import Shard
-
-# The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
-LOGITS_BYTES = 64 << 20
 
 
 class ForwardPipeline:

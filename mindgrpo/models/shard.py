@@ -11,6 +11,7 @@ from mindspore import nn
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.local_sizes import local_heads, local_vocabulary
 from mindgrpo.models.lora import LowRankLinear, unfused_keys
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
 from mindgrpo.models.parallel_cells import Float32Gradient, Linear, Same, ToFloat32
@@ -49,7 +50,7 @@ class Shard:
         self.kv_heads = max(1, config.num_key_value_heads // tp_size)
         # Ranks of the group that hold the same heads of keys and values.
         self.kv_copies = max(1, tp_size // config.num_key_value_heads)
-        self.local_vocab = -(-config.vocab_size // tp_size)
+        self.local_vocab = local_vocabulary(config, tp_size)
         self.kernels = backend.kernels
         self.first_token = self.local_vocab * layout.grid.coordinates(weights.rank).model
         # Trained roles have gradients for exactly these, in this order.
@@ -117,16 +118,7 @@ class Shard:
         return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
 
     def heads(self) -> Heads:
-        """As attention's kernels take them: a norm over the whole projection, and its bias, are none of theirs."""
-        config = self.config
-        return Heads(
-            self.query_heads,
-            self.kv_heads,
-            config.head_dim,
-            config.qkv_bias and config.family.qk_norm != "projection",
-            config.rms_norm_eps if config.family.qk_norm == "head" else None,
-            config.query_scale,
-        )
+        return local_heads(self.config, self.weights.layout.grid.model_parallel)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

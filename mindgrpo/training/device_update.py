@@ -16,11 +16,9 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.graph import Graph
 from mindgrpo.training.adamw import AdamWSettings
+from mindgrpo.training.buckets import buckets
 from mindgrpo.training.gradient_sync import sums_of
 from mindgrpo.weights.local_weights import FusedParameter, Weights
-
-# What is summed over ranks in one call: large enough for the links, small beside the gradients.
-BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class _SumOverGroup(nn.Cell):
         self.outer = tuple(own.shape[:-1] for own in columns)
         self.widths = tuple(own.shape[-1] for own in columns)
         self.sizes = tuple(tuple(own.size(*one) for one in own.ranges) for own in columns)
-        self.buckets = _buckets([sum(sizes) for sizes in self.sizes])
+        self.buckets = buckets([sum(sizes) for sizes in self.sizes])
         self.total = group.sum_cell()
 
     def construct(self, ticket: Any) -> Any:
@@ -72,19 +70,6 @@ class _SumOverGroup(nn.Cell):
                     columns.append(old[..., cursor:])
                 ticket = ops.depend(ticket, ops.assign(old, ops.concat(columns, -1)))
         return ticket
-
-
-def _buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Indices of neighbours that share a bucket."""
-    buckets: list[list[int]] = [[]]
-    room = BUCKET_BYTES // 4
-    for index, size in enumerate(sizes):
-        if buckets[-1] and size > room:
-            buckets.append([])
-            room = BUCKET_BYTES // 4
-        buckets[-1].append(index)
-        room -= size
-    return tuple(map(tuple, buckets))
 
 
 class _Norm(nn.Cell):

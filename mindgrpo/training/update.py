@@ -10,8 +10,9 @@ import numpy as np
 from mindgrpo.algorithm import losses, non_finite
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
-from mindgrpo.algorithm.packing import MicroBatch, PackedRollout, padding_share
+from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.types import Arrays, TrainBatch
+from mindgrpo.training.accumulate import accumulate_gradients
 from mindgrpo.training.policy import Policy, UpdateSettings
 
 PerToken = dict[int, np.ndarray]
@@ -46,28 +47,18 @@ def update(
 ) -> UpdateReport:
     """Updates the policy by samples `members` of `batch`, whose rollout is `packed`; all ranks together.
 
-    The loss is normalised over `members`, whatever rank or row they are on. Raises NonFiniteUpdate, on all ranks alike
-    and with weights and moments untouched, where a log-prob, the loss or the gradient is not finite.
+    The loss is normalised over `members`, whatever rank or row they are on. Samples without a gradient go forward only.
+    Raises NonFiniteUpdate, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
+    gradient is not finite.
     """
-    backend, settings = policy.backend, policy.settings
-    grid = policy.weights.layout.grid
-    coordinates = grid.coordinates(backend.rank)
-    micro_batches = packed.micro_batches(
-        settings.shape, grid.data_parallel, coordinates.data, members
-    )
+    settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
-    inputs = [_loss_inputs(micro, batch, weights, settings.loss_config) for micro in micro_batches]
-    results = policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
-    own: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    if results is not None and coordinates.model == 0:
-        for micro, result in zip(micro_batches, results, strict=True):
-            entropy = micro.gather(result.entropy)
-            own |= {i: (logps, entropy[i]) for i, logps in micro.gather(result.logps).items()}
-    by_rank = backend.world.gather_objects(own)
+    own, padding = accumulate_gradients(policy, batch, packed, members, weights)
+    if policy.weights.layout.grid.coordinates(policy.backend.rank).model != 0:
+        own = {}
+    by_rank = policy.backend.world.gather_objects(own)
     merged = {i: pair for samples in by_rank for i, pair in samples.items()}
     norm = policy.gradient_norm()
-    num_positions = len(micro_batches) * settings.shape.tokens * grid.data_parallel
-    padding = padding_share(packed.rows(settings.shape, members), num_positions)
     report = _report(settings, batch, merged, weights, norm, padding)
     _refuse_non_finite(policy, report)
     policy.apply(norm, lr)
@@ -97,32 +88,6 @@ def _weights(batch: TrainBatch, members: Sequence[int], config: LossConfig) -> n
     weights = np.zeros(len(batch), np.float32)
     weights[chosen] = losses.token_weights(batch.rollout.action_lengths[chosen], config, mask)
     return weights
-
-
-def _loss_inputs(
-    micro: MicroBatch, batch: TrainBatch, weights: np.ndarray, config: LossConfig
-) -> tuple[np.ndarray, ...]:
-    """What PolicyLoss takes after the entropy, [M] each; what its settings do not read is all zeros."""
-    zeros = np.zeros(micro.picks.size, np.float32)
-
-    def spread(values: Arrays | np.ndarray | None) -> np.ndarray:
-        return zeros if values is None else micro.spread(values)
-
-    segments = (zeros.astype(np.int32), zeros)
-    if config.by_sequence:
-        segments = micro.segments()
-    return (
-        spread(batch.old_logps),
-        spread(batch.reference_logps),
-        spread(_advantages(batch)),
-        spread(weights) * micro.actions,
-        spread(batch.rollout_is_weights),
-        *segments,
-    )
-
-
-def _advantages(batch: TrainBatch) -> Arrays | np.ndarray:
-    return batch.advantages if batch.token_advantages is None else batch.token_advantages
 
 
 def _report(
@@ -178,7 +143,7 @@ def _tokens(
         old=tokens(batch.old_logps),
         reference=tokens(batch.reference_logps),
         entropy=tokens(entropy),
-        advantages=tokens(_advantages(batch)),
+        advantages=tokens(batch.loss_advantages),
         weights=tokens(weights),
         rollout_is_weights=np.ones(own.size) if correction is None else tokens(correction),
         lengths=batch.rollout.action_lengths[order],

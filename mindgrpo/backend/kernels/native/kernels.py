@@ -56,47 +56,52 @@ def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
     return third
 
 
+# Gradients are the operations' and not the cells' own: of cells with one MindSpore computes nothing again.
 class _RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.run = operation("rms_norm", _as_first, _as_first)
-        self.back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        nothing = Tensor([0.0], ms.float32)
+
+        def bprop(x: Any, weight: Any, eps: Any, out: Any, dout: Any) -> Any:
+            dx, dweight = back(x, weight, eps, dout, nothing)
+            return dx, dweight, ops.zeros_like(eps)
+
+        self.run = operation("rms_norm", _as_first, _as_first, bprop)
         self.eps = Tensor([eps], ms.float32)
-        self.nothing = Tensor([0.0], ms.float32)
 
     def construct(self, x: Any, weight: Any) -> Any:
         return self.run(x, weight, self.eps)
-
-    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
-        return self.back(x, weight, self.eps, dout, self.nothing)
 
 
 class _AddRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.run = operation("add_rms_norm", _as_first_twice, _as_first_twice)
-        self.back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+
+        def bprop(x: Any, added: Any, weight: Any, eps: Any, out: Any, dout: Any) -> Any:
+            dx, dweight = back(out[0], weight, eps, dout[1], dout[0])
+            return dx, dx, dweight, ops.zeros_like(eps)
+
+        self.run = operation("add_rms_norm", _as_first_twice, _as_first_twice, bprop)
         self.eps = Tensor([eps], ms.float32)
 
     def construct(self, x: Any, added: Any, weight: Any) -> Any:
         return self.run(x, added, weight, self.eps)
 
-    def bprop(self, x: Any, added: Any, weight: Any, out: Any, dout: Any) -> Any:
-        dx, dweight = self.back(out[0], weight, self.eps, dout[1], dout[0])
-        return dx, dx, dweight
-
 
 class _SwiGlu(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        self.run = operation("gated", _half_as_wide, _as_first)
-        self.back = operation("gated_grad", _as_first, _as_first)
+        back = operation("gated_grad", _as_first, _as_first)
+
+        def bprop(both: Any, out: Any, dout: Any) -> Any:
+            return (back(both, dout),)
+
+        self.run = operation("gated", _half_as_wide, _as_first, bprop)
 
     def construct(self, both: Any) -> Any:
         return self.run(both)
-
-    def bprop(self, both: Any, out: Any, dout: Any) -> Any:
-        return (self.back(both, dout),)
 
 
 class _Embedding(nn.Cell):
@@ -132,8 +137,29 @@ class _Attention(nn.Cell):
         def gradient_types(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
             return qkv, bias, q_norm, k_norm
 
-        self.run = operation("attention", mixed_shapes, _as_first_twice)
-        self.back = operation("attention_grad", gradient_shapes, gradient_types)
+        back = operation("attention_grad", gradient_shapes, gradient_types)
+
+        def bprop(
+            qkv: Any,
+            bias: Any,
+            q_norm: Any,
+            k_norm: Any,
+            positions: Any,
+            spans: Any,
+            rotary: Any,
+            sizes: Any,
+            numbers: Any,
+            out: Any,
+            dout: Any,
+        ) -> Any:
+            context = positions, spans, rotary, sizes, numbers
+            gradients = back(qkv, bias, q_norm, k_norm, *context, out[0], out[1], dout[0])
+            zeros = []
+            for constant in context:
+                zeros.append(ops.zeros_like(constant))
+            return (*gradients, *zeros)
+
+        self.run = operation("attention", mixed_shapes, _as_first_twice, bprop)
         self.rotary = Tensor(rotary)
         self.sizes = Tensor([queries, heads.kv, dim], ms.int32)
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
@@ -144,33 +170,6 @@ class _Attention(nn.Cell):
         return self.run(
             qkv, bias, q_norm, k_norm, positions, spans, self.rotary, self.sizes, self.numbers
         )
-
-    def bprop(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        positions: Any,
-        spans: Any,
-        out: Any,
-        dout: Any,
-    ) -> Any:
-        dqkv, dbias, dq_norm, dk_norm = self.back(
-            qkv,
-            bias,
-            q_norm,
-            k_norm,
-            positions,
-            spans,
-            self.rotary,
-            self.sizes,
-            self.numbers,
-            out[0],
-            out[1],
-            dout[0],
-        )
-        return dqkv, dbias, dq_norm, dk_norm, ops.zeros_like(positions), ops.zeros_like(spans)
 
 
 class _Mixed(nn.Cell):
