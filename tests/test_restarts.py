@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,10 +93,11 @@ class Started:
         tmp_path: Path,
         source: str,
         prepare: Callable[[], object] = listen_to_ctrl_c,
+        flags: Sequence[str] = (),
         **more: str,
     ) -> None:
         self._mark = f"MINDGRPO_STATUS_DIR={tmp_path / 'logs'}".encode()
-        command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "2", "--"]
+        command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "2", *flags, "--"]
         self.launcher = subprocess.Popen(
             [*command, program(tmp_path, source)],
             env=environment(tmp_path, **more),

@@ -1,5 +1,8 @@
 """Starts a program on several ranks of this host: `mindgrpo launch --ranks N -- PROGRAM [ARGUMENTS]`.
 
+Its share of several hosts comes from --hosts, --host_index and --master, or, with --cluster, from the variables of
+Slurm or of MindCluster's AscendJob.
+
 Shows the output of the first rank as it comes, keeps that of every rank in a fresh log folder, ends with the status
 of the rank that failed first (2: the user's input cannot work) and leaves no process of its own behind. Reads
 MINDGRPO_PORT (default: a free one), MINDGRPO_LOG_DIR (output/logs), MINDGRPO_MAX_RESTARTS (0), MINDGRPO_STOP_SECONDS
@@ -13,9 +16,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mindgrpo.launch.cluster import without_cluster
 from mindgrpo.launch.launcher import launch
 from mindgrpo.launch.options import read_options
 
 
 def main(argv: Sequence[str]) -> None:
-    sys.exit(launch(read_options(argv, os.environ), os.environ))
+    sys.exit(launch(read_options(argv, os.environ), without_cluster(os.environ)))

@@ -17,14 +17,13 @@ from pathlib import Path
 from mindgrpo.errors import UserError
 from mindgrpo.health.heartbeat import heartbeats_in
 from mindgrpo.health.resume_command import resuming
+from mindgrpo.launch.cluster import PORTS
 from mindgrpo.launch.exit_report import worker_log
 from mindgrpo.launch.job import CheckFailed, Job, say
 from mindgrpo.launch.options import Options
 from mindgrpo.launch.plan import LocalHost, make_plan
 from mindgrpo.launch.signals import Signals
 
-# Below the range from which the system takes ports for connections of the ranks.
-PORTS = range(10000, 32000)
 NUM_PORTS_TRIED = 200
 # Well; the user's mistake; stopped by Ctrl-C or SIGTERM.
 NOT_STARTED_AGAIN = (0, 2, 130, 143)
@@ -35,7 +34,8 @@ LONGEST_PAUSE_SECONDS = 10
 def launch(options: Options, environment: Mapping[str, str]) -> int:
     """Runs the job to its end and returns its exit status. Raises UserError before any rank starts."""
     environment = _with_programs_on_path(environment)
-    signals, restarts = Signals(), Restarts(options.max_restarts)
+    signals = Signals(has_scheduler=options.cluster != "msrun")
+    restarts = Restarts(options.max_restarts)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     host = LocalHost(sys.executable, os.getpid(), len(os.sched_getaffinity(0)), columns)
     while True:

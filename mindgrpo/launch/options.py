@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.errors import UserError
+from mindgrpo.launch.cluster import flags_of_cluster
 
 USAGE = (
-    "usage: mindgrpo launch --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT] -- "
-    "PROGRAM [ARGUMENTS]"
+    "usage: mindgrpo launch --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT | "
+    "--cluster auto|msrun|slurm|ascendjob] -- PROGRAM [ARGUMENTS]"
 )
-FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master")
+FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master", "--cluster")
 STOP_SECONDS = "60"
 POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
 
@@ -28,11 +29,15 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Options:
-    """`command` is the program and its arguments; `max_restarts` is how often a job that failed is started again."""
+    """`command` is the program and its arguments; `max_restarts` is how often a job that failed is started again.
+
+    `cluster` is the scheduler whose variables gave `hosts`; msrun: none, the user did.
+    """
 
     num_ranks: int
     command: tuple[str, ...]
     hosts: Hosts = Hosts()
+    cluster: str = "msrun"
     max_restarts: int = 0
     port: int | None = None
     log_folder: str = "output/logs"
@@ -64,14 +69,17 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         if not equals and not words:
             raise UserError(USAGE)
         values[flag] = value if equals else words.pop(0)
-    if words[:1] != ["--"] or len(words) < 2 or "--ranks" not in values:
+    if words[:1] != ["--"] or len(words) < 2:
         raise UserError(USAGE)
     return values, tuple(words[1:])
 
 
 def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
     """Raises UserError."""
-    values, command = _split(argv)
+    words, command = _split(argv)
+    cluster, values = flags_of_cluster(words, environment)
+    if "--ranks" not in values:
+        raise UserError(USAGE)
     ranks, positive = values["--ranks"], f"is not a positive whole number ({USAGE})."
     num_ranks = _whole(ranks, POSITIVE, f"--ranks {ranks} {positive}")
     text = values.get("--max_restarts", environment.get("MINDGRPO_MAX_RESTARTS") or "0")
@@ -98,6 +106,7 @@ def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options
         num_ranks,
         command,
         hosts,
+        cluster,
         restarts,
         port,
         log_folder=environment.get("MINDGRPO_LOG_DIR") or Options.log_folder,

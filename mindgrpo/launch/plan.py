@@ -132,7 +132,9 @@ def _prefix(options: Options, environment: Mapping[str, str]) -> str:
     flags = ["--ranks", str(options.num_ranks)]
     if options.max_restarts:
         flags += ["--max_restarts", str(options.max_restarts)]
-    if hosts.master is not None:
+    if options.cluster != "msrun":
+        flags += ["--cluster", options.cluster]
+    elif hosts.master is not None:
         address, port = hosts.master
         flags += ["--hosts", str(hosts.num_hosts), "--host_index", str(hosts.host_index)]
         flags += ["--master", f"{address}:{port}"]

@@ -13,11 +13,14 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Signals:
     """Wakes the launcher for a signal to end, whose numbers are in `received`, and for the end of a child.
 
-    Signals that this process was started to ignore do not count (SIGHUP under nohup, SIGINT in a script's background).
+    Signals that this process was started to ignore do not count (SIGHUP under nohup, SIGINT in a script's background),
+    nor does the second SIGTERM of a scheduler (`has_scheduler`): Slurm sends one to preempt a job and another to
+    queue it again, and kills what has not ended in time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_scheduler: bool = False) -> None:
         self.received: list[int] = []
+        self._has_scheduler = has_scheduler
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
         os.set_blocking(writer, False)
@@ -29,7 +32,9 @@ class Signals:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        is_repeated = number == signal.SIGTERM and number in self.received
+        if not (is_repeated and self._has_scheduler):
+            self.received.append(number)
 
     def wait(self, seconds: float) -> None:
         """Returns earlier where a signal has come or a child has ended."""

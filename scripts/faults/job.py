@@ -56,17 +56,17 @@ class Ended:
 
 
 class Job:
-    """`arguments` go to the main program; the run writes to folder/run."""
+    """`arguments` go to the main program; the run writes to folder/run. No `ranks`: a scheduler says how many."""
 
     def __init__(
         self,
         folder: Path,
-        ranks: int,
+        ranks: int | None,
         arguments: Sequence[str],
         launcher: Sequence[str] = (),
         before: Sequence[str] = (),
     ) -> None:
-        self.folder, self.ranks = folder.absolute(), ranks
+        self.folder = folder.absolute()
         for name in ("", "tmp", "logs"):
             (self.folder / name).mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
@@ -83,8 +83,7 @@ class Job:
                 *before,
                 "bash",
                 str(ROOT / "scripts" / "launch.sh"),
-                "--ranks",
-                str(ranks),
+                *(() if ranks is None else ("--ranks", str(ranks))),
                 *launcher,
                 "--",
             ]

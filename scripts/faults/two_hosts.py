@@ -1,6 +1,6 @@
 """The bundled example on two hosts that are networks of one machine, and what follows when one of them is lost.
 
-    python scripts/faults/two_hosts.py [--steps 2] [--cases same cut kill] [--keep FOLDER] [main.py's]
+    python scripts/faults/two_hosts.py [--cases same cut kill] [--steps 2] [--ranks 4] [--keep FOLDER] [MORE]
 
 A JSON line a case; status 1 if one is not good. `same`: 2 hosts of 2 ranks have the completions and, to rounding, the
 metrics of one host of 4. `cut`: the line is set down in step 2, and both hosts end by themselves within
@@ -11,7 +11,6 @@ between them, and takes them down whatever happens. Refuses to be run by others 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -20,21 +19,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from job import Ended, Job
-from kill_matrix import comparable, words
+from kill_matrix import comparable
+from run_cases import run_cases
 
 from mindgrpo.launch.cluster_limits import LOST_WITHIN_SECONDS
 
 HOSTS, RANKS = 2, 4
-CASES = ("same", "cut", "kill")
 ADDRESSES = ("10.77.91.1", "10.77.91.2")
 PORT = 17800
 LONGEST_RUN = 400.0
@@ -170,11 +169,10 @@ def same(folder: Path, networks: Networks, ranks: int, arguments: Sequence[str])
     statuses = [reference.status, *(one.status for one in ended)]
     if any(statuses):
         lines = [reference.last_line, *(one.last_line for one in ended)]
-        return {"case": "same", "good": False, "status": statuses, "last_lines": lines}
+        return {"good": False, "status": statuses, "last_lines": lines}
     run, expected = jobs[0].folder / "run", alone.folder / "run"
     left = [what for one in ended for what in one.left]
     return {
-        "case": "same",
         "good": not left and are_same(run, expected),
         "steps": len(rows(run / "metrics.jsonl")),
         "left": left,
@@ -200,7 +198,7 @@ def cut(
     lost = [rf"host 1 \(\S+, {ADDRESSES[1]}, ranks? .*\) is lost: ranks? .* cannot be reached"]
     lost += [rf"host 0 \({ADDRESSES[0]}, ranks? .*\) is lost: it ended or cannot be reached"]
     jobs = start(folder / "cut", networks, ranks, arguments)
-    return {"case": "cut"} | strike(jobs, lambda: networks.cut(), lost, step)
+    return strike(jobs, lambda: networks.cut(), lost, step)
 
 
 def kill(
@@ -216,7 +214,7 @@ def kill(
 
     lost = [rf"host 1 \(\S+, {ADDRESSES[1]}, ranks? .*\) is lost: ranks? .* ended"]
     lost += [rf"rank {victim} was killed by signal 9 in phase"]
-    return {"case": "kill"} | strike(jobs, shoot, lost, step)
+    return strike(jobs, shoot, lost, step)
 
 
 def strike(
@@ -255,31 +253,21 @@ def end_all(jobs: list[Job], struck_at: float) -> list[Ended]:
         return list(pool.map(lambda job: job.end(struck_at, LOST_WITHIN_SECONDS + 60.0), jobs))
 
 
+# On two networks, from the folder, the number of ranks and main.py's arguments.
+NetworksCase = Callable[[Path, Networks, int, Sequence[str]], dict[str, Any]]
+
+
+def on_networks(
+    case: NetworksCase, folder: Path, ranks: int, arguments: Sequence[str]
+) -> dict[str, Any]:
+    """Networks of the case's own: a line that was cut stays so."""
+    with two_networks() as networks:
+        return case(folder, networks, ranks, arguments)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--keep", type=Path, help="a folder for the runs, which then stay")
-    asked, more = parser.parse_known_args()
-    if why := missing():
-        print(f"mindgrpo: two hosts cannot be played here: {why}.", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    arguments = [*words(ARGUMENTS | {"rl_config.max_steps": asked.steps}), *more]
-    folder = asked.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-two-hosts-"))
-    cases = {"same": same, "cut": cut, "kill": kill}
-    good = True
-    try:
-        for case in asked.cases:
-            # A line that was cut stays so.
-            with two_networks() as networks:
-                result = cases[case](folder, networks, RANKS, arguments)
-            print(json.dumps(result), flush=True)
-            good = good and result["good"]
-    finally:
-        if asked.keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    return 0 if good else 1
+    cases = {case.__name__: partial(on_networks, case) for case in (same, cut, kill)}
+    return run_cases(__doc__, cases, missing(), ARGUMENTS, ranks=RANKS, steps=2)
 
 
 if __name__ == "__main__":
