@@ -24,6 +24,7 @@ PARAMETERS = {
     "qwen_grpo/qwen2_5_0_5b": 494_032_768,
     "qwen_grpo/qwen2_5_7b": 7_615_616_512,
     "qwen_grpo/qwen2_5_32b": 32_763_876_352,
+    "qwen_grpo/qwen2_5_72b": 72_706_203_648,
     "qwen_grpo/qwen3_0_6b": 596_049_920,
     "qwen_grpo/qwen3_8b": 8_190_735_360,
     "llama_grpo/llama3_2_1b": 1_235_814_400,

@@ -124,7 +124,11 @@ def test_plan_says_what_vllm_takes_and_what_is_not_counted(
         status, out, _ = told(capsys, *words)
         assert status == 0
         assert f"vLLM's weights and cache {dtype}" in out and "vLLM's own programs" in out
-        (line,) = (line for line in out.splitlines() if line.split()[:1] == ["rollout"])
+        (line,) = (
+            line
+            for line in out.splitlines()
+            if line.split()[:1] == ["rollout"] and "generator" in line
+        )
         generator[dtype] = float(line.split("MiB")[0].split()[-1])
     assert generator["bfloat16"] == pytest.approx(generator["float32"] / 2, abs=0.1)
     assert "vLLM" not in told(capsys)[1]
@@ -144,7 +148,11 @@ def test_plan_counts_packed_weights_where_there_are_any(
         words = ("--context.device_target", device)
         _, out, err = told(capsys, *words, "--context.float32_matmul_precision", precision)
         assert not err
-        (line,) = (line for line in out.splitlines() if line.split()[:1] == ["rollout"])
+        (line,) = (
+            line
+            for line in out.splitlines()
+            if line.split()[:1] == ["rollout"] and "generator" in line
+        )
         rollouts.append(float(line.split("MiB")[0].split()[-1]))
     assert (rollouts[1] > rollouts[0]) is is_packed
 

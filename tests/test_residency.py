@@ -15,6 +15,7 @@ from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.memory.account import PHASES
+from mindgrpo.memory.counted_pool import CountedPool
 from mindgrpo.memory.residency import Location, Residency
 
 MIB = 1 << 20
@@ -168,3 +169,14 @@ def test_roles_that_a_run_lacks_are_passed_over(backend: CpuBackend) -> None:
     assert all(role.location is Location.HOST for role in residency.roles.values())
     phases = {row.phase: row.total for row in residency.table()}
     assert phases["reference"] == 0 and phases["reshard"] == 3 * MIB
+
+
+def test_a_role_that_only_stays_leaves_room_for_what_graphs_take() -> None:
+    copied = []
+    for reserved in (0, 11):
+        memory = Residency(40, keeps=True, reserved={"old_logps": reserved})
+        for role in ("policy", "reference"):
+            memory.register(role, [CountedPool(15)], rebuilt=False, filled=True)
+        memory.activate("old_logps")
+        copied.append(memory.ledger.transfer_bytes)
+    assert copied == [0, 15]

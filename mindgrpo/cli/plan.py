@@ -15,6 +15,9 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
+from mindgrpo.grpo.device_plan import phase_needs
+from mindgrpo.grpo.fit import Verdict, verdict
+from mindgrpo.grpo.host_plan import HostPlan
 from mindgrpo.grpo.mindformers_yaml import read_model_yaml
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import compute_dtype
@@ -22,7 +25,11 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
 
+_COUNTED = (
+    "pools are exact, activations computed; the runtime's own memory comes on top (docs/fits.md)"
+)
 _OPTIMIZER = "float32 gradients and moments"
+MUST_FIT = "--must_fit"
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"
 
 
@@ -56,6 +63,11 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def read_must_fit(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the flag is there, and the words that are left."""
+    return MUST_FIT in argv, [word for word in argv if word != MUST_FIT]
+
+
 def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
     """The links that flags tell, None where none does, and the words that are left."""
     parser = Arguments(prog="mindgrpo plan", allow_abbrev=False)
@@ -77,17 +89,18 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
 def _not_counted(plan: RunPlan) -> list[str]:
     generate, own = plan.config.generate_config, compute_dtype(plan.config)
     if not generate.uses_vllm:
-        return [f"{own} weights and cache, {_OPTIMIZER}; activations come on top"]
+        return [f"{own} weights and cache, {_OPTIMIZER}"]
     return [
         f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {generate.vllm.dtype}",
-        "activations come on top, and vLLM's own programs: some 0.5 GB an engine of one worker,",
-        "0.9 GB and 0.25 GB a worker an engine of several (measured on processors, docs/vllm.md)",
+        "vLLM's own programs come on top: some 0.5 GB an engine of one worker, 0.9 GB and 0.25 GB a worker an engine",
+        "of several (measured on processors, docs/vllm.md)",
     ]
 
 
-def print_plan(loaded: Loaded, links: Links | None = None) -> None:
+def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
+    fit = verdict(loaded, plan)
     sections = {
         "model": [
             f"{model.model_type}, {num_parameters(model) / 1e9:.3f} B parameters ({where})",
@@ -99,6 +112,9 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
             *plan.memory_lines(),
             *_not_counted(plan),
         ],
+        "device": [*map(str, phase_needs(plan)), _COUNTED],
+        "host": HostPlan(plan).lines(),
+        "fit": fit.lines(),
         "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, links)],
         "batch": plan.batch.lines(),
         "algorithm": algorithm_lines(plan.config, plan.batch),
@@ -106,6 +122,7 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> None:
     for name, lines in sections.items():
         for number, line in enumerate(lines):
             print(f"{name if number == 0 else '':<11}{line}")
+    return fit
 
 
 def _receivers(plan: RunPlan) -> list[str]:
@@ -135,6 +152,9 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    links, rest = read_links(argv)
+    must_fit, words = read_must_fit(argv)
+    links, rest = read_links(words)
     path, overrides = parse_command_line(rest)
-    print_plan(load_config(path, overrides), links)
+    fit = print_plan(load_config(path, overrides), links)
+    if must_fit and not fit.fits:
+        raise SystemExit(1)

@@ -32,6 +32,8 @@ from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = ITEM_BYTES["float32"]
+# In place of a stage: of the rank that needs most.
+LARGEST = -1
 
 
 @dataclass(frozen=True)
@@ -103,42 +105,46 @@ class RunPlan:
 
     def memory(self) -> list[PhaseMemory]:
         """By phase, of the rank that needs most: weights, gradients, moments, cache and copies."""
-        return by_phase(self._bytes_by_role())
+        reference = None if self.reference is None else LARGEST
+        return by_phase(self.bytes_by_role(LARGEST, reference))
 
-    def _bytes_by_role(self) -> Mapping[str, int]:
+    def bytes_by_role(self, stage: int, reference_stage: int | None) -> Mapping[str, int]:
+        """Of a rank in these stages of the trainer's and the reference's layouts, None outside of the reference's."""
         ref, adapters = self.config.ref_config, self._adapter_bytes
 
-        def weights(layout: Layout) -> int:
-            return self._itemsize * largest_share(layout)
+        def weights(layout: Layout, stage: int) -> int:
+            return self._itemsize * share_of(layout, stage)
 
+        trained = self.trained_bytes(stage)
         by_role = {
-            "policy": weights(self.train) + adapters(self.train),
-            "gradients": self._trained_bytes,
-            "optimizer": 2 * self._trained_bytes,
+            "policy": weights(self.train, stage) + adapters(self.train, stage),
+            "gradients": trained,
+            "optimizer": 2 * trained,
             "generator": generator_bytes(self.config, self.infer) + self._packed_bytes(),
             "kv_cache": self.kv_cache_bytes,
-            "adapters_copy": adapters(self.infer),
+            "adapters_copy": adapters(self.infer, 0),
         }
         if self.lora is None and self._itemsize != FLOAT_BYTES:
-            by_role["master_weights"] = self._trained_bytes
+            by_role["master_weights"] = trained
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
-        if self.reference is not None:
-            by_role["reference"] = weights(self.reference)
-        if self.reference is not None and ref.sync_ref_model:
-            # The policy in the reference's layout while the two are mixed, and its adapters there.
-            mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
-            by_role["reference_copy"] = mixed + adapters(self.reference)
+        if self.reference is not None and reference_stage is not None:
+            by_role["reference"] = weights(self.reference, reference_stage)
+            if ref.sync_ref_model:
+                # The policy in the reference's layout while the two are mixed, and its adapters there.
+                mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
+                by_role["reference_copy"] = mixed + adapters(self.reference, reference_stage)
         return {role: size for role, size in by_role.items() if size}
 
-    def _adapter_bytes(self, layout: Layout) -> int:
+    def _adapter_bytes(self, layout: Layout, stage: int) -> int:
         specs = adapter_specs(self.train.specs, self.lora) if self.lora is not None else ()
-        return FLOAT_BYTES * largest_share(replace(layout, specs=specs))
+        return FLOAT_BYTES * share_of(replace(layout, specs=specs), stage)
 
-    @property
-    def _trained_bytes(self) -> int:
-        """Of what the optimizer changes, which is float32."""
-        return self._adapter_bytes(self.train) or FLOAT_BYTES * largest_share(self.train)
+    def trained_bytes(self, stage: int) -> int:
+        """Of what the optimizer changes on a rank of the stage, which is float32."""
+        if self.lora is not None:
+            return self._adapter_bytes(self.train, stage)
+        return FLOAT_BYTES * share_of(self.train, stage)
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -147,7 +153,7 @@ class RunPlan:
         prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
-        return KVCacheConfig(slots, group, prompts, generate.max_prompt_length, longest)
+        return KVCacheConfig(slots, group, prompts, self.config.longest_context, longest)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -173,7 +179,7 @@ class RunPlan:
         )
 
     @property
-    def _keeps_slots(self) -> bool:
+    def keeps_slots(self) -> bool:
         return keeps_slots(self.config.context.target) and not missing_options(self.model)
 
     def _embedded_cache_bytes(self) -> int:
@@ -181,7 +187,7 @@ class RunPlan:
         shape = self._generator_shape
         heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
         dtype = compute_dtype(self.config)
-        if not self._keeps_slots:
+        if not self.keeps_slots:
             # As rollout/embedded/plain.py has it.
             plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
             return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
@@ -192,7 +198,7 @@ class RunPlan:
 
     def _packed_bytes(self) -> int:
         """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
-        if self.config.generate_config.uses_vllm or not self._keeps_slots:
+        if self.config.generate_config.uses_vllm or not self.keeps_slots:
             return 0
         return self._generator_shape.packed_bytes(product_terms(self.config))
 
@@ -217,7 +223,7 @@ class RunPlan:
     def memory_lines(self) -> list[str]:
         lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * self._trained_bytes / MIB
+            moments = 2 * self.trained_bytes(LARGEST) / MIB
             lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 
@@ -230,21 +236,21 @@ class RunPlan:
         ]
 
 
-def largest_share(layout: Layout) -> int:
-    """Elements of the rank that holds most, the padding of short shares included."""
+def share_of(layout: Layout, stage: int) -> int:
+    """Elements of a rank of the stage, the padding of short shares included; LARGEST: of the rank that holds most."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
         size = math.prod(local_shape(spec, layout.grid.model_parallel))
-        for stage in layout.stages_of(spec.name):
-            stages[stage] += size
-    return max(stages)
+        for own in layout.stages_of(spec.name):
+            stages[own] += size
+    return max(stages) if stage == LARGEST else stages[stage]
 
 
 def generator_bytes(config: Config, layout: Layout) -> int:
     """Of the weights of the rank of `layout` that holds most, or of that worker of vLLM."""
     generate = config.generate_config
     dtype = generate.vllm.dtype if generate.uses_vllm else compute_dtype(config)
-    return largest_share(layout) * ITEM_BYTES[dtype]
+    return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:

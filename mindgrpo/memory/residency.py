@@ -8,7 +8,7 @@ is rebuilt are released and come back as zeros; all others are kept on the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -53,13 +53,21 @@ class Ledger:
 class Residency:
     """`budget_bytes` is the most that a phase may have on the device. With `keeps`, a role that a phase does not need
     stays on the device where the budget allows it, and so nothing is copied that need not be.
+
+    `reserved`: bytes by phase that graphs take beside all roles, which those that only stay must leave free.
     """
 
-    def __init__(self, budget_bytes: int | None = None, keeps: bool = False) -> None:
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        keeps: bool = False,
+        reserved: Mapping[str, int] | None = None,
+    ) -> None:
         self.roles: dict[str, Role] = {}
         self.phase = ""
         self.ledger = Ledger()
         self._budget, self._keeps = budget_bytes, keeps
+        self._reserved = reserved or {}
 
     def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
         """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
@@ -128,7 +136,8 @@ class Residency:
             for role in roles
             if role.name in needed or role.location is Location.DEVICE
         )
-        return self._budget is None or wanted <= self._budget
+        reserved = self._reserved.get(self.phase, 0)
+        return self._budget is None or wanted + reserved <= self._budget
 
     def _deactivate(self, role: Role) -> None:
         for pool in role.pools:

@@ -12,11 +12,10 @@ from mindspore import ops
 from mindgrpo.backend.contract import Backend
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.rounds import Piece, largest_row, rounds
+from mindgrpo.weight_sync.rounds import Piece, device_bucket_bytes, rounds
 from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import Weights, is_transposed
 
-SMALLEST_BUCKET_BYTES = 1 << 16
 # What a rank may receive into.
 Target = Weights | HostTensors
 
@@ -40,9 +39,7 @@ class DeviceRounds:
     ) -> None:
         self._source, self._target, self._backend = source, target, backend
         self._keep = plan.of(backend.rank).keep
-        # The largest row of all decides, so that every rank chooses alike.
-        size = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, plan.bytes_moved))
-        self.extra_bytes = max(size, largest_row(plan) * plan.itemsize)
+        self.extra_bytes = device_bucket_bytes(plan, bucket_bytes)
         self._rounds: list[_Round] = []
         for moved in rounds(plan, self.extra_bytes, rank=backend.rank):
             own = _Round()

@@ -16,11 +16,10 @@ from mindgrpo.backend.copies import Copies
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.device_rounds import DeviceRounds, Target
 from mindgrpo.weight_sync.plan import Plan
+from mindgrpo.weight_sync.rounds import DEFAULT_BUCKET_BYTES
 from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import WeightArrays, Weights
-
-DEFAULT_BUCKET_BYTES = 16 << 20
 
 
 class ReshardError(RuntimeError):

@@ -110,6 +110,17 @@ class Plan:
     def sent_bytes(self, rank: int) -> int:
         return int(self._sent[rank]) if rank < self.num_ranks else 0
 
+    @cached_property
+    def _kept(self) -> NDArray[np.int64]:
+        totals = np.zeros(self.num_ranks, dtype=np.int64)
+        stays = ~self._travels
+        np.add.at(totals, self.target_of_move[stays], self._bytes_of_move[stays])
+        return totals
+
+    def kept_bytes(self, rank: int) -> int:
+        """Of what the rank wants and holds itself."""
+        return int(self._kept[rank]) if rank < self.num_ranks else 0
+
     @property
     def bytes_moved(self) -> int:
         return int(self._received.sum())

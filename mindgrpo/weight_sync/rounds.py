@@ -18,6 +18,9 @@ from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Move, Plan, Segment
 
+DEFAULT_BUCKET_BYTES = 16 << 20
+SMALLEST_BUCKET_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -110,3 +113,26 @@ def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
 def largest_row(plan: Plan) -> int:
     """Elements of the longest row that moves."""
     return max((part.size // part.box.shape[0] for part in plan.segments), default=1)
+
+
+def device_bucket_bytes(plan: Plan, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
+    """Of a bucket between devices: the largest row of all ranks decides, so that every rank chooses alike."""
+    size = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, plan.bytes_moved))
+    return max(size, largest_row(plan) * plan.itemsize)
+
+
+def device_buffer_bytes(plan: Plan) -> int:
+    """Bytes beside the weights on the rank that needs most, while a plan runs between devices.
+
+    What it keeps is copied at once; with each rank that it sends to or receives from it has a bucket at most.
+    """
+    source, target, _ = plan.traffic()
+    size = device_bucket_bytes(plan)
+    pairs = np.unique(np.stack((source, target), 1), axis=0)
+    peers = [np.bincount(pairs[:, side], minlength=plan.num_ranks) for side in (0, 1)]
+    most = 0
+    for rank in range(plan.num_ranks):
+        sent = min(size * int(peers[0][rank]), plan.sent_bytes(rank))
+        received = min(size * int(peers[1][rank]), plan.received_bytes(rank))
+        most = max(most, plan.kept_bytes(rank) + sent + received)
+    return most

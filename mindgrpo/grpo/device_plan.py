@@ -1,0 +1,105 @@
+"""What each phase needs of a rank's device: pools, what graphs hold beside them, and communication's buffers. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.grpo.activation_plan import activation_bytes
+from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.memory.account import PhaseMemory
+from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.training.buckets import BUCKET_BYTES
+from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.rounds import device_buffer_bytes
+
+
+@dataclass(frozen=True)
+class PhaseNeed:
+    """Bytes on the device of the rank that needs most: `pools` are exact, the others are computed from shapes."""
+
+    pools: PhaseMemory
+    activations: int
+    buffers: int
+
+    @property
+    def phase(self) -> str:
+        return self.pools.phase
+
+    @property
+    def beside_pools(self) -> int:
+        """Sums of gradients begin when the last activation is gone."""
+        return max(self.activations, self.buffers)
+
+    @property
+    def total(self) -> int:
+        return self.pools.total + self.beside_pools
+
+    def __str__(self) -> str:
+        terms = [f"pools {format_bytes(self.pools.total)}"]
+        if self.activations:
+            terms.append(f"activations {format_bytes(self.activations)}")
+        if self.buffers:
+            together = "or" if self.activations else "+"
+            terms[-1] += f" {together} buffers {format_bytes(self.buffers)}"
+        return f"{self.phase:<15}{format_bytes(self.total):>10} a rank = {' + '.join(terms)}"
+
+
+def phase_needs(plan: RunPlan) -> list[PhaseNeed]:
+    """Of every phase that the run has."""
+    activations = activation_bytes(plan)
+    buffers = {} if plan.config.context.target == SHARED_MEMORY else _buffers(plan)
+    return [
+        PhaseNeed(row, activations.get(row.phase, 0), buffers.get(row.phase, 0))
+        for row in plan.memory()
+        if row.total and _has(plan, row.phase)
+    ]
+
+
+def most_needed(plan: RunPlan) -> PhaseNeed:
+    return max(phase_needs(plan), key=lambda need: need.total)
+
+
+def _has(plan: RunPlan, phase: str) -> bool:
+    if phase == "sync_reference":
+        return plan.reference is not None and plan.config.ref_config.sync_ref_model
+    return phase != "reference" or plan.reference is not None
+
+
+def _buffers(plan: RunPlan) -> dict[str, int]:
+    """Where devices have memory of their own and ranks reach one another by sending. Those that the communication's
+    own library keeps are not known."""
+    sizes = {"reshard": _transfer_bytes(plan, plan.reshard), "update": _sum_bytes(plan)}
+    if plan.reference is not None and plan.config.ref_config.sync_ref_model:
+        to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
+        sizes["sync_reference"] = _transfer_bytes(plan, to_reference)
+    return sizes
+
+
+def _transfer_bytes(plan: RunPlan, transfer: Plan) -> int:
+    """A tensor that arrives in parts is copied whole before it is written."""
+    copied = 0 if plan.config.generate_config.uses_vllm else _largest(transfer.target)
+    return device_buffer_bytes(transfer) + copied * transfer.itemsize
+
+
+def _sum_bytes(plan: RunPlan) -> int:
+    """Of a sum of gradients over data-parallel ranks: a bucket and its sum."""
+    if plan.train.grid.data_parallel == 1:
+        return 0
+    layout, lora = plan.train, plan.lora
+    if lora is not None:
+        layout = replace(layout, specs=adapter_specs(layout.specs, lora))
+    return 2 * max(BUCKET_BYTES, _largest(layout) * FLOAT_BYTES)
+
+
+def _largest(layout: Layout) -> int:
+    """Elements of a rank's largest tensor; those of gate and up are one."""
+    tp_size = layout.grid.model_parallel
+    sizes = [
+        math.prod(local_shape(spec, tp_size)) * (2 if "gate_proj" in spec.name else 1)
+        for spec in layout.specs
+    ]
+    return max(sizes)

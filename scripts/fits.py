@@ -1,0 +1,132 @@
+"""Which Qwen2.5 fits how many devices: writes the table of docs/fits.md, and the plans in examples/ascend/*/README.md.
+
+fits.py [--write] prints what the files should hold, or writes it. Everything is planned from shapes: no device is
+needed, and none was used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindgrpo.cli.plan import print_plan, shapes_of
+from mindgrpo.config import load_config
+from mindgrpo.grpo.device_plan import phase_needs
+from mindgrpo.grpo.fit import Verdict, verdict
+from mindgrpo.grpo.fit_changes import Change
+from mindgrpo.grpo.run_plan import plan_run
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "fits.md"
+EXAMPLES = ROOT / "examples" / "ascend"
+BASE = EXAMPLES / "qwen2_5_7b_8npu" / "grpo_config.yaml"
+TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+OUTPUT = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
+PHASES = ("reshard", "rollout", "reference", "update")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Layouts are (dp, mp, pp) and (dp, mp)."""
+
+    size: str
+    devices: int
+    train: tuple[int, int, int]
+    infer: tuple[int, int]
+
+    def words(self) -> list[str]:
+        model = f"./model_configs/qwen_grpo/qwen2_5_{self.size}/finetune_qwen2_5_{self.size}.yaml"
+        words = ["--actor_config.model_config", model]
+        axes = ("data_parallel", "model_parallel", "pipeline_stage")
+        layouts = {"actor": self.train, "generate": self.infer, "ref": self.infer}
+        for role, layout in layouts.items():
+            for axis, degree in zip(axes, layout, strict=False):
+                words += [f"--{role}_config.parallel_config.{axis}", str(degree)]
+        return words
+
+
+CASES = (
+    Case("7b", 8, (1, 4, 2), (2, 4)),
+    Case("7b", 16, (2, 4, 2), (4, 4)),
+    Case("7b", 64, (8, 4, 2), (16, 4)),
+    Case("32b", 8, (1, 8, 1), (1, 8)),
+    Case("32b", 16, (1, 8, 2), (2, 8)),
+    Case("32b", 64, (4, 8, 2), (8, 8)),
+    Case("72b", 8, (1, 8, 1), (1, 8)),
+    Case("72b", 16, (1, 8, 2), (2, 8)),
+    Case("72b", 64, (2, 8, 4), (8, 8)),
+)
+
+
+def row(case: Case) -> str:
+    loaded = load_config(BASE, case.words())
+    model, _ = shapes_of(loaded.config)
+    plan = plan_run(loaded.config, model, case.devices)
+    needs = {need.phase: need.total / 2**30 for need in phase_needs(plan)}
+    sizes = " | ".join(f"{needs[phase]:.1f}" for phase in PHASES)
+    fit = verdict(loaded, plan)
+    layouts = f"{plan.train.grid} | {plan.infer.grid}"
+    return f"| {case.size.upper()} | {case.devices} | {layouts} | {sizes} | {said(fit)} |"
+
+
+def said(fit: Verdict) -> str:
+    if fit.fits:
+        return "fits"
+    if not fit.remedies:
+        return "no"
+    first = fit.remedies[0]
+    return f"no; {' and '.join(map(short, first.changes))}: {first.need.total / 2**30:.1f}"
+
+
+def short(change: Change) -> str:
+    """Its key, or in words what many keys do."""
+    if len(change.values) > 1:
+        return change.cost.partition(":")[0]
+    ((key, value),) = change.values
+    return f"`--{key} {str(value).lower()}`"
+
+
+def table() -> str:
+    head = ["model", "devices", "trains in", "generates in", *PHASES, "58 GiB a device"]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return "\n".join([*lines, *map(row, CASES), ""])
+
+
+def plan_of(config: Path) -> str:
+    """What `plan` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_plan(load_config(config))
+    return printed.getvalue()
+
+
+def filled(where: re.Pattern[str], text: str, page: Path) -> str:
+    return where.sub(lambda _: text, page.read_text(encoding="utf-8"))
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each file with what it should hold. Has to run in the repository's folder, where paths of examples count from."""
+    yield PAGE, filled(TABLE, table(), PAGE)
+    for config in sorted(EXAMPLES.glob("*/grpo_config.yaml")):
+        page = config.with_name("README.md")
+        yield page, filled(OUTPUT, plan_of(config), page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the files instead of printing")
+    write = parser.parse_args().write
+    for path, text in pages():
+        if write:
+            path.write_text(text, encoding="utf-8")
+        else:
+            print(text)
+
+
+if __name__ == "__main__":
+    main()

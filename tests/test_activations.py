@@ -1,0 +1,104 @@
+"""What graphs hold beside their pools, counted here tensor by tensor for one small layer, and how it grows.
+
+Does not prove that a runtime frees what is no longer needed: scripts/bench/activations.py measures that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.memory.activations import (
+    Block,
+    Graphs,
+    Kind,
+    StageLayers,
+    forward_bytes,
+    update_bytes,
+)
+
+TOKENS, HIDDEN, INNER = 10, 8, 12
+HEADS = Heads(queries=2, kv=1, dim=4)
+BOTH = frozenset(("attention", "mlp"))
+NOTHING: frozenset[str] = frozenset()
+# Elements a token: the projection holds queries, keys and values; mixed are the queries' share.
+QKV, MIXED = (2 + 2 * 1) * 4, 2 * 4
+NORMED = 4 * HIDDEN  # each norm's input and its result, twice a layer
+KEPT_BY: dict[Kind, int] = {
+    # And the log-sum-exp of each head.
+    "native": 4 * (NORMED + QKV + MIXED + 2 + 3 * INNER),
+    # And the largest score and the sum of each head's softmax, eight float32 each.
+    "fused": 2 * (NORMED + QKV + MIXED + 3 * INNER) + 2 * 2 * 8 * 4,
+    # And each norm's scaled input, each head's scores; the MLP's gate, up, sigmoid, their product, and the result.
+    "plain": 4 * (NORMED + 2 * HIDDEN + QKV + MIXED + 2 * TOKENS + 5 * INNER),
+}
+
+
+def graphs(kind: Kind, **other: object) -> Graphs:
+    block = Block(HIDDEN, INNER, HEADS)
+    size = 2 if kind == "fused" else 4
+    made = Graphs(kind, block, 6, TOKENS, TOKENS, size, 1 << 20, sums=False)
+    return replace(made, **other)  # type: ignore[arg-type]
+
+
+def stage(layers: int, again: frozenset[str] = NOTHING, **other: object) -> StageLayers:
+    made = StageLayers([again] * layers, [0] * layers, waiting=1, embedding=0, head=0)
+    return replace(made, **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KEPT_BY)
+def test_each_layer_keeps_the_tensors_that_its_backward_pass_reads(kind: Kind) -> None:
+    two, five = (update_bytes(graphs(kind), stage(layers)).kept for layers in (2, 5))
+    assert five - two == 3 * TOKENS * KEPT_BY[kind]
+
+
+@pytest.mark.parametrize("kind", KEPT_BY)
+def test_a_layer_that_is_computed_again_keeps_its_two_inputs(kind: Kind) -> None:
+    two, five = (update_bytes(graphs(kind), stage(layers, BOTH)).kept for layers in (2, 5))
+    assert five - two == 3 * TOKENS * 2 * HIDDEN * graphs(kind).itemsize
+
+
+@pytest.mark.parametrize(
+    ("module", "elements"), [("attention", QKV + MIXED + 2), ("mlp", 3 * INNER)]
+)
+def test_a_module_that_is_computed_again_keeps_nothing_of_its_own(
+    module: str, elements: int
+) -> None:
+    whole, less = (
+        update_bytes(graphs("native"), stage(9, again)).kept
+        for again in (NOTHING, frozenset((module,)))
+    )
+    assert whole - less == 9 * TOKENS * elements * 4
+
+
+def test_gradients_stay_until_the_last_layer_is_done() -> None:
+    large = [1 << 30] * 3
+    need = update_bytes(
+        graphs("native"), stage(3, gradients=large, head=1 << 29, embedding=1 << 28)
+    )
+    assert need.gradients == 3 * (1 << 30) + (1 << 29) + (1 << 28)
+
+
+def test_micro_batches_wait_before_later_stages_as_inputs_alone() -> None:
+    flow = TOKENS * HIDDEN * 4
+    first = stage(1, waiting=4, head=None)
+    middle = stage(1, waiting=3, head=None, embedding=None)
+    last = stage(1, waiting=1, embedding=None)
+    waiting = [update_bytes(graphs("native"), one).waiting for one in (first, middle, last)]
+    # A result that goes on and its gradient, beside inputs other than the present one.
+    assert waiting == [2 * flow, 2 * flow + 2 * flow, 0]
+
+
+def test_logits_beyond_a_chunk_take_no_more_than_a_chunk() -> None:
+    rows = [graphs("native", vocabulary=1000, logits_bytes=4 * 1000 * n) for n in (3, 4, 10)]
+    sizes = [forward_bytes(one, has_head=True) for one in rows]
+    assert [sizes[1] - sizes[0], sizes[2] - sizes[1]] == [4 * 1000, 6 * 4 * 1000]
+    beyond = forward_bytes(graphs("native", vocabulary=1000, logits_bytes=1 << 30), True)
+    assert beyond == sizes[2]
+
+
+def test_sums_over_ranks_are_float32() -> None:
+    alone, summed = (forward_bytes(graphs("fused", sums=one), False) for one in (False, True))
+    assert summed - alone == 2 * TOKENS * HIDDEN * 4

@@ -1,0 +1,130 @@
+"""What `plan` says of whether a run fits, docs/fits.md and the examples for NPUs, held to what is planned.
+
+Does not prove that a device has room for what is planned: no accelerator was used. test_activations.py counts what
+graphs keep, and scripts/bench/activations.py measures it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import small_runs
+
+from mindgrpo.cli.plan import shapes_of
+from mindgrpo.cli.verbs import main
+from mindgrpo.config import load_config
+from mindgrpo.grpo.device_plan import most_needed
+from mindgrpo.grpo.fit import verdict
+from mindgrpo.grpo.host_plan import HostPlan
+from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.monitor.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted((ROOT / "examples" / "ascend").glob("*/grpo_config.yaml"))
+TUTORIAL = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "grpo_config.yaml"
+QWEN_32B = "./model_configs/qwen_grpo/qwen2_5_32b/finetune_qwen2_5_32b.yaml"
+LARGE = ["--context.device_target", "Ascend", "--actor_config.model_config", QWEN_32B]
+GB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def planned(*words: str, config: Path = TUTORIAL) -> RunPlan:
+    loaded = load_config(config, words)
+    return plan_run(loaded.config, shapes_of(loaded.config)[0], None)
+
+
+def test_the_page_and_the_examples_hold_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import fits
+
+    for path, text in fits.pages():
+        assert path.read_text(encoding="utf-8") == text, "run python scripts/fits.py --write"
+
+
+@pytest.mark.parametrize("config", EXAMPLES, ids=lambda path: path.parent.name)
+def test_an_example_fits_starts_as_many_ranks_as_it_plans_and_says_what_it_is(config: Path) -> None:
+    plan = planned(config=config)
+    assert most_needed(plan).total < 58 * GB
+    script = (config.parent / "run.sh").read_text()
+    assert int(re.findall(r"--ranks (\d+)", script)[0]) == plan.world_size
+    assert subprocess.run(["bash", "-n", config.parent / "run.sh"]).returncode == 0
+    for name in ("README.md", "run.sh", "grpo_config.yaml"):
+        assert "lanned, never run on NPUs" in (config.parent / name).read_text()
+
+
+def test_changes_that_are_proposed_make_the_run_fit_with_as_many_samples_and_updates() -> None:
+    loaded = load_config(TUTORIAL, LARGE)
+    before = planned(*LARGE)
+    fit = verdict(loaded, before)
+    assert fit.fits is False and len(fit.remedies) == 3
+    for remedy in fit.remedies:
+        words, sentence = remedy.lines()
+        after = planned(*LARGE, *words.split())
+        assert most_needed(after).total == remedy.need.total <= 58 * GB < most_needed(before).total
+        assert after.batch.samples_per_step == before.batch.samples_per_step
+        assert after.batch.updates_per_step == before.batch.updates_per_step
+        assert all(change.cost in sentence for change in remedy.changes)
+    # The cheapest leaves the learning and the devices as they are.
+    assert fit.remedies[0].lines()[0] == "--actor_config.optimizer.opt_offload true"
+
+
+def test_what_no_single_change_makes_fit_takes_several() -> None:
+    words = [*LARGE, "--context.max_device_memory", "36GB"]
+    fit = verdict(load_config(TUTORIAL, words), planned(*words))
+    assert min(len(remedy.changes) for remedy in fit.remedies) >= 1
+    together = [remedy for remedy in fit.remedies if len(remedy.changes) > 1]
+    assert together
+    for remedy in together:
+        for change in remedy.changes:
+            alone = [w for key, value in change.values for w in (f"--{key}", json.dumps(value))]
+            assert most_needed(planned(*words, *alone)).total > 36 * GB
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "sentence"),
+    [("58GB", 0, "fits: at most"), ("12GB", 1, "does not fit: "), (None, 1, "sets no limit")],
+)
+def test_a_script_that_asks_for_it_hears_of_the_verdict_by_the_exit_status(
+    limit: str | None, status: int, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--config", str(EXAMPLES[0]), "--context.max_device_memory", limit or "null"]
+    assert main(words) == 0
+    assert sentence in capsys.readouterr().out
+    if status:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--must_fit"])
+        assert ended.value.code == status
+    else:
+        assert main([*words, "--must_fit"]) == 0
+
+
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_a_step_copies_what_was_planned_between_device_and_host(
+    tmp_path: Path, is_offloaded: bool
+) -> None:
+    inputs = tmp_path / "inputs"
+    small_runs.make_inputs(inputs)
+    words = ["--context.backend", "device", "--context.device_target", "CPU"]
+    words += ["--rl_config.max_steps", "2", "--rl_config.eval_steps", "0"]
+    words += ["--rl_config.dynamic_sampling", "false", "--rl_config.updates_per_rollout", "1"]
+    words += ["--actor_config.optimizer.opt_offload", json.dumps(is_offloaded)]
+
+    def plan() -> RunPlan:
+        model = decoder_config(small_runs.MODEL, "here")
+        return plan_run(load_config(inputs / "small.yaml", words).config, model, 1)
+
+    # Just enough for the phase that needs most.
+    room = max(row.total for row in plan().memory())
+    words += ["--context.max_device_memory", f"{room // 1024 + 1}KB"]
+    run = small_runs.run(inputs, tmp_path / "run", *words)
+    measured = [row["host_device_bytes"] for row in read_metrics(run / "metrics.jsonl")]
+    assert measured[1] == HostPlan(plan()).step_bytes > 0
