@@ -1,18 +1,97 @@
-"""Prints what this machine lacks for a run, with remedies."""
+"""Prints what this machine lacks for a run, with remedies.
+
+With --device it examines the machine's devices, or its processors in their place (context.backend device), up to one
+real training step on N ranks. A line is ok, fails (with a remedy) or skipped (with the reason); --only names sections:
+driver, versions, memory, communication, weights, kernels, first_step. All lines, versions, the environment's variables
+that matter and the tails of failed jobs' logs go to one file (doctor_report.json; --output), to be sent back; it
+replaces an earlier report, and no other file. Ends with status 1 where a line fails, with 2 where the command cannot
+work.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
+import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 
+from mindgrpo.backend.probes.host import Host
+from mindgrpo.cli.arguments import Arguments, path
+from mindgrpo.doctor.examine import SECTIONS, Examination
+from mindgrpo.doctor.report import Report, check_output
+from mindgrpo.doctor.settings import target_here
 from mindgrpo.errors import UserError
+from mindgrpo.launch.options import POSITIVE
 from mindgrpo.run.machine_checks import findings
+
+OUTPUT = "doctor_report.json"
+# On processors, which can be any number of ranks.
+DEFAULT_RANKS = 2
 
 
 def main(argv: Sequence[str]) -> None:
-    if argv:
-        raise UserError(f"doctor takes no arguments, but was given '{argv[0]}'.")
+    options = _options(argv)
+    if options.device:
+        sys.exit(_examine(options, argv))
     checks = findings()
     print("\n".join(str(finding) for finding in checks))
     if any(finding.level == "error" for finding in checks):
         sys.exit(1)
+
+
+def _options(argv: Sequence[str]) -> Namespace:
+    parser = Arguments(prog="mindgrpo doctor", allow_abbrev=False)
+    parser.add_argument("--device", action="store_true")
+    parser.add_argument("--ranks")
+    parser.add_argument("--only")
+    parser.add_argument("--output", type=path)
+    options = parser.parse_args(list(argv))
+    if not options.device:
+        for name in ("ranks", "only", "output"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name} has no effect without --device; add it.")
+        return options
+    options.only = _sections(options.only)
+    ranks = options.ranks
+    if ranks is not None and not (ranks.isdecimal() and int(ranks[:6]) in POSITIVE):
+        raise UserError(f"--ranks {ranks} is not a positive whole number.")
+    options.output = options.output or Path(OUTPUT)
+    check_output(options.output)
+    return options
+
+
+def _sections(only: str | None) -> tuple[str, ...]:
+    """In the report's order."""
+    names = SECTIONS if only is None else tuple(only.split(","))
+    unknown = [name for name in names if name not in SECTIONS]
+    if unknown:
+        raise UserError(f"--only names '{unknown[0]}', but must be of {', '.join(SECTIONS)}.")
+    return tuple(name for name in SECTIONS if name in names)
+
+
+def _examine(options: Namespace, argv: Sequence[str]) -> int:
+    target = target_here()
+    known = 0 if target.keeps_weights_on_host else Host.look(os.environ).num_devices
+    num_ranks = int(options.ranks) if options.ranks else known or DEFAULT_RANKS
+    command = f"mindgrpo doctor {shlex.join(argv)}"
+    machine = [str(finding) for finding in findings()]
+    report = Report(str(target), num_ranks, command, machine, os.environ)
+    print(f"examines {report.runs_on}; report: {options.output}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="mindgrpo-doctor-") as folder:
+        examination = Examination(target, num_ranks, os.environ, Path(folder))
+        try:
+            for section, lines, seconds in examination.sections(options.only):
+                report.add(section, lines, seconds)
+                # After each section: whatever ends this program leaves what was seen before.
+                report.write(options.output, examination.jobs)
+                print(f"{section} ({seconds:.0f} s)", *map(str, lines), sep="\n  ", flush=True)
+        except KeyboardInterrupt:
+            print(f"stopped; {options.output} has the lines so far", file=sys.stderr)
+            return 130
+    failed = report.count("fails")
+    verdict = f"{failed} lines fail" if failed else "no line fails"
+    print(f"{verdict}, {report.count('ok')} ok, {report.count('skipped')} skipped")
+    return 1 if failed else 0

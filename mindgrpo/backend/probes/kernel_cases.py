@@ -1,0 +1,188 @@
+"""What kernels are compared on: each of the contract's fused computations, small, with its inputs.
+
+kernel_pairs.py compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from mindgrpo.backend.kernels.contract import NEVER, Heads, Kernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+
+ROWS, LENGTH, WIDTH = 2, 48, 64
+# As of Qwen2 with biases, as of Qwen3 with norms inside heads.
+BIASED, NORMED = Heads(4, 2, 64, has_bias=True), Heads(4, 2, 64, norm_eps=1e-6)
+SLOTS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`make` gives the computation of (activations, other inputs...), from `inputs`; `num_wide` are of activations.
+
+    The first `num_wide` inputs are in the compared dtype; `outputs` are the shapes that it gives. Without
+    `has_gradient` it is compared forward only: the generator has no other. `method` of the contract computes it.
+    """
+
+    name: str
+    method: str
+    make: Callable[[Kernels], nn.Cell]
+    inputs: Sequence[np.ndarray]
+    num_wide: int
+    outputs: Sequence[tuple[int, ...]]
+    has_gradient: bool = True
+    is_attention: bool = False
+
+    def is_plain_of(self, kernels: Kernels) -> bool:
+        """Whether `kernels` has no computation of its own for it."""
+        return getattr(type(kernels), self.method) is getattr(PlainKernels, self.method)
+
+
+class PackedAttention(nn.Cell):
+    """Attention over packed rows, rope and mask made from positions and spans."""
+
+    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.rope_and_mask = kernels.rope_and_mask(rotary)
+        self.attention = kernels.attention(heads, rotary)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        one, other = self.rope_and_mask(positions, spans)
+        return self.attention(qkv, bias, q_norm, k_norm, one, other)
+
+
+def _floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def _rotary(heads: Heads) -> np.ndarray:
+    """float32 [LENGTH, 2 D]: cos, then sin."""
+    angles = np.outer(np.arange(LENGTH), 10000.0 ** (-np.arange(heads.dim // 2) * 2 / heads.dim))
+    angles = np.concatenate([angles, angles], 1)
+    return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+
+
+def _weights(heads: Heads) -> list[np.ndarray]:
+    """bias, q_norm, k_norm; anything of one number where `heads` has none."""
+    nothing = np.zeros(1, np.float32)
+    bias = _floats(heads.width) if heads.has_bias else nothing
+    norms = [_floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2)]
+    return [bias, *norms]
+
+
+def _packed_rows() -> tuple[np.ndarray, np.ndarray]:
+    """positions and spans: a prompt of 7 that runs of 9, 5 and 1 share, and a run alone; the rest is padding."""
+    positions = np.zeros((ROWS, LENGTH), np.int32)
+    spans = np.zeros((ROWS, LENGTH, 3), np.int32)
+    spans[:, :, 2] = np.arange(LENGTH)
+    for row, (prompt, runs) in enumerate([(7, (9, 5, 1)), (3, (30,))]):
+        spans[row, :prompt] = (0, 0, 0)
+        positions[row, :prompt] = np.arange(prompt)
+        at = prompt
+        for count in runs:
+            spans[row, at : at + count] = (0, prompt, at)
+            positions[row, at : at + count] = prompt + np.arange(count)
+            at += count
+    return positions, spans
+
+
+def _attention(name: str, heads: Heads) -> Case:
+    rotary, tokens = _rotary(heads), ROWS * LENGTH
+    return Case(
+        name,
+        "attention",
+        lambda kernels: PackedAttention(kernels, heads, rotary),
+        [_floats(tokens, heads.width), *_weights(heads), *_packed_rows()],
+        1,
+        [(tokens, heads.queries * heads.dim)],
+        is_attention=True,
+    )
+
+
+def _caches(heads: Heads) -> tuple[Parameter, Parameter]:
+    rows = SLOTS * heads.kv * LENGTH
+    keys, values = (_floats(rows, heads.dim, seed=i) for i in (3, 4))
+    return Parameter(Tensor(keys), "keys"), Parameter(Tensor(values), "values")
+
+
+def _prefill(heads: Heads) -> Case:
+    """Two prompts of 6, which go to three slots."""
+    prompt, starts = 6, np.arange(SLOTS * heads.kv) * LENGTH
+    causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
+    angles = np.tile(_rotary(heads)[:prompt, None], (2, 1, 1))
+    rows = (starts[:, None] + np.arange(prompt)).reshape(-1).astype(np.int32)
+    sources = np.array([1, 0, 1], np.int32)
+    return Case(
+        "attention of prompts",
+        "prefill_attention",
+        lambda kernels: kernels.prefill_attention(heads, *_caches(heads)),
+        [
+            _floats(2 * prompt, heads.width),
+            *_weights(heads),
+            causal[None, None],
+            angles,
+            sources,
+            rows,
+        ],
+        1,
+        [(2 * prompt, heads.queries * heads.dim)],
+        has_gradient=False,
+        is_attention=True,
+    )
+
+
+def _cached(heads: Heads) -> Case:
+    """A token of each of three slots that are filled to different lengths."""
+    at = np.array([5, 0, LENGTH - 1])
+    mask = np.where(np.arange(LENGTH) <= at[:, None], 0.0, NEVER).astype(np.float32)
+    starts = np.arange(SLOTS * heads.kv).reshape(SLOTS, heads.kv) * LENGTH
+    rows = (starts + at[:, None]).reshape(-1).astype(np.int32)
+    return Case(
+        "attention to the cache",
+        "cached_attention",
+        lambda kernels: kernels.cached_attention(heads, *_caches(heads)),
+        [
+            _floats(SLOTS, heads.width),
+            *_weights(heads),
+            mask[:, None],
+            _rotary(heads)[at][:, None],
+            rows,
+        ],
+        1,
+        [(SLOTS, heads.queries * heads.dim)],
+        has_gradient=False,
+        is_attention=True,
+    )
+
+
+def cases() -> list[Case]:
+    x, added, weight = _floats(37, WIDTH), _floats(37, WIDTH, seed=1), _floats(WIDTH)
+    same = (37, WIDTH)
+    return [
+        Case("norm", "rms_norm", lambda k: k.rms_norm(1e-6), [x, weight], 1, [same]),
+        Case(
+            "norm of a sum",
+            "add_rms_norm",
+            lambda k: k.add_rms_norm(1e-6),
+            [x, added, weight],
+            2,
+            [same, same],
+        ),
+        Case("gate", "glu", lambda k: k.glu("silu"), [_floats(37, 2 * WIDTH)], 1, [same]),
+        _attention("packed attention, biases", BIASED),
+        _attention("packed attention, norms", NORMED),
+        _prefill(BIASED),
+        _cached(BIASED),
+    ]
+
+
+def tensor_of(array: np.ndarray, dtype: ms.Type | None) -> Tensor:
+    return Tensor(array) if dtype is None else Tensor(array).astype(dtype)

@@ -1,0 +1,150 @@
+"""Compares a device's fused kernels with their plain doubles on that device: outputs and gradients, by dtype.
+
+The double is MindSpore's plain operations in float32, on inputs that were rounded to the compared dtype. A difference
+counts as a share of the largest value of an output or gradient.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import nn, ops
+
+from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
+from mindgrpo.backend.kernels.ascend import AscendKernels
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.probes.kernel_cases import Case, cases, tensor_of
+from mindgrpo.backend.probes.line import Line, fails, ok, skipped
+
+# Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
+TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+REMEDY = (
+    "check that CANN's kernels package is of the toolkit's version and of this chip (Ascend-cann-kernels); to go on "
+    "without fused attention, set use_flash_attention: false in the model's YAML, and send this report"
+)
+LEAST = 1e-3
+_UNSUPPORTED = re.compile(r"Unsupported op \[(\w+)\] on CPU")
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Kernels of a device with the dtype that they are compared in."""
+
+    name: str
+    make: Callable[[], Kernels]
+    dtype: Dtype
+    has_attention: bool = True
+
+
+class _WithGradients(nn.Cell):
+    """(inputs, sensitivities) -> outputs, then the inputs' gradients, in one graph."""
+
+    def __init__(self, cell: nn.Cell, num_inputs: int) -> None:
+        super().__init__()
+        self.cell, self.num_inputs = cell, num_inputs
+        self.gradient = ops.GradOperation(get_all=True, sens_param=True)
+
+    def construct(self, *both: Any) -> Any:
+        inputs, sens = both[: self.num_inputs], both[self.num_inputs :]
+        out = self.cell(*inputs)
+        if len(sens) == 1:
+            return out, self.gradient(self.cell)(*inputs, sens[0])
+        return out, self.gradient(self.cell)(*inputs, sens)
+
+
+def results(case: Case, kernels: Kernels, dtype: Dtype, rounded: bool) -> list[np.ndarray]:
+    """float32 outputs, then gradients of float inputs; with `rounded`, in float32 of inputs rounded to `dtype`."""
+    narrow = mindspore_dtype(dtype)
+    inputs = []
+    for number, array in enumerate(case.inputs):
+        own = tensor_of(array, narrow if number < case.num_wide else None)
+        inputs.append(own.astype(ms.float32) if rounded and number < case.num_wide else own)
+    cell = case.make(kernels)
+    if not case.has_gradient:
+        return _arrays(cell(*inputs))
+    sens = []
+    for seed, shape in enumerate(case.outputs):
+        drawn = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        own = tensor_of(drawn, narrow)
+        sens.append(own.astype(ms.float32) if rounded else own)
+    out, gradients = _WithGradients(cell, len(inputs))(*inputs, *sens)
+    pairs = zip(gradients, case.inputs, strict=True)
+    return _arrays(out) + [g for gs, x in pairs if x.dtype == np.float32 for g in _arrays(gs)]
+
+
+def _arrays(out: Any) -> list[np.ndarray]:
+    several = out if isinstance(out, tuple) else (out,)
+    return [one.astype(ms.float32).asnumpy() for one in several]
+
+
+def difference(ours: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> float:
+    """The largest of all, as a share of each array's largest value; infinite where a number is not finite."""
+    worst = 0.0
+    for one, other in zip(ours, plain, strict=True):
+        if one.shape != other.shape or not np.isfinite(one).all():
+            return float("inf")
+        scale = max(LEAST, float(np.abs(other).max()))
+        worst = max(worst, float(np.abs(one - other).max()) / scale)
+    return worst
+
+
+def compare(case: Case, fused: Fused) -> Line:
+    check = f"{fused.name} {case.name}, {fused.dtype}"
+    passes = "forward and backward" if case.has_gradient else "forward"
+    limit = TOLERANCE[fused.dtype]
+    if case.is_plain_of(fused.make()):
+        return skipped(check, "there is none: plain operations compute it")
+    plain = results(case, PlainKernels(), fused.dtype, rounded=True)
+    try:
+        ours = results(case, fused.make(), fused.dtype, rounded=False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        missing = _UNSUPPORTED.search(str(error))
+        if missing:
+            return skipped(check, f"the host's processors have no {missing[1]}")
+        return fails(check, f"{passes}: {type(error).__name__}: {first_words(error)}", REMEDY)
+    worst = difference(ours, plain)
+    seen = f"{passes}, differs by {worst:.1e} of the largest value, allowed {limit:.0e}"
+    return ok(check, seen) if worst <= limit else fails(check, seen, REMEDY)
+
+
+def first_words(error: BaseException) -> str:
+    """What MindSpore's error says first, without its rules and headings."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    words = [line for line in lines if line.strip("-") and not line.startswith("- ")]
+    return (words or lines or [""])[0][:300]
+
+
+def fused_of(device: str) -> list[Fused]:
+    """What can be compared on `device`: its own kernels, and Ascend's up to where the host's processors have none."""
+    half = Fused("fused", lambda: AscendKernels(attention_dtype="float16"), "float16")
+    if device == "Ascend":
+        narrow = Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), "bfloat16")
+        return [Fused("fused", AscendKernels, "float32", has_attention=False), half, narrow]
+    # The host's processors lack bfloat16 in operations around the fused ones.
+    return [Fused("C", _native, "float32"), half]
+
+
+def _native() -> Kernels:
+    from mindgrpo.backend.kernels.native.kernels import NativeKernels
+
+    return NativeKernels()
+
+
+def kernel_lines(device: str, starts: Callable[[str], None]) -> Iterator[Line]:
+    """`starts` as in communication.py."""
+    for fused in fused_of(device):
+        if fused.name == "C" and native_library.library() is None:
+            yield skipped("C kernels", "they cannot be compiled here, and runs go without")
+            continue
+        for case in cases():
+            if case.is_attention and not fused.has_attention:
+                continue
+            starts(f"{fused.name} {case.name}, {fused.dtype}")
+            yield compare(case, fused)

@@ -1,0 +1,66 @@
+"""The doctor's program on every rank: on_ranks.py SECTIONS FOLDER DEVICE, where FOLDER takes what was seen.
+
+SECTIONS are `communication`, `weights` and `kernels`, or `first_step` with further arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.probes.communication import communication_lines
+from mindgrpo.backend.probes.kernel_pairs import kernel_lines
+from mindgrpo.backend.probes.line import Line, fails
+from mindgrpo.backend.runtime import RuntimeSettings
+from mindgrpo.backend.targets import Target
+from mindgrpo.doctor.first_step import train_one_step
+from mindgrpo.doctor.records import ENDED_REMEDY, Records
+from mindgrpo.doctor.settings import dtype_of, weight_bytes
+from mindgrpo.doctor.weights import weight_lines
+
+Lines = Callable[[Callable[[str], None]], Iterator[Line]]
+
+
+def sections_of(names: str, backend: Backend, target: Target) -> dict[str, Lines]:
+    known: dict[str, Lines] = {
+        "communication": partial(communication_lines, backend),
+        "weights": partial(weight_lines, backend, weight_bytes(target)),
+        "kernels": partial(kernel_lines, target.device),
+    }
+    return {name: known[name] for name in names.split(",")}
+
+
+def run_sections(sections: dict[str, Lines], records: Records) -> None:
+    """A check that raises is a line, and ends this rank: the others may wait for it."""
+    for name, lines in sections.items():
+        records.section = name
+        records.starts(name)
+        try:
+            for line in lines(records.starts):
+                records.ends(line)
+            records.ends(Line("ok", name, "done"))
+        except Exception as error:
+            seen = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            records.ends(fails(records.check, seen, ENDED_REMEDY))
+            raise
+
+
+def main() -> None:
+    names, folder, device = sys.argv[1:4]
+    if names == "first_step":
+        train_one_step(sys.argv[4:])
+        return
+    target = Target(device, "device")
+    settings = RuntimeSettings(compute_dtype=dtype_of(target))
+    backend = connect(target, dict(os.environ), settings)
+    run_sections(sections_of(names, backend, target), Records(Path(folder), backend.rank))
+    backend.close()
+
+
+if __name__ == "__main__":
+    main()
