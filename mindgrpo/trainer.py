@@ -19,6 +19,7 @@ from mindgrpo.grpo.metrics import all_metrics
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
+from mindgrpo.grpo.tools import make_conversations, tool_figures
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.run.nan_guard import NanGuard
 from mindgrpo.run.open_run import open_run
@@ -73,8 +74,18 @@ class GRPOTrainer:
             self.session = Session(run, self.roles)
         self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
+        is_first = backend.rank == 0
+        self.conversations = make_conversations(
+            run.config, inputs.tokenizer, inputs.toolbox, runs_tools=is_first
+        )
         self.stepper = make_stepper(
-            self.roles, inputs.sampling, run.prompts, self.scorer, learning_rate, self._phase
+            self.roles,
+            inputs.sampling,
+            run.prompts,
+            self.scorer,
+            learning_rate,
+            self._phase,
+            self.conversations,
         )
         self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
         self.export = ModelExport(self.roles, inputs.tokenizer)
@@ -119,6 +130,8 @@ class GRPOTrainer:
         run.backend.health.enter("close")
         run.watch.close()
         self.scorer.close()
+        if self.conversations is not None:
+            self.conversations.close()
         engine = self.roles.engine.capabilities
         self.roles.engine.close()
         reason = ended.reason if ended else None
@@ -161,6 +174,8 @@ class GRPOTrainer:
         run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
         self.reward_guard.step_done(step + 1, outcome.scored.scores)
         metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
+        if run.inputs.toolbox is not None:
+            metrics |= tool_figures(outcome.batch.rollout.messages, run.inputs.toolbox.names)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:

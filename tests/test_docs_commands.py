@@ -46,13 +46,15 @@ PAGES = [
     "examples/grpo/tiny_arithmetic/README.md",
     "examples/grpo/gsm8k_smollm2/README.md",
     "examples/grpo/smollm2_sums/README.md",
+    "examples/cluster/README.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/ascend/*/README.md")),
     "scripts/bench/README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md")),
     # Other pages in Chinese have the blocks of the English ones, byte for byte (test_docs_languages.py).
     "docs/zh/configuration.md",
 ]
 # Change the numbers when a command comes or goes: run, and marked as not run.
-NUM_RUN, NUM_MARKED = 52, 18
+NUM_RUN, NUM_MARKED = 62, 35
 RUN_KINDS, OTHER_KINDS = ("bash", "console", "python"), ("yaml", "text", "tree")
 SHORT = (
     *("--rl_config.max_steps", "10", "--rl_config.save_ckpt_interval", "10"),
@@ -177,7 +179,7 @@ def run_verb(*words: str) -> None:
     except SystemExit as ended:
         status = int(ended.code or 0)
     # What `doctor` finds depends on the machine.
-    assert status == 0 or words == ("doctor",), f"{words} ended with {status}"
+    assert status == 0 or words[:1] == ("doctor",), f"{words} ended with {status}"
 
 
 def run_help(clone: Clone, program: str, words: list[str]) -> None:

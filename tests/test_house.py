@@ -20,6 +20,7 @@ PACKAGE = ROOT / "mindgrpo"
 ROOMS = (
     "errors",
     "strict_files",
+    "user_code",
     "parallel",
     "health",
     "algorithm",
@@ -31,6 +32,7 @@ ROOMS = (
     "weight_sync",
     "training",
     "rewards",
+    "tools",
     "rollout",
     "checkpoint",
     "config",
@@ -40,6 +42,7 @@ ROOMS = (
     "run",
     "launch",
     "trainer",
+    "doctor",
     "cli",
     "__main__",
 )
@@ -56,6 +59,12 @@ WITHOUT_MINDSPORE = (
     "weight_sync/plan.py",
     "run/machine_checks",
     "cli/verbs",
+    "doctor/records",
+    "doctor/jobs",
+    "backend/probes/host",
+    "backend/probes/matrix",
+    "backend/probes/smi",
+    "backend/probes/toolkit",
 )
 # Runs in vLLM's environment, where mindgrpo's backends are not.
 ENGINE = PACKAGE / "rollout" / "vllm" / "child"

@@ -31,6 +31,7 @@ from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
+from mindgrpo.grpo.tools import Toolbox, make_conversations, read_toolbox
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
@@ -73,6 +74,7 @@ class EvaluationInputs:
     sampling: SamplingParams
     modes: list[Mode]
     num_prompts: int
+    toolbox: Toolbox | None
 
     def check_rewards(self) -> None:
         dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
@@ -82,7 +84,7 @@ class EvaluationInputs:
         prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
         return KVCacheConfig(
-            slots, group, prompts, generate.max_prompt_length, generate.sampling_config.max_tokens
+            slots, group, prompts, config.longest_context, generate.sampling_config.max_tokens
         )
 
 
@@ -113,13 +115,16 @@ def read_inputs(
             engine_notes(config)
         grid = grid_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
-        prompts = held_out_prompts(config, tokenizer, ranks)
+        toolbox = read_toolbox(config, tokenizer)
+        prompts = held_out_prompts(config, tokenizer, ranks, toolbox)
         assert prompts is not None
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
         layout = layout_of(grid, model)
-        return EvaluationInputs(model, layout, tokenizer, prompts, scorer, sampling, modes, count)
+        return EvaluationInputs(
+            model, layout, tokenizer, prompts, scorer, sampling, modes, count, toolbox
+        )
     except BaseException:
         if scorer is not None:
             scorer.close()
@@ -185,14 +190,19 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     with console.phase("loading weights"):
         engine = _engine(config, inputs, backend)
     on_first_rank(backend, inputs.check_rewards)
+    conversations = make_conversations(
+        config, inputs.tokenizer, inputs.toolbox, runs_tools=backend.rank == 0
+    )
     evaluator = Evaluator(
-        Replicas(engine, inputs.layout.grid, backend),
+        Replicas(engine, inputs.layout.grid, backend, conversations),
         RolloutScorer(inputs.scorer, inputs.tokenizer, backend),
         config.rl_config.seed,
     )
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
         outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
     engine.close()
+    if conversations is not None:
+        conversations.close()
     for outcome in outcomes:
         for name, message in outcome.scored.scores.messages.items():
             console.line(f"  reward {name}: {message}")

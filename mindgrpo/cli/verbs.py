@@ -17,7 +17,8 @@ from mindgrpo.errors import UserError
 USAGE = {
     "launch": """\
   launch  --ranks N [--max_restarts M] -- PROGRAM    a program and its arguments on N ranks, started again up to M times
-          [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A""",
+          [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A
+          [--cluster auto|msrun|slurm|ascendjob]     ... which the variables of that scheduler say (msrun: none)""",
     "train": """\
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone""",
     "eval": """\
@@ -30,14 +31,17 @@ USAGE = {
     "check": """\
   check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device""",
     "plan": """\
-  plan    --config FILE [--key value ...]            layouts, memory by phase, reshard traffic, batch arithmetic
+  plan    --config FILE [--key value ...]            layouts, memory by phase, whether it fits, reshard traffic, batches
+          [--must_fit]                               exit status 1 unless it fits context.max_device_memory
           [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
           [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)""",
     "config": """\
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
           | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
     "doctor": """\
-  doctor                                             what this machine lacks, with remedies""",
+  doctor                                             what this machine lacks, with remedies
+  doctor  --device [--ranks N] [--only NAME,...]     ... and its devices: driver, versions, memory, communication,
+          [--output FILE.json]                       kernels, a first step; leaves doctor_report.json to send""",
     "engine": """\
   engine  [show [--python PYTHON]]                   the vLLM that runs would start, and whether it was tried
           install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",

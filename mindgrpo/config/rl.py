@@ -15,6 +15,7 @@ from mindgrpo.config.section import (
     Section,
     spelled,
 )
+from mindgrpo.config.tools import ToolKeys
 
 
 def _switch_or_path(value: object) -> object:
@@ -64,7 +65,7 @@ class CheckpointKeys(Section):
         )
 
 
-class RLConfig(AlgorithmKeys, CheckpointKeys):
+class RLConfig(AlgorithmKeys, CheckpointKeys, ToolKeys):
     model_name: OptionalText = None
     """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"

@@ -54,6 +54,14 @@ class Config(Section):
         yield from checks.algorithm_contradictions(rl)
 
     @property
+    def longest_context(self) -> int:
+        """Tokens that a generation may begin with: a prompt's, or a conversation's that goes on."""
+        longest = self.generate_config.max_prompt_length
+        if self.rl_config.tools:
+            longest += self.generate_config.sampling_config.max_tokens
+        return longest
+
+    @property
     def tokenizer_dir(self) -> str:
         return self.rl_config.tokenizer_dir or self.actor_config.load
 

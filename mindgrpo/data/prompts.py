@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
@@ -40,7 +40,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How an example becomes a prompt: template, system prompt, length rule.
+    """How an example becomes a prompt: template, system prompt, schemas of tools, length rule.
 
     `system_prompt` stands before every prompt that has no system message of its own. `max_prompt_length` counts
     tokens. `overflow` "left" takes away a conversation's oldest turns and then the start of the last message, "right"
@@ -51,6 +51,7 @@ class PromptForm:
     max_prompt_length: int
     overflow: str = "error"
     system_prompt: str = ""
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         if self.overflow not in OVERFLOWS:
@@ -66,7 +67,8 @@ class PromptForm:
         messages = example.messages
         if self.system_prompt and messages[0]["role"] != "system":
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
-        return self.tokenizer.render(messages)
+        variables: dict[str, Any] = {"tools": [*self.tools]} if self.tools else {}
+        return self.tokenizer.render(messages, **variables)
 
     def encoded(self, example: Example) -> Fitted | str:
         """Returns the prompt where it fits, else how long it is.

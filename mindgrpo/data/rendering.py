@@ -8,7 +8,7 @@ rendered, and by the fork server once for all ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,12 +17,21 @@ from mindgrpo.data.limits import OutOfTime, limits
 
 # Without torch transformers prints advice that has nothing to do with templates.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-from transformers.utils.chat_template_utils import render_jinja_template  # noqa: E402
+from transformers.utils.chat_template_utils import (  # noqa: E402
+    get_json_schema,
+    render_jinja_template,
+)
 
 MAX_SECONDS = 3.0
 MAX_GIB = 2
 
 Spans = list[tuple[int, int]]
+
+
+def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """What templates take in `tools`, JSON schemas, from type hints and docstring. Raises what transformers raises."""
+    schema: dict[str, Any] = get_json_schema(function)
+    return schema
 
 
 def render_chat(

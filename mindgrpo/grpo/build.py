@@ -8,11 +8,12 @@ from dataclasses import replace
 import psutil
 
 from mindgrpo.algorithm.non_finite import in_arrays
-from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.activation_plan import reference_shape, update_shape
+from mindgrpo.grpo.device_plan import phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas
@@ -28,6 +29,7 @@ from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
@@ -51,7 +53,8 @@ def make_roles(
     `restored`: "policy" and "reference" are not read where a checkpoint will fill them.
     """
     budget = device_budget(plan.config) or backend.device_memory_bytes
-    residency = Residency(budget, keeps=not backend.shares_memory)
+    reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
+    residency = Residency(budget, not backend.shares_memory, reserved)
     policy = make_policy(plan, backend, sampling)
     engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:
@@ -98,7 +101,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     settings = UpdateSettings(
-        shape=_micro_shape(plan, rl.batch_size // rl.micro_batch_interleaved, backend),
+        shape=update_shape(plan.config, backend.kernels.ragged),
         num_positions=rl.seq_length,
         temperature=sampling.trainer_temperature,
         recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
@@ -134,21 +137,11 @@ def _make_reference(
             Shard(plan.model, weights, backend),
             backend,
             "reference",
-            _micro_shape(plan, plan.config.ref_config.ref_model_batch_size, backend),
+            reference_shape(plan.config, backend.kernels.ragged),
             plan.config.rl_config.seq_length,
             sampling.trainer_temperature,
         )
     return Reference(weights, pipeline)
-
-
-def _micro_shape(plan: RunPlan, rows: int, backend: Backend) -> MicroShape:
-    """`rows` rows of seq_length, or one as long as all of them where length costs nothing by itself."""
-    rl = plan.config.rl_config
-    if not rl.packing:
-        return MicroShape(rows, rl.seq_length, 1)
-    if backend.kernels.ragged:
-        return MicroShape(1, rows * rl.seq_length, rl.pack_num and rows * rl.pack_num)
-    return MicroShape(rows, rl.seq_length, rl.pack_num)
 
 
 def _fill(weights: Weights, config: Config, directory: str, random_weights: bool) -> None:
@@ -172,6 +165,7 @@ def make_stepper(
     scorer: Scorer,
     learning_rate: Callable[[int], float],
     watch: Watch | None = None,
+    conversations: Conversations | None = None,
 ) -> Stepper:
     plan, rl, ref = roles.plan, roles.plan.config.rl_config, roles.plan.config.ref_config
     settings = StepSettings(
@@ -185,7 +179,7 @@ def make_stepper(
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
     )
-    replicas = Replicas(roles.engine, plan.infer.grid, roles.backend)
+    replicas = Replicas(roles.engine, plan.infer.grid, roles.backend, conversations)
     return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch)
 
 

@@ -6,27 +6,34 @@ Every rank ends with the same Rollout and the same log-probs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mindgrpo.algorithm.packing import PackedRollout
-from mindgrpo.algorithm.types import Rollout, collect
+from mindgrpo.algorithm.types import Completion, Rollout, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Grid
+from mindgrpo.rollout.conversations import Answers, Calls, Conversations, run_together
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
+from mindgrpo.rollout.stats import RolloutStats
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replicas:
-    """`engine` on every rank of `grid`, whose data-parallel replicas share the prompts out in order."""
+    """`engine` on every rank of `grid`, whose data-parallel replicas share the prompts out in order.
+
+    `stats` are this rank's, of the last rollout. With `conversations` completions may have several turns.
+    """
 
     engine: RolloutEngine
     grid: Grid
     backend: Backend
+    conversations: Conversations | None = None
+    stats: RolloutStats = RolloutStats(0, 0, 0, 0)
 
     def generate(
         self,
@@ -50,7 +57,7 @@ class Replicas:
         for i in share.tolist():
             start = first + i * num_generations
             requests.append(Request(prompts[i], tuple(range(start, start + num_generations))))
-        own = self.engine.generate(requests, sampling, key, version)
+        own = self._complete(requests, sampling, key, version)
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
         for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
@@ -62,6 +69,30 @@ class Replicas:
                 )
         completions = [completion for part, _ in by_rank for completion in part]
         return collect(prompts, num_generations, completions, first, groups)
+
+    def _complete(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+    ) -> list[Completion]:
+        rounds: list[RolloutStats] = []
+
+        def generate(requests: Sequence[Request], turn: int) -> list[Completion]:
+            completions = self.engine.generate(requests, sampling, replace(key, turn=turn), version)
+            rounds.append(self.engine.stats)
+            return completions
+
+        def answer(calls: Calls) -> Answers:
+            is_first = self.grid.coordinates(self.backend.rank).model == 0
+            pool = None if self.conversations is None else self.conversations.pool
+            return run_together(calls if is_first else {}, pool, self.backend.world.gather_objects)
+
+        if self.conversations is None:
+            completions = generate(requests, 0)
+        else:
+            completions = self.conversations.run(
+                requests, sampling.max_tokens, version, generate, answer
+            )
+        self.stats = RolloutStats.total(rounds)
+        return completions
 
 
 def compute_log_probs(

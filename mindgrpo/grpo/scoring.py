@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.types import Messages, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
@@ -18,6 +18,11 @@ from mindgrpo.rewards.scores import Scores
 def number(value: float) -> float | None:
     """None for nan: a sample that a reward did not score."""
     return None if value != value else float(value)
+
+
+def turns_of(messages: Messages) -> list[str]:
+    """What the policy wrote, turn by turn."""
+    return [message["content"] for message in messages if message["role"] == "assistant"]
 
 
 class ScoringFailed(RuntimeError):
@@ -35,9 +40,11 @@ class Scored:
         """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample."""
         per_function = self.scores.per_function
         for i, prompt in enumerate(prompts):
+            turns = {"messages": list(messages)} if (messages := rollout.messages[i]) else {}
             yield {
                 "prompt": prompt.text,
                 "completion": self.texts[i],
+                **turns,
                 "answer": prompt.answer,
                 "finish_reason": rollout.finish_reasons[i],
                 "length": len(rollout.completion_ids[i]),
@@ -80,9 +87,15 @@ class RolloutScorer:
     def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[list[str], Scores]:
         assert self.rewards is not None
         ids = [tokens.tolist() for tokens in rollout.completion_ids]
-        texts = [self.tokenizer.decode(tokens) for tokens in ids]
+        # Of a conversation its last turn: what tools answered is not the policy's.
+        texts = [
+            turns_of(messages)[-1] if messages else self.tokenizer.decode(tokens)
+            for tokens, messages in zip(ids, rollout.messages, strict=True)
+        ]
         own = own_columns([prompt.text for prompt in prompts], ids, rollout.finish_reasons)
         own["completion_lengths"] = rollout.action_lengths.tolist()
+        if any(rollout.messages):
+            own["messages"] = [list(messages) for messages in rollout.messages]
         answers = [prompt.answer for prompt in prompts]
         # A data set's own column of such a name wins: its author knows what it is for.
         columns, total = own | columns_of(prompts), len(texts) * len(self.rewards.names)

@@ -186,7 +186,7 @@ class Stepper:
                 first,
                 groups,
             )
-        self._stats.append(self.replicas.engine.stats)
+        self._stats.append(self.replicas.stats)
         return rollout
 
     def _score(self, rollout: Rollout) -> Scored:

@@ -24,7 +24,7 @@ def worker_cache_bytes(
         return memory_bytes(generate.vllm.kv_cache_memory) // tp_size
     need = CacheNeed(
         cache.slots,
-        cache.max_prompt + cache.max_tokens,
+        min(cache.max_prompt + cache.max_tokens, generate.longest),
         generate.longest,
         generate.block_size or BLOCK_TOKENS,
     )

@@ -10,9 +10,11 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """The JSON value of a figure or an array; NumPy's become Python's."""
+    """The JSON value of a figure, an array or a list of objects; NumPy's become Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
+        return [{**each} for each in value]
     if value is None or isinstance(value, int | float | str):
         return value
     raise TypeError(f"a figure is a number, a string or None, not {type(value).__name__}")

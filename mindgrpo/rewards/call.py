@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.load import WHERE, RewardFunction, describe
+from mindgrpo.rewards.load import WHERE, RewardFunction
 from mindgrpo.rewards.outcome import (
     BAD_RESULT,
     MEMORY,
@@ -23,6 +23,7 @@ from mindgrpo.rewards.outcome import (
     Outcome,
     Score,
 )
+from mindgrpo.user_code import describe
 
 if TYPE_CHECKING:
     import asyncio

@@ -7,24 +7,20 @@ Whatever goes wrong there is one sentence. A class is made into an object once a
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
-import importlib
-import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.user_code import Kind, describe, import_named, nearest
 
 WHERE = "reward_config.verifier_function"
+REWARD = Kind("reward function", WHERE)
 CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)
-LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,6 @@ def unknown_name(target: str) -> UserError:
     )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (the nearest name is {close[0]!r})" if close else ""
-
-
 @dataclass(frozen=True)
 class RewardFunction:
     """`bound` are the names of arguments that the user gave a value already."""
@@ -116,13 +107,7 @@ def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
     spec = parse(reward) if isinstance(reward, str) else reward
     if not spec.source:
         return with_arguments(spec, BUILTINS[spec.name].load())
-    module = module_of(spec)
-    if spec.name not in vars(module):
-        raise UserError(
-            f"reward function {spec.text!r}: {spec.source} has no {spec.name!r}"
-            f"{nearest(spec.name, public_callables(module))}; correct {WHERE}"
-        )
-    return with_arguments(spec, vars(module)[spec.name])
+    return with_arguments(spec, import_named(REWARD, spec.text, spec.source, spec.name))
 
 
 def with_arguments(spec: Spec, reward: Any) -> RewardFunction:
@@ -159,52 +144,3 @@ def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Call
             f"reward(completions, answers, **columns) ({WHERE})"
         )
     return reward
-
-
-def module_of(spec: Spec) -> ModuleType:
-    path = Path(spec.source).expanduser().resolve()
-    is_file = spec.source.endswith(".py")
-    if is_file and not path.is_file():
-        here = [str(other.relative_to(path.parent)) for other in path.parent.glob("*.py")]
-        raise UserError(
-            f"reward function {spec.text!r}: the file {path} does not exist"
-            f"{nearest(path.name, here)}; correct {WHERE}"
-        )
-    # A reward finds the modules beside it, as a script would, later imports in a call included.
-    folder = str(path.parent if is_file else Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return module_in(path) if is_file else importlib.import_module(spec.source)
-    except (Exception, SystemExit) as error:  # anything may happen at import
-        raise UserError(
-            f"reward function {spec.text!r} does not import: {describe(error)}; "
-            f"correct the module or {WHERE}"
-        ) from error
-
-
-def module_in(path: Path) -> ModuleType:
-    name = f"mindgrpo_reward_file_{path.stem}_{abs(hash(str(path))):x}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    module_spec.loader.exec_module(module)
-    return module
-
-
-def describe(error: BaseException) -> str:
-    """Return the kind of error, its first line, and the deepest line outside this room and importlib."""
-    text = (str(error).strip().splitlines() or ["no message"])[0]
-    location = ""
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if Path(__file__).parent not in Path(file).parents and "importlib" not in file:
-            location = f" at {file}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return f"{type(error).__name__}: {text[:LONGEST_MESSAGE]}{location}"
-
-
-def public_callables(module: ModuleType) -> list[str]:
-    return [key for key, held in vars(module).items() if callable(held) and key[0] != "_"]

@@ -42,11 +42,12 @@ class Request:
 
 @dataclass(frozen=True)
 class SeedKey:
-    """What the noise depends on beside sample and position; `purpose` is rollout/noise.py's."""
+    """What noise depends on beside sample and position; `purpose` is rollout/noise.py's; `turn` of conversations."""
 
     seed: int
     purpose: int
     step: int
+    turn: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,13 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def sample_keys(seed: int, purpose: int, step: int, samples: Sequence[int]) -> np.ndarray:
+def sample_keys(
+    seed: int, purpose: int, step: int, samples: Sequence[int], turn: int = 0
+) -> np.ndarray:
     """uint64 [samples], one key a global sample number, whatever else is drawn; all numbers from 0 up."""
     key = np.zeros(1, np.uint64)
-    for number in (seed, purpose, step):
+    # A first turn has the keys of a completion of one turn.
+    for number in (seed, purpose, step, turn)[: 4 if turn else 3]:
         key = _mixed((key ^ np.uint64(number)) + _STRIDE)
     return _mixed((key ^ np.asarray(samples, np.uint64)) + _STRIDE)
 

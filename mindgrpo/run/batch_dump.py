@@ -124,7 +124,12 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
         return rows
 
     tokens = by_token(ROLLOUT_BY_TOKEN)
-    rollout = Rollout(finish_reasons=about.finish_reasons, group_ids=about.groups, **tokens)
+    rollout = Rollout(
+        finish_reasons=about.finish_reasons,
+        group_ids=about.groups,
+        messages=((),) * count,
+        **tokens,
+    )
     by_sample: dict[str, Any] = {n: arrays[n] for n in BATCH_BY_SAMPLE if n in arrays}
     batch = TrainBatch(rollout, **by_sample, **by_token(BATCH_BY_TOKEN))
     if about.members and not 0 <= min(about.members) <= max(about.members) < count:

@@ -28,6 +28,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import device_budget, sampling_settings
+from mindgrpo.grpo.tools import Toolbox, read_toolbox
 from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
@@ -55,6 +56,7 @@ class Inputs:
     scorer: Scorer | None
     sampling: SamplingParams
     notes: tuple[str, ...] = ()
+    toolbox: Toolbox | None = None
 
     def check_rewards(self) -> None:
         dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
@@ -114,12 +116,14 @@ def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
     return tokenizer.with_template(config.rl_config.chat_template)
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer, ranks: Ranks) -> PromptSet | None:
+def held_out_prompts(
+    config: Config, tokenizer: Tokenizer, ranks: Ranks, toolbox: Toolbox | None
+) -> PromptSet | None:
     rl = config.rl_config
     if not rl.eval_dataset_file:
         return None
     choice, key = replace(FOR_EVALUATION, name=rl.eval_dataset_split), "rl_config.eval_dataset_file"
-    return _prompts(config, tokenizer, ranks, rl.eval_dataset_file, choice, key)
+    return _prompts(config, tokenizer, ranks, toolbox, rl.eval_dataset_file, choice, key)
 
 
 def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
@@ -139,8 +143,9 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             f"actor_config.save '{save}' is a file and is not overwritten; name a folder or leave it out."
         )
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
-    prompts = _prompts(config, tokenizer, ranks, rl.dataset_file, choice)
-    held_out = held_out_prompts(config, tokenizer, ranks)
+    toolbox = read_toolbox(config, tokenizer)
+    prompts = _prompts(config, tokenizer, ranks, toolbox, rl.dataset_file, choice)
+    held_out = held_out_prompts(config, tokenizer, ranks, toolbox)
     sampling = sampling_settings(config, tokenizer)
     if sampling.greedy and rl.num_generations > 1:
         raise UserError(
@@ -149,7 +154,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             "above 0."
         )
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices, *engine_notes(config))
-    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes)
+    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, toolbox)
 
 
 def engine_notes(config: Config) -> list[str]:
@@ -206,6 +211,7 @@ def _prompts(
     config: Config,
     tokenizer: Tokenizer,
     ranks: Ranks,
+    toolbox: Toolbox | None,
     path: str | None,
     choice: SplitChoice,
     key: str = "rl_config.dataset_file",
@@ -219,5 +225,6 @@ def _prompts(
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
     examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     longest = config.generate_config.max_prompt_length
-    form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "")
+    schemas = () if toolbox is None else toolbox.schemas
+    form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "", schemas)
     return PromptSet(examples, form, ranks)

@@ -81,8 +81,15 @@ class Recipe:
     lora: tuple[int, float] | None = None  # rank and alpha
     loss_config: dict[str, Any] = field(default_factory=dict)
     advantages: dict[str, Any] = field(default_factory=dict)
-    resampling_rounds: int = 0  # above 0, rewards are such that some groups' are all equal
+    equal_groups: bool = False  # rewards are such that some groups' are all equal
+    resampling_rounds: int = 0  # above 0 with equal_groups
+    max_turns: int = 1  # of conversations with a tool
     in_loop: bool = True  # the decode loop in C computes the model
+
+    @property
+    def longest(self) -> int:
+        """What a generation may begin with."""
+        return MAX_PROMPT + (MAX_TOKENS if self.max_turns > 1 else 0)
 
 
 RECIPES = {
@@ -139,7 +146,16 @@ RECIPES = {
             "reward_beta": 0.05,
             "kl_estimator": "k1",
         },
+        equal_groups=True,
         resampling_rounds=2,
+    ),
+    # Context between turns, and groups without advantage, which go forward only.
+    "tools": Recipe(
+        QWEN2,
+        sampling={"stop_ids": tuple(range(30)), "min_tokens": 0},
+        loss_config={"beta": 0.0},
+        equal_groups=True,
+        max_turns=4,
     ),
 }
 
@@ -179,6 +195,7 @@ SPREAD = (
     Case("olmo2", (1, 2, 1), (2, 1), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("two iterations", (1, 4, 2), (2, 4)),
+    Case("tools", (2, 2, 2), (4, 2)),
     Case("low rank", (1, 2, 2), (4, 1)),
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
     Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle

@@ -23,6 +23,8 @@ import cases as c
 import numpy as np
 from carried import communication, sum_in_graph
 from saving import saved_and_loaded
+from scripted_tools import scripted
+from task import Task, prompts
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
@@ -34,10 +36,8 @@ from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
-from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.per_token import token_rows
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
-from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
@@ -48,7 +48,6 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.embedded import plain, slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -75,49 +74,10 @@ def layout_of(config: DecoderConfig, grid: Grid) -> Layout:
     return Layout(grid, parameter_specs(config), tuple(stages))
 
 
-def prompts() -> list[np.ndarray]:
-    draw = np.random.RandomState(3)
-    return [
-        draw.randint(3, 67, draw.randint(2, c.MAX_PROMPT + 1)).astype(np.int32)
-        for _ in range(c.NUM_PROMPTS)
-    ]
-
-
-def rewards(rollout: Rollout) -> np.ndarray:
-    """float64 [samples], a function of the tokens alone."""
-    ids = rollout.completion_ids
-    return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in ids])
-
-
-def hits(rollout: Rollout) -> np.ndarray:
-    """float64 [samples] of 0 and 1, in some groups all equal."""
-    return np.array([float(tokens[0] % 3 == 0) for tokens in rollout.completion_ids])
-
-
 def as_of_another_engine(rollout: Rollout) -> list[np.ndarray]:
     """The generator's log-probs with an error that is a function of the tokens alone, so that no weight is 1."""
     pairs = zip(rollout.generator_logps, rollout.completion_ids, strict=True)
     return [logps + np.float32(0.1) * np.sin(tokens.astype(np.float32)) for logps, tokens in pairs]
-
-
-class Task:
-    """Every step's prompts, and rewards; a group that is replaced gets its prompt read backwards."""
-
-    def __init__(self, has_hits: bool) -> None:
-        self._reward = hits if has_hits else rewards
-
-    def begin_step(self, step: int) -> list[np.ndarray]:
-        return prompts()
-
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
-        return [prompts()[group][::-1] for group in groups]
-
-    def owners(self, rollout: Rollout) -> list[Prompt]:
-        return []
-
-    def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
-        earned = self._reward(rollout)
-        return Scored(Scores({}, earned, earned < 0), [])
 
 
 class Run:
@@ -135,7 +95,8 @@ class Run:
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
         self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
-        self.replicas = Replicas(self.generator, self.infer.grid, backend)
+        conversations = scripted(self.recipe.max_turns, backend.rank == 0)
+        self.replicas = Replicas(self.generator, self.infer.grid, backend, conversations)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
         for pool in backend.live_pools:
@@ -151,7 +112,7 @@ class Run:
             advantages=self.advantages,
             resampling_rounds=self.recipe.resampling_rounds,
         )
-        task = Task(has_hits=self.recipe.resampling_rounds > 0)
+        task = Task(has_hits=self.recipe.equal_groups)
         return Stepper(settings, self, self.replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
 
     def _policy(self) -> Policy:
@@ -180,7 +141,7 @@ class Run:
             "stop_ids": c.STOP_IDS,
         }
         sampling = SamplingParams(**(settings | self.recipe.sampling))
-        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, c.MAX_PROMPT, c.MAX_TOKENS)
+        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, self.recipe.longest, c.MAX_TOKENS)
         return EmbeddedEngine(self.config, self.infer, self.backend, sampling, room)
 
     def _reference(self) -> ForwardPipeline:
@@ -250,11 +211,13 @@ class Run:
 
 def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
     first = reports[0].logps
-    gaps = [np.abs(first[i] - logps).max() for i, logps in enumerate(rollout.generator_logps)]
+    pairs = zip(rollout.generator_logps, rollout.action_mask, strict=True)
+    gaps = [np.abs(first[i] - logps)[mask].max() for i, (logps, mask) in enumerate(pairs)]
     names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
     return {
         "tokens": [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids],
         "lengths": rollout.completion_lengths.tolist(),
+        "turns": [sum(m["role"] == "assistant" for m in own) for own in rollout.messages],
         "gap": float(max(gaps)),
         **{name: [float(getattr(report, name)) for report in reports] for name in names},
     }

@@ -1,4 +1,4 @@
-"""A worker process, which loads one reward function and scores what its rank sends, and its supervisor.
+"""A worker process, which loads what users wrote and calls it as its rank asks, and its supervisor.
 
 The supervisor is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker
 with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is
@@ -16,18 +16,20 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.parent import end_with_parent
-from mindgrpo.rewards.call import Caller, Samples
-from mindgrpo.rewards.load import Spec, describe, resolve
+from mindgrpo.rewards.call import Caller, Samples, Signature
+from mindgrpo.rewards.load import Spec, resolve
 from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json
 from mindgrpo.rewards.workers import processes
 from mindgrpo.rewards.workers.isolated import IsolatedScoring
+from mindgrpo.user_code import describe
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ORPHAN_CHECK_MILLISECONDS = 2000
@@ -35,23 +37,41 @@ ORPHAN_CHECK_MILLISECONDS = 2000
 WARM_UP = Samples([r"\boxed{(x + 1)^2}"], ["x^2 + 2x + 1"], {})
 
 
+class Served(Protocol):
+    """What a worker calls: a reward's Caller, or a conversation's tools."""
+
+    @property
+    def signature(self) -> Signature: ...
+    def together(self, samples: Any) -> Sequence[Outcome] | Failure: ...
+    def alone(self, samples: Any, index: int) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Order:
-    """What a worker is started with: the reward, where modules are searched, and bytes of memory."""
+    """What a worker is started with: what loads the user's code, its name, where modules are searched, and bytes of
+    memory."""
 
-    spec: Spec
+    load: Callable[[], Served]
+    what: str
     search_path: list[str]
     memory: int
 
 
 @dataclass(frozen=True)
 class Task:
-    """Samples `indices` to score, here or each in a forked process that has `deadline` seconds."""
+    """Samples to score: batches of indices in a call each, or each in a forked process that has `deadline` seconds."""
 
     isolated: bool
-    samples: Samples
-    indices: list[int]
+    samples: Any
+    batches: list[list[int]]
     deadline: float
+
+
+def load_reward(spec: Spec) -> Served:
+    caller = Caller(resolve(spec))
+    if not spec.source:
+        caller.together(WARM_UP)
+    return caller
 
 
 def main() -> None:
@@ -123,23 +143,20 @@ def serve(channel: socket.socket) -> None:
     sys.path[:] = order.search_path
     processes.limit_memory(order.memory)
     try:
-        caller = Caller(resolve(order.spec))
+        caller = order.load()
     except UserError as error:
         return send({"refused": str(error)})
     except BaseException as error:
-        return send({"refused": f"reward function {order.spec.text!r}: {describe(error)}"})
-    if not order.spec.source:
-        caller.together(WARM_UP)
+        return send({"refused": f"{order.what}: {describe(error)}"})
     send({"signature": asdict(caller.signature), "pid": os.getpid()})
     while True:
         task: Task = pickle.load(received)
         if task.isolated:
             score = partial(score_alone, caller, task.samples)
-            IsolatedScoring(score, report, task.deadline, order.memory).run(task.indices)
+            indices = [index for batch in task.batches for index in batch]
+            IsolatedScoring(score, report, task.deadline, order.memory).run(indices)
         else:
-            # A built-in gets one sample at a time: what it has scored when it hangs stays scored.
-            batches = [task.indices] if order.spec.source else [[index] for index in task.indices]
-            for batch in batches:
+            for batch in task.batches:
                 outcomes = caller.together(task.samples.select(batch))
                 if isinstance(outcomes, Failure):
                     send(to_json(outcomes))
@@ -151,7 +168,7 @@ def serve(channel: socket.socket) -> None:
         send({"done": True})
 
 
-def score_alone(caller: Caller, samples: Samples, index: int) -> Outcome:
+def score_alone(caller: Served, samples: Any, index: int) -> Outcome:
     outcome = caller.alone(samples, index)
     flush()
     return outcome

@@ -138,7 +138,7 @@ class EmbeddedEngine:
             self._check(request, sampling)
             limits += request.max_tokens or (sampling.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        keys = sample_keys(key.seed, key.purpose, key.step, samples)
+        keys = sample_keys(key.seed, key.purpose, key.step, samples, key.turn)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
         return GenerationBatch.of(prompts, prompt_of, limits, keys)

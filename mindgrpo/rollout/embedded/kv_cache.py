@@ -16,6 +16,8 @@ from mindgrpo.backend.kernels.rollout import KVCacheLayout
 LANES = 16
 # Prompt tokens that one call of the prompt graph takes.
 PROMPT_ROWS = 512
+# And one of the plain decoder's, which takes whole prompts.
+PREFILL_TOKENS = 1024
 # With fewer slots than samples, prompts of the next samples are brought in while the last ones of others still run.
 PREFIXES_AHEAD = 3
 
@@ -54,6 +56,11 @@ class KVCacheConfig:
     @property
     def prompt_rows(self) -> int:
         return min(PROMPT_ROWS, padded(self.prefix_blocks * self.max_prompt))
+
+    @property
+    def prompts_at_once(self) -> int:
+        """Of the plain decoder's prompt graph."""
+        return max(1, min(self.slots // self.group, PREFILL_TOKENS // self.max_prompt))
 
     def partition(
         self, prompt_lengths: Sequence[int], groups: Sequence[int], longest: int

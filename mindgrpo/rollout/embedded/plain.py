@@ -23,7 +23,6 @@ from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.noise import position_keys
 from mindgrpo.rollout.stats import RolloutStats
 
-PREFILL_TOKENS = 1024
 # Tokens that one call of the decoding graph makes where a call copies between device and host.
 DECODE_STEPS = 4
 IDLE = -1
@@ -39,12 +38,7 @@ class PlainDecoder:
         self._progress = partial(backend.health.progress, "samples")
         self._steps = 1 if backend.shares_memory else DECODE_STEPS
         self._length = cache_config.max_prompt + cache_config.max_tokens
-        self._prompts_at_once = max(
-            1,
-            min(
-                cache_config.slots // cache_config.group, PREFILL_TOKENS // cache_config.max_prompt
-            ),
-        )
+        self._prompts_at_once = cache_config.prompts_at_once
         shape = (cache_config.slots * shard.kv_heads * self._length, shard.config.head_dim)
         size = shape[0] * shape[1]
         count = 2 * len(shard.layers)

@@ -17,6 +17,7 @@ import numpy as np
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.memory.counted_pool import CountedPool
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
@@ -31,27 +32,6 @@ from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import check_tensors
-
-
-class EngineMemory(Pool):
-    """What an engine's process takes, as the account sees it; the process gives it up and takes it back by itself."""
-
-    is_host_memory = False
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
-        raise ValueError("an engine's memory has no parameters")
-
-    def on_host(self, write: bool = False) -> Any:
-        raise ValueError("an engine's memory is another process's")
-
-    def offload(self) -> None: ...
-
-    def load(self) -> None: ...
-
-    def release(self) -> None: ...
 
 
 class VllmEngine:
@@ -76,8 +56,9 @@ class VllmEngine:
             seconds = settings.max_start_seconds, settings.max_silence_seconds
             command = EngineCommand(settings.python, bucket, *seconds)
             self._process = EngineProcess(command, backend.health, os.environ)
+        # The process gives its memory up and takes it back by itself.
         self.pools: Mapping[str, Sequence[Pool]] = {
-            role: [EngineMemory(size)] for role, size in settings.memory.items()
+            role: [CountedPool(size)] for role, size in settings.memory.items()
         }
 
     def _ask(self, message: Message, progress: Callable[[Message], None] | None = None) -> Message:
@@ -193,7 +174,7 @@ def _generation(
     rows = []
     for request in requests:
         limits = request.max_tokens or (sampling.max_tokens,) * len(request.samples)
-        keys = sample_keys(key.seed, key.purpose, key.step, request.samples).tolist()
+        keys = sample_keys(key.seed, key.purpose, key.step, request.samples, key.turn).tolist()
         samples = [{"seed": s, "max_tokens": n} for s, n in zip(keys, limits, strict=True)]
         rows.append({"prompt": request.prompt.tolist(), "samples": samples})
     settings = asdict(sampling) | {"top_k": max(0, sampling.top_k)}

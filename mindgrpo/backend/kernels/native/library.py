@@ -189,9 +189,9 @@ def _error(kind: int, sentence: Any) -> Exception:
 
 
 def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
-    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what the kernel has to say: UserError
-    where memory is used up, RuntimeError for a call that it refused.
+    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what the kernel has to say.
 
+    UserError where memory is used up, RuntimeError for a call that the kernel refused,
     ValueError for an array whose elements are not one behind the other in memory.
     """
     loaded = library()

@@ -1,0 +1,77 @@
+"""Token ids that stand between the turns of a conversation, found once from the chat template and never re-rendered.
+
+What the policy wrote is not decoded and encoded again: a turn's tokens stay as they were drawn, and the template's and
+the tools' own come after them as a suffix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindgrpo.data.examples import Message
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
+
+# Stands for a turn of the policy; no template writes it.
+TURN = "mindgrpo-turn"
+QUESTION: Message = {"role": "user", "content": "mindgrpo-question"}
+
+
+class TurnSuffix:
+    """The suffix after a turn that ended with one of the tokenizer's stop ids.
+
+    Raises UserError where the template cannot be extended so.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        plain = tokenizer.render([QUESTION], **self._variables)
+        self._before = tokenizer.render([QUESTION], False, **self._variables)
+        if not plain.startswith(self._before):
+            raise self._error("what it opens an answer with does not come last")
+        if tools and self._before == tokenizer.render([QUESTION], False):
+            raise self._error("it shows no tools")
+        self.end_id = self._checked({"role": "tool", "name": "tool", "content": "mindgrpo-answer"})
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """Of `messages`, the answers of tools or a user's, up to where the policy goes on; `end_id`, which ended the
+        turn before, is not in it."""
+        return self._after_turn(messages)[1]
+
+    def _after_turn(self, messages: Sequence[Message]) -> tuple[str, list[int], int]:
+        """The text up to the turn's end, the ids after it, and the id that ends it."""
+        turn: Message = {"role": "assistant", "content": TURN}
+        text = self._tokenizer.render([QUESTION, turn, *messages], **self._variables)
+        head, mark, rest = text.partition(TURN)
+        if not mark or TURN in rest:
+            raise self._error("it does not write an assistant's content once, as it is")
+        ends = {i: self._tokenizer.codec.id_to_token(i) or "" for i in self._tokenizer.stop_ids}
+        for end_id, end in ends.items():
+            if end and rest.startswith(end):
+                return head + mark + end, self._tokenizer.encode(rest.removeprefix(end)), end_id
+        raise self._error(
+            f"an assistant's turn does not end with one of {', '.join(ends.values())}"
+        )
+
+    def _checked(self, message: Message) -> int:
+        """The id that ends a turn; the whole conversation in ids has to be the beginning and the suffix."""
+        beginning, suffix, end_id = self._after_turn([message])
+        if not beginning.startswith(self._before):
+            raise self._error("it renders a question otherwise once an answer follows")
+        turn: Message = {"role": "assistant", "content": TURN}
+        whole = self._tokenizer.render([QUESTION, turn, message], **self._variables)
+        if message["content"] not in whole:
+            raise self._error(f"it does not write messages of the role {message['role']}")
+        if self._tokenizer.encode(whole) != self._tokenizer.encode(beginning) + suffix:
+            raise self._error("its tokens after an answer depend on those before")
+        return end_id
+
+    def _error(self, why: str) -> UserError:
+        template = self._tokenizer.template
+        origin = "the chat template" if template is None else template.origin
+        return UserError(
+            f"{origin} cannot go on after an answer, as conversations with tools do: {why}; set "
+            "rl_config.chat_template to one that can, such as qwen_tools"
+        )

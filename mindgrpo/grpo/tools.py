@@ -1,0 +1,102 @@
+"""From the configuration's tools to conversations, and from conversations to figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindgrpo.algorithm.types import Messages
+from mindgrpo.config import Config, memory_bytes
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.data.turns import TurnSuffix
+from mindgrpo.errors import UserError
+from mindgrpo.rollout.conversations import Conversations, TurnLimits
+from mindgrpo.tools.calls import (
+    MALFORMED,
+    OVER_LIMIT,
+    PARSER,
+    PARSERS,
+    Parser,
+    find_parser,
+    parser_for,
+)
+from mindgrpo.tools.load import load_tools
+from mindgrpo.tools.pool import UNKNOWN, ToolLimits, ToolPool
+
+# Failures of calls that reached no tool.
+NOT_RUN = (MALFORMED, UNKNOWN, OVER_LIMIT)
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """What of rl_config.tools every rank knows: names and schemas, the template's suffix, the parser of calls."""
+
+    names: tuple[str, ...]
+    schemas: tuple[dict[str, Any], ...]
+    suffix: TurnSuffix
+    parser: Parser
+
+
+def read_toolbox(config: Config, tokenizer: Tokenizer) -> Toolbox | None:
+    """None without tools. Imports the users' modules. Raises UserError."""
+    rl = config.rl_config
+    if not rl.tools:
+        return None
+    tools = load_tools(rl.tools)
+    schemas = tuple(tool.schema() for tool in tools)
+    suffix = TurnSuffix(tokenizer, schemas)
+    return Toolbox(
+        tuple(tool.name for tool in tools), schemas, suffix, _parser(rl.tool_parser, tokenizer)
+    )
+
+
+def _parser(name: str, tokenizer: Tokenizer) -> Parser:
+    if name != "auto":
+        return find_parser(name)
+    template = tokenizer.template
+    chosen = parser_for(template.text) if template is not None else None
+    if chosen is None:
+        raise UserError(
+            f"{PARSER.key} is auto, but {template.origin if template else 'the chat template'} does not show how a "
+            f"tool is called; set it to {', '.join(PARSERS)} or file.py:function."
+        )
+    return find_parser(chosen)
+
+
+def make_conversations(
+    config: Config, tokenizer: Tokenizer, toolbox: Toolbox | None, runs_tools: bool
+) -> Conversations | None:
+    """None without tools; `runs_tools` says whether this rank is the one that runs them."""
+    if toolbox is None:
+        return None
+    rl = config.rl_config
+    pool = None
+    if runs_tools:
+        limits = ToolLimits(rl.tool_deadline, memory_bytes(config.reward_config.memory))
+        pool = ToolPool(rl.tools, toolbox.names, limits)
+    limits_of_turns = TurnLimits(rl.max_turns, rl.max_tool_calls)
+    return Conversations(tokenizer, toolbox.suffix, toolbox.parser, limits_of_turns, pool)
+
+
+def tool_figures(messages: Sequence[Messages], names: Sequence[str] = ()) -> dict[str, float]:
+    """Of conversations, one a sample: turns of the policy, calls, and failures by tool and by why none was run.
+
+    All of them means a sample.
+    """
+    count = max(1, len(messages))
+    answers = [message for one in messages for message in one if message.get("role") == "tool"]
+    turns = sum(message["role"] == "assistant" for one in messages for message in one)
+    called = sum(any(message["role"] == "tool" for message in one) for one in messages)
+    figures = {
+        "tools/turns": turns / count,
+        "tools/calls": len(answers) / count,
+        "tools/called_fraction": called / count,
+    }
+    for name in names:
+        own = [a for a in answers if a["name"] == name and a["failure"] not in NOT_RUN]
+        figures[f"tools/{name}/calls"] = len(own) / count
+        figures[f"tools/{name}/failures"] = sum(a["failure"] is not None for a in own) / count
+    for kind in NOT_RUN:
+        figures[f"tools/{kind}"] = sum(a["failure"] == kind for a in answers) / count
+    return figures

@@ -1,0 +1,52 @@
+"""Prompts and rewards of the distributed job, the same on every rank: functions of numbers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cases as c
+import numpy as np
+
+from mindgrpo.algorithm.types import Rollout
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.scoring import Scored
+from mindgrpo.rewards.scores import Scores
+
+
+def prompts() -> list[np.ndarray]:
+    draw = np.random.RandomState(3)
+    return [
+        draw.randint(3, 67, draw.randint(2, c.MAX_PROMPT + 1)).astype(np.int32)
+        for _ in range(c.NUM_PROMPTS)
+    ]
+
+
+def rewards(rollout: Rollout) -> np.ndarray:
+    """float64 [samples], a function of the tokens alone."""
+    ids = rollout.completion_ids
+    return np.array([(tokens % 5 < 2).mean() + 0.01 * tokens[0] for tokens in ids])
+
+
+def hits(rollout: Rollout) -> np.ndarray:
+    """float64 [samples] of 0 and 1, in some groups all equal."""
+    return np.array([float(tokens[0] % 3 == 0) for tokens in rollout.completion_ids])
+
+
+class Task:
+    """Every step's prompts, and rewards; a group that is replaced gets its prompt read backwards."""
+
+    def __init__(self, has_hits: bool) -> None:
+        self._reward = hits if has_hits else rewards
+
+    def begin_step(self, step: int) -> list[np.ndarray]:
+        return prompts()
+
+    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+        return [prompts()[group][::-1] for group in groups]
+
+    def owners(self, rollout: Rollout) -> list[Prompt]:
+        return []
+
+    def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
+        earned = self._reward(rollout)
+        return Scored(Scores({}, earned, earned < 0), [])
