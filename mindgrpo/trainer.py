@@ -86,7 +86,10 @@ class GRPOTrainer:
             learning_rate,
             self._phase,
             self.conversations,
+            run.prompts,
         )
+        if self.stepper.partial is not None:
+            self.stepper.partial.unfinished = self.session.unfinished
         self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
         self.export = ModelExport(self.roles, inputs.tokenizer)
         on_first_rank(backend, inputs.check_rewards)
@@ -154,7 +157,7 @@ class GRPOTrainer:
             run.record.not_evaluated()
         for step in range(session.done, run.num_steps):
             with run.watch.step(step):
-                session.step_done(self._step(step))
+                session.step_done(self._step(step), self.stepper.unfinished)
                 is_last = step + 1 == run.num_steps
                 is_due = is_last or (rl.eval_steps and (step + 1) % rl.eval_steps == 0)
                 evaluation = self._evaluate(step + 1) if is_due else {}

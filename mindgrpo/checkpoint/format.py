@@ -15,8 +15,10 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from mindgrpo.checkpoint.model import Count, ManifestModel
+from mindgrpo.checkpoint.unfinished import StoredGroup
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import read_object
@@ -30,20 +32,11 @@ FLOAT_BYTES = 4
 
 FILE_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,120}\.safetensors$"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0)]
 Means = dict[str, float | None]
 
 
 class DamagedCheckpoint(UserError):
     """A checkpoint that cannot be used as it is; an earlier one may do."""
-
-
-class ManifestModel(BaseModel):
-    """A part of a manifest: nothing unknown, nothing converted, nothing that is not finite."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
-    )
 
 
 class Best(ManifestModel):
@@ -60,6 +53,7 @@ class RunState(ManifestModel):
     over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
     that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
     has the figures of `step` where its evaluation is still to be made, and None where the step is finished.
+    `unfinished` are groups of partial rollouts that go on in the next step, the oldest first.
     """
 
     step: Count
@@ -73,6 +67,7 @@ class RunState(ManifestModel):
     compiles: Count = 0
     output_paths: dict[str, str] = Field({}, alias="places")
     open_row: dict[str, Any] | None = None
+    unfinished: list[StoredGroup] = []
 
 
 class StoredChunk(ManifestModel):
@@ -155,7 +150,11 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 
 def _body(manifest: Manifest) -> dict[str, Any]:
-    return manifest.model_dump(mode="json", by_alias=True)
+    body = manifest.model_dump(mode="json", by_alias=True)
+    # Checkpoints from before partial rollouts have no such entry.
+    if not manifest.state.unfinished:
+        del body["state"]["unfinished"]
+    return body
 
 
 def _digest(body: Any) -> str:

@@ -36,6 +36,7 @@ class BatchPlan:
         updates, updates_formula = _updates(config, samples)
         if updates > samples:
             raise UserError(_too_many_updates(config, prompts, samples, updates))
+        _check_partial(config, prompts, updates)
         return cls(config, prompts, samples, updates, (prompts_formula, updates_formula))
 
     @property
@@ -47,6 +48,12 @@ class BatchPlan:
     def samples_per_update(self) -> int:
         """The largest number; the last updates may have one fewer."""
         return math.ceil(self.samples_per_step / self.updates_per_rollout)
+
+    @property
+    def prompts_under_way(self) -> int:
+        """Of partial rollouts."""
+        asked = self.config.rl_config.over_sampling_batch_size
+        return asked or math.ceil(1.5 * self.prompts_per_step)
 
     def warnings(self) -> list[str]:
         if self.updates_per_step <= MANY_UPDATES:
@@ -78,6 +85,11 @@ class BatchPlan:
             lines.append(
                 f"optimizer steps a rollout: {self.updates_per_rollout} updates x num_iterations "
                 f"{rl.num_iterations} = {self.updates_per_step}"
+            )
+        if rl.partial_rollout:
+            lines.append(
+                f"partial rollouts: {self.prompts_under_way} prompts under way, looked at every {rl.rollout_chunk} "
+                f"tokens, and none for more than {_count(rl.staleness_limit, 'further step')}"
             )
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
@@ -174,6 +186,23 @@ def _updates(config: Config, samples: int) -> tuple[int, str]:
             "to null."
         )
     return rl.updates_per_rollout, f"updates_per_rollout {rl.updates_per_rollout}"
+
+
+def _check_partial(config: Config, prompts: int, updates: int) -> None:
+    rl = config.rl_config
+    asked = rl.over_sampling_batch_size
+    # With more, a group could be too old before a step has room for it.
+    if asked is not None and not prompts <= asked <= 2 * prompts:
+        raise UserError(
+            f"rl_config.over_sampling_batch_size {asked} must be from the {prompts} prompts of a step to twice as "
+            f"many; set it to {min(max(asked, prompts), 2 * prompts)}, or change rl_config.prompts_per_step."
+        )
+    if rl.rollout_token_budget is not None and updates > rl.num_generations:
+        raise UserError(
+            f"rl_config.rollout_token_budget may leave a step a single group, and {updates} updates a rollout are more "
+            f"than its rl_config.num_generations {rl.num_generations} samples; lower rl_config.updates_per_rollout or "
+            "set rollout_token_budget to null."
+        )
 
 
 def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) -> str:

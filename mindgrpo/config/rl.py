@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.config.partial import PartialRolloutKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
@@ -65,7 +66,7 @@ class CheckpointKeys(Section):
         )
 
 
-class RLConfig(AlgorithmKeys, CheckpointKeys, ToolKeys):
+class RLConfig(AlgorithmKeys, CheckpointKeys, ToolKeys, PartialRolloutKeys):
     model_name: OptionalText = None
     """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"

@@ -12,6 +12,7 @@ from pydantic import model_validator
 from mindgrpo.config import checks
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
+from mindgrpo.config.partial import partial_contradictions
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
@@ -52,12 +53,13 @@ class Config(Section):
         yield from checks.profiler_contradictions(self.profiler_config)
         yield from checks.tracker_contradictions(rl, self.monitor_config)
         yield from checks.algorithm_contradictions(rl)
+        yield from partial_contradictions(rl, generate.sampling_config)
 
     @property
     def longest_context(self) -> int:
-        """Tokens that a generation may begin with: a prompt's, or a conversation's that goes on."""
+        """Tokens that a generation may begin with: a prompt's, and what is there of a conversation or completion."""
         longest = self.generate_config.max_prompt_length
-        if self.rl_config.tools:
+        if self.rl_config.tools or self.rl_config.partial_rollout:
             longest += self.generate_config.sampling_config.max_tokens
         return longest
 

@@ -6,6 +6,7 @@ setting that number resumes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,11 +24,15 @@ class DataSampler:
 
     def take(self, count: int) -> list[Prompt]:
         """Draws the next `count` prompts, for a step or in place of some that the step cannot use."""
-        size = len(self.prompts)
         positions = range(self.position, self.position + count)
+        self.position += count
+        return self.at(positions)
+
+    def at(self, positions: Sequence[int]) -> list[Prompt]:
+        """The prompts that are drawn at these positions."""
+        size = len(self.prompts)
         epochs = {position // size for position in positions}
         orders = {epoch: epoch_order(size, self.seed, epoch) for epoch in epochs}
-        self.position += count
         return [self.prompts[int(orders[at // size][at % size])] for at in positions]
 
     @property

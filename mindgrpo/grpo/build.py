@@ -15,6 +15,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.activation_plan import reference_shape, update_shape
 from mindgrpo.grpo.device_plan import phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
+from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import RunPlan, generator_bytes
@@ -166,7 +167,9 @@ def make_stepper(
     learning_rate: Callable[[int], float],
     watch: Watch | None = None,
     conversations: Conversations | None = None,
+    positions: Positions | None = None,
 ) -> Stepper:
+    """`positions` are needed for partial rollouts."""
     plan, rl, ref = roles.plan, roles.plan.config.rl_config, roles.plan.config.ref_config
     settings = StepSettings(
         num_generations=rl.num_generations,
@@ -180,7 +183,12 @@ def make_stepper(
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
     )
     replicas = Replicas(roles.engine, plan.infer.grid, roles.backend, conversations)
-    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch)
+    asked, partial = PartialSettings.of(plan.batch), None
+    if asked is not None:
+        if positions is None:
+            raise ValueError("partial rollouts need the positions of prompts")
+        partial = PartialRollouts(asked, positions, replicas)
+    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch, partial)
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:

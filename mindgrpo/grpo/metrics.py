@@ -67,7 +67,9 @@ def step_metrics(
     """`prompts_used` over the whole run. Raises GapTooLarge."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
     lengths, totals = rollout.action_lengths, scores.total
-    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, limit)
+    # Of tokens that older weights wrote the difference is what the policy has learnt since.
+    version = None if outcome.partial is None else outcome.partial.version
+    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, limit, version)
     return {
         "reward/mean": float(totals.mean()),
         "reward/std": float(totals.std()),
@@ -117,6 +119,18 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
             "reward/mean_sampled": outcome.resampling.sampled_mean,
             "prompts_used": prompts_used,
         }
+    if outcome.partial is not None:
+        partial = outcome.partial
+        metrics |= {
+            "partial_rollout/rounds": partial.rounds,
+            "partial_rollout/groups": partial.groups,
+            "partial_rollout/unfinished_groups": partial.unfinished_groups,
+            "partial_rollout/unfinished_tokens": partial.unfinished_tokens,
+            "partial_rollout/age_mean": partial.age_mean,
+            "partial_rollout/age_max": partial.age_max,
+            "partial_rollout/stale_token_fraction": partial.stale_tokens,
+            "prompts_used": prompts_used,
+        }
     if outcome.correction is not None:
         metrics |= {
             "importance_weight/mean": outcome.correction.mean,
@@ -127,16 +141,22 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 
 
 def logprob_gap(
-    batch: TrainBatch, reports: list[UpdateReport], limit: GapLimit | None
+    batch: TrainBatch,
+    reports: list[UpdateReport],
+    limit: GapLimit | None,
+    version: int | None = None,
 ) -> tuple[float | None, float | None]:
     """|generator - trainer| log-probs of the tokens that the policy wrote, before the first update: (mean, largest).
 
-    None where no update was made. Raises GapTooLarge.
+    Of those only that weights of `version` wrote, unless it is None. None where no update was made. Raises GapTooLarge.
     """
     trainer = trainer_logps(batch, reports)
     if trainer is None:
         return None, None
     generator, masks = batch.rollout.generator_logps, batch.rollout.action_mask
+    if version is not None:
+        versions = batch.rollout.weights_version
+        masks = [m & (v == version) for m, v in zip(masks, versions, strict=True)]
     gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
     gap = np.concatenate([*gaps, np.zeros(0, np.float32)])
     mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)

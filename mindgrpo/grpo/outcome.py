@@ -35,11 +35,30 @@ class Resampling:
 
 
 @dataclass(frozen=True)
+class PartialFigures:
+    """A partial rollout in numbers: of the weights of `version`, over `rounds` of chunks.
+
+    `groups` were whole, `unfinished_groups` with `unfinished_tokens` go on. Ages, of the whole ones, are in steps;
+    `stale_tokens` is the share of their tokens that older weights wrote.
+    """
+
+    version: int
+    rounds: int
+    groups: int
+    unfinished_groups: int
+    unfinished_tokens: int
+    age_mean: float
+    age_max: int
+    stale_tokens: float
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """`reports` are of the updates that were made; `lr` is the last update's.
 
     `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
-    `resampling` is None without dynamic sampling, `correction` without a correction for the generator.
+    `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
+    `partial` where every rollout is whole.
     """
 
     batch: TrainBatch
@@ -51,3 +70,4 @@ class StepOutcome:
     skipped: list[SkippedUpdate]
     resampling: Resampling | None = None
     correction: RolloutCorrection | None = None
+    partial: PartialFigures | None = None

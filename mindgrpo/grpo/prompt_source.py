@@ -31,6 +31,20 @@ class PromptSource:
             self._by_group[group] = prompt
         return [prompt.ids for prompt in fresh]
 
+    def take(self, count: int) -> range:
+        """The positions of the next `count` prompts in the run's order."""
+        begin = self.sampler.position
+        self.sampler.take(count)
+        return range(begin, begin + count)
+
+    def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]:
+        """int32 [n] of the prompts at these positions."""
+        return [prompt.ids for prompt in self.sampler.at(positions)]
+
+    def assign(self, positions: Sequence[int]) -> None:
+        """From now on groups 0, 1, ... are of the prompts at these positions."""
+        self._by_group = self.sampler.at(positions)
+
     def owners(self, rollout: Rollout) -> list[Prompt]:
         """The prompt of each sample."""
         return [self._by_group[group] for group in rollout.group_ids]

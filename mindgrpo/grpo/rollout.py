@@ -50,14 +50,22 @@ class Replicas:
         Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0).
         Raises RanksDisagree where ranks of one replica drew different tokens.
         """
-        coordinates = self.grid.coordinates(self.backend.rank)
         prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
-        share = np.array_split(np.arange(len(prompts)), self.grid.data_parallel)[coordinates.data]
         requests = []
-        for i in share.tolist():
+        for i, prompt in enumerate(prompts):
             start = first + i * num_generations
-            requests.append(Request(prompts[i], tuple(range(start, start + num_generations))))
-        own = self._complete(requests, sampling, key, version)
+            requests.append(Request(prompt, tuple(range(start, start + num_generations))))
+        completions = self.complete(requests, sampling, key, version)
+        return collect(prompts, num_generations, completions, first, groups)
+
+    def complete(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+    ) -> list[Completion]:
+        """One Completion a sample, in no certain order; all ranks together, the same on each. Raises RanksDisagree."""
+        coordinates = self.grid.coordinates(self.backend.rank)
+        shares = np.array_split(np.arange(len(requests)), self.grid.data_parallel)
+        share = [requests[i] for i in shares[coordinates.data].tolist()]
+        own = self._complete(share, sampling, key, version)
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
         for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
@@ -67,12 +75,15 @@ class Replicas:
                     f"rank {ranks[others[0]]} drew other tokens than the ranks {list(ranks)} that it shares a model "
                     f"with, in step {key.step + 1}: they compute with different weights, seeds or code"
                 )
-        completions = [completion for part, _ in by_rank for completion in part]
-        return collect(prompts, num_generations, completions, first, groups)
+        return [completion for part, _ in by_rank for completion in part]
 
     def _complete(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Completion]:
+        if self.conversations is None:
+            completions = self.engine.generate(requests, sampling, key, version)
+            self.stats = self.engine.stats
+            return completions
         rounds: list[RolloutStats] = []
 
         def generate(requests: Sequence[Request], turn: int) -> list[Completion]:
@@ -85,12 +96,9 @@ class Replicas:
             pool = None if self.conversations is None else self.conversations.pool
             return run_together(calls if is_first else {}, pool, self.backend.world.gather_objects)
 
-        if self.conversations is None:
-            completions = generate(requests, 0)
-        else:
-            completions = self.conversations.run(
-                requests, sampling.max_tokens, version, generate, answer
-            )
+        completions = self.conversations.run(
+            requests, sampling.max_tokens, version, generate, answer
+        )
         self.stats = RolloutStats.total(rounds)
         return completions
 

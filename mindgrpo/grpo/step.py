@@ -6,7 +6,7 @@ The trainer's loop and the benches run this same code.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +24,7 @@ from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
+from mindgrpo.grpo.partial import PartialRollouts
 from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
@@ -31,6 +32,7 @@ from mindgrpo.grpo.scoring import Scored
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
+from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.local_weights import Weights
@@ -93,12 +95,19 @@ class Stepper:
         scorer: Scorer,
         learning_rate: Callable[[int], float],
         watch: Watch | None = None,
+        partial: PartialRollouts | None = None,
     ) -> None:
         self.settings, self.roles, self.backend = settings, roles, replicas.backend
         self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
+        self.partial = partial
         self._learning_rate, self._watch = learning_rate, watch or nullcontext
         self._seconds: dict[str, float] = {}
         self._stats: list[RolloutStats] = []
+
+    @property
+    def unfinished(self) -> tuple[PartialGroup, ...]:
+        """Groups of partial rollouts that go on in the next step."""
+        return () if self.partial is None else self.partial.unfinished
 
     def run(self, step: int) -> StepOutcome:
         """Step number `step`, from 0; all ranks together, the same outcome on each."""
@@ -122,9 +131,17 @@ class Stepper:
         reports, skipped, lr = self._update(step, batch, packed, bad)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
-        stats = RolloutStats.total(self._stats)
         return StepOutcome(
-            batch, scored, reports, lr, self._seconds, stats, skipped, resampling, correction
+            batch,
+            scored,
+            reports,
+            lr,
+            self._seconds,
+            RolloutStats.total(self._stats),
+            skipped,
+            resampling,
+            correction,
+            None if self.partial is None else self.partial.figures,
         )
 
     @contextmanager
@@ -141,6 +158,9 @@ class Stepper:
         (advantage 0) are replaced by groups of further prompts; those that are equal after the last round stay.
         """
         settings = self.settings
+        if self.partial is not None:
+            rollout = self._partial_rollout(step, self.partial)
+            return rollout, self._score(rollout), None
         rollout = self._rollout(step, self._prompts.begin_step(step))
         scored = self._score(rollout)
         totals, replaced = [scored.scores.total], 0
@@ -170,24 +190,38 @@ class Stepper:
         groups: Sequence[int] | None = None,
     ) -> Rollout:
         settings = self.settings
+
+        def generate(key: SeedKey, version: int) -> Rollout:
+            return self.replicas.generate(
+                prompts, settings.num_generations, settings.sampling, key, version, first, groups
+            )
+
+        drawn = {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
+        rollout = self._draw(step, drawn, generate)
+        self._stats.append(self.replicas.stats)
+        return rollout
+
+    def _partial_rollout(self, step: int, partial: PartialRollouts) -> Rollout:
+        def generate(key: SeedKey, version: int) -> Rollout:
+            return partial.generate(self.settings.sampling, key, version)
+
+        drawn = {"prompts and unfinished completions": digest(partial.begin_step(step))}
+        rollout = self._draw(step, drawn, generate)
+        self._stats.append(partial.stats)
+        return rollout
+
+    def _draw(
+        self, step: int, drawn: Mapping[str, str], generate: Callable[[SeedKey, int], Rollout]
+    ) -> Rollout:
+        """`drawn` are digests of what has to be the same on every rank; `generate` gets the weights' version."""
+        seed = self.settings.seed
         with self._phase("reshard"):
             self.roles.refresh_engine()
         with self._phase("rollout"):
             version = self.roles.enter_rollout()
-            drawn = {"rl_config.seed": digest(settings.seed), "step": digest(step)}
-            drawn |= {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
-            agree(self.backend, drawn, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
-            rollout = self.replicas.generate(
-                prompts,
-                settings.num_generations,
-                settings.sampling,
-                SeedKey(settings.seed, ROLLOUT, step),
-                version,
-                first,
-                groups,
-            )
-        self._stats.append(self.replicas.stats)
-        return rollout
+            alike = {"rl_config.seed": digest(seed), "step": digest(step), **drawn}
+            agree(self.backend, alike, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
+            return generate(SeedKey(seed, ROLLOUT, step), version)
 
     def _score(self, rollout: Rollout) -> Scored:
         with self._phase("score"):

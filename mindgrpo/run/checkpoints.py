@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,11 +17,13 @@ from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import check_seen, to_delete
 from mindgrpo.checkpoint.format import Best, Identity, Manifest, RunState, StoredAdapters
 from mindgrpo.checkpoint.save import NotWritten, Saver
+from mindgrpo.checkpoint.unfinished import stored_groups
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.health.resume_command import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
+from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.resume import saved_roles
 
@@ -101,11 +103,17 @@ class RunCheckpoints:
         return bool(interval) and (step % (interval or 1) == 0 or step == num_steps)
 
     def begin(
-        self, step: int, prompts: int, row: dict[str, Any] | None = None, in_background: bool = True
+        self,
+        step: int,
+        prompts: int,
+        unfinished: Sequence[PartialGroup] = (),
+        row: dict[str, Any] | None = None,
+        in_background: bool = True,
     ) -> dict[str, Any]:
         """Saves the state at the end of `step`, all but its name; figures for the step's row.
 
-        `prompts` had been taken by then; `row` has the figures of a step whose evaluation is still to be made.
+        `prompts` had been taken by then, and `unfinished` groups go on in the next step; `row` has the figures of a
+        step whose evaluation is still to be made.
         """
         self.commit()
         started = time.perf_counter()
@@ -116,6 +124,7 @@ class RunCheckpoints:
             weights_version=self._roles.policy.version,
             best=self._best,
             open_row=None if row is None else finite_or_null(row)[0],
+            unfinished=stored_groups(unfinished),
             **self._record.history(),
         )
         figures: dict[str, Any] = {}

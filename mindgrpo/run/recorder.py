@@ -11,10 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 import mindgrpo
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.checkpoint.format import RunState
+from mindgrpo.checkpoint.unfinished import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
@@ -207,8 +210,10 @@ class RunRecord:
         if not self._is_writer or self._paths.completions is None:
             return
         batch, ids = outcome.batch, outcome.batch.rollout.completion_ids
+        versions = batch.rollout.weights_version if outcome.partial is not None else None
         rows = (
             {**row, "advantage": batch.advantages[i], "token_ids": ids[i]}
+            | ({} if versions is None else {"weights_versions": np.array(version_runs(versions[i]))})
             for i, row in enumerate(outcome.scored.rows(batch.rollout, owners))
         )
         rl, every = self._loaded.config.rl_config, self._loaded.config.monitor_config.per_token

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.checkpoint.unfinished import restored_groups
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.checkpoints import RunCheckpoints
 from mindgrpo.run.open_run import OpenRun
 from mindgrpo.run.resume import restore, unsaved_digests
@@ -17,6 +19,7 @@ class Session:
     """Begins where the run's `start` says, or at the beginning: sets roles and sampler to that, opens the files.
 
     `done` steps are done. `open_row` has the figures of the last of them while its evaluation is being made.
+    `unfinished` are groups of partial rollouts that go on in the next step.
     """
 
     def __init__(self, run: OpenRun, roles: Roles) -> None:
@@ -29,12 +32,15 @@ class Session:
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None
+        self.unfinished: tuple[PartialGroup, ...] = ()
         if start is not None and start.candidates:
             with record.console.phase("reading the checkpoint"):
                 chosen = restore(start, config, roles, identity, record.console.line)
         if chosen is not None:
             state = chosen.manifest.state
             self.done, self.open_row, sampler.position = state.step, state.open_row, state.prompts
+            prompts = run.prompts.token_ids([group.position for group in state.unfinished])
+            self.unfinished = restored_groups(state.unfinished, prompts)
             record.console.line(
                 f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )
@@ -44,10 +50,10 @@ class Session:
         record.begin(chosen, self.has_model)
         self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
-    def step_done(self, figures: dict[str, Any]) -> None:
+    def step_done(self, figures: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
         """The weights and the sampler are those after one more step; its row is still open."""
         self.done += 1
-        self._taken = self._sampler.position
+        self._taken, self.unfinished = self._sampler.position, unfinished
         self.open_row = figures
 
     def write_row(self, evaluation: dict[str, Any]) -> None:
@@ -56,7 +62,7 @@ class Session:
         self.open_row = None
         figures |= checkpoints.step_done()
         if checkpoints.is_due(self.done, self.num_steps) and checkpoints.newest < self.done:
-            figures |= checkpoints.begin(self.done, self._taken)
+            figures |= checkpoints.begin(self.done, self._taken, self.unfinished)
         self._record.step(self.done, self.num_steps, figures)
         checkpoints.commit(wait=False)
 
@@ -65,7 +71,9 @@ class Session:
         checkpoints = self.checkpoints
         checkpoints.commit()
         if checkpoints.enabled and checkpoints.newest < self.done:
-            checkpoints.begin(self.done, self._taken, self.open_row, in_background=False)
+            checkpoints.begin(
+                self.done, self._taken, self.unfinished, self.open_row, in_background=False
+            )
             checkpoints.commit()
 
     def tell_how_to_go_on(self, ended: Stop) -> None:

@@ -84,12 +84,14 @@ class Recipe:
     equal_groups: bool = False  # rewards are such that some groups' are all equal
     resampling_rounds: int = 0  # above 0 with equal_groups
     max_turns: int = 1  # of conversations with a tool
+    partial_chunk: int = 0  # tokens; above 0 a rollout ends with half of the prompts' groups
     in_loop: bool = True  # the decode loop in C computes the model
 
     @property
     def longest(self) -> int:
         """What a generation may begin with."""
-        return MAX_PROMPT + (MAX_TOKENS if self.max_turns > 1 else 0)
+        goes_on = self.max_turns > 1 or self.partial_chunk > 0
+        return MAX_PROMPT + (MAX_TOKENS if goes_on else 0)
 
 
 RECIPES = {
@@ -157,6 +159,15 @@ RECIPES = {
         equal_groups=True,
         max_turns=4,
     ),
+    # Completions by the weights of several steps.
+    "partial": Recipe(
+        QWEN2,
+        num_iterations=2,
+        sampling={"stop_ids": tuple(range(8)), "min_tokens": 0},
+        loss_config={"corrected": True},
+        advantages={"correction": "token_truncate", "correction_cap": 1.5},
+        partial_chunk=4,
+    ),
 }
 
 
@@ -197,6 +208,7 @@ SPREAD = (
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("tools", (2, 2, 2), (4, 2)),
     Case("low rank", (1, 2, 2), (4, 1)),
+    Case("partial", (1, 2, 2), (2, 2)),
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
     Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle
     Case("low rank", (2, 1, 2), (1, 4), backend="device"),

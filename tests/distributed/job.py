@@ -36,6 +36,7 @@ from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
+from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
 from mindgrpo.grpo.per_token import token_rows
 from mindgrpo.grpo.rollout import Replicas, compute_log_probs
 from mindgrpo.grpo.step import Stepper, StepSettings
@@ -53,6 +54,7 @@ from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.partial import PartialLimits
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
@@ -113,7 +115,15 @@ class Run:
             resampling_rounds=self.recipe.resampling_rounds,
         )
         task = Task(has_hits=self.recipe.equal_groups)
-        return Stepper(settings, self, self.replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
+        rollouts = None
+        if self.recipe.partial_chunk:
+            limits = PartialLimits(c.NUM_PROMPTS // 2, self.recipe.partial_chunk, c.MAX_TOKENS, 1)
+            asked = PartialSettings(limits, c.NUM_PROMPTS, c.NUM_GENERATIONS)
+            rollouts = PartialRollouts(asked, task, self.replicas)
+        roles: Any = self
+        return Stepper(
+            settings, roles, self.replicas, task, task, lambda update: 0.0, partial=rollouts
+        )
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
@@ -183,7 +193,10 @@ class Run:
             for _ in range(self.recipe.num_iterations)
         ]
         estimator = self.policy.settings.loss_config.kl_estimator
-        return _figures(rollout, reports) | {"per_token": [*token_rows(batch, reports, estimator)]}
+        version = self.generator.version
+        return _figures(rollout, reports, version) | {
+            "per_token": [*token_rows(batch, reports, estimator)]
+        }
 
     def likeliest(self) -> list[int]:
         """Checksums of the trained policy's greedy completions, drawn in the graphs that sampled ones were."""
@@ -209,16 +222,20 @@ class Run:
             return {name: np.array(part) for name, part in host.hf_views.items()}
 
 
-def _figures(rollout: Rollout, reports: list[UpdateReport]) -> dict[str, Any]:
+def _figures(rollout: Rollout, reports: list[UpdateReport], version: int | None) -> dict[str, Any]:
+    """`version` is the generator's: older weights' tokens are left out of the gap."""
     first = reports[0].logps
-    pairs = zip(rollout.generator_logps, rollout.action_mask, strict=True)
-    gaps = [np.abs(first[i] - logps)[mask].max() for i, (logps, mask) in enumerate(pairs)]
+    gaps = [np.zeros(1)]
+    for i, logps in enumerate(rollout.generator_logps):
+        mask = rollout.action_mask[i] & (rollout.weights_version[i] == version)
+        gaps.append(np.abs(first[i] - logps)[mask])
     names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
     return {
         "tokens": [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids],
         "lengths": rollout.completion_lengths.tolist(),
         "turns": [sum(m["role"] == "assistant" for m in own) for own in rollout.messages],
-        "gap": float(max(gaps)),
+        "gap": float(np.concatenate(gaps).max()),
+        "stale": float((np.concatenate(rollout.weights_version) != version).mean()),
         **{name: [float(getattr(report, name)) for report in reports] for name in names},
     }
 

@@ -37,12 +37,25 @@ class Task:
 
     def __init__(self, has_hits: bool) -> None:
         self._reward = hits if has_hits else rewards
+        self._taken = 0
+        # By step, the positions of the prompts of partial rollouts.
+        self.trained: list[list[int]] = []
 
     def begin_step(self, step: int) -> list[np.ndarray]:
         return prompts()
 
     def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
         return [prompts()[group][::-1] for group in groups]
+
+    def take(self, count: int) -> range:
+        begin, self._taken = self._taken, self._taken + count
+        return range(begin, self._taken)
+
+    def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]:
+        return [prompts()[position % c.NUM_PROMPTS] for position in positions]
+
+    def assign(self, positions: Sequence[int]) -> None:
+        self.trained.append([*positions])
 
     def owners(self, rollout: Rollout) -> list[Prompt]:
         return []

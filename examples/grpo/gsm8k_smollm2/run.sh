@@ -1,1 +1,1 @@
-../smollm2_sums/run.sh
+../run_example.sh

@@ -21,7 +21,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 VOCAB_SIZE = 352
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 # A tag is one piece, a word takes its leading space, a digit stands alone.
-PIECES = r"</?(?:think|answer)>| ?\p{L}+|\p{N}|\s*[\r\n]+| ?[^\s\p{L}\p{N}<]+|<|\s+"
+PIECES = r"</?(?:TAGS)>| ?\p{L}+|\p{N}|\s*[\r\n]+| ?[^\s\p{L}\p{N}<]+|<|\s+"
+TAGS = "think|answer"
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -42,11 +43,12 @@ def training_text(seed: int) -> Iterator[str]:
             yield f"{role}\n"
 
 
-def train_tokenizer(seed: int) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str], tags: str = TAGS) -> Tokenizer:
+    """`tags` are names with | between them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PIECES.replace("TAGS", tags)), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -57,7 +59,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(training_text(seed), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != VOCAB_SIZE:
+        raise SystemExit(f"only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} entries were learnt")
     return tokenizer
 
 
@@ -66,7 +70,9 @@ def write_json(path: Path, content: object) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def write_company(directory: Path, tokenizer: Tokenizer) -> None:
+def write_company(
+    directory: Path, tokenizer: Tokenizer, chat_template: str = CHAT_TEMPLATE
+) -> None:
     """What stands beside tokenizer.json in a Hugging Face directory."""
     ids = {token: tokenizer.token_to_id(token) for token in (END_OF_TEXT, START, END)}
     added = {
@@ -86,7 +92,7 @@ def write_company(directory: Path, tokenizer: Tokenizer) -> None:
             "added_tokens_decoder": added,
             "additional_special_tokens": [START, END],
             "bos_token": None,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": chat_template,
             "clean_up_tokenization_spaces": False,
             "eos_token": END,
             "model_max_length": 512,
@@ -118,9 +124,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=HERE / "model")
     arguments = parser.parse_args()
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(arguments.seed)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} entries were learnt")
+    tokenizer = train_tokenizer(training_text(arguments.seed))
     tokenizer.save(str(arguments.output_dir / "tokenizer.json"))
     write_company(arguments.output_dir, tokenizer)
     print(f"{VOCAB_SIZE} entries in {arguments.output_dir}")

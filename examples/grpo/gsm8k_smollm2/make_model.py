@@ -1,0 +1,1 @@
+../smollm2_sums/make_model.py
