@@ -4,7 +4,7 @@
         [--seeds 1,2,3] [--steps N] [--output DIR] [--picture PNG]
 
 `tiny` is the quickstart and `smollm2` examples/grpo/smollm2_sums, on one rank each; `--modes auto` runs them as they
-stand. A run that is in DIR already is not made again. Nine runs of `tiny` take some 5 minutes on two cores, those of
+stand, `partial` in float32 with partial rollouts (docs/partial_rollout.md). A run that is in DIR already is not made again. Nine runs of `tiny` take some 5 minutes on two cores, those of
 `smollm2` 40.
 """
 
@@ -28,8 +28,12 @@ MODES: dict[str, tuple[str, ...]] = {
     "highest": ("--context.float32_matmul_precision", "highest"),
     "medium": ("--context.float32_matmul_precision", "medium"),
     "bfloat16": ("--context.compute_dtype", "bfloat16"),
+    "partial": (
+        *("--rl_config.partial_rollout", "true", "--rl_config.partial_rollout_chunk", "8"),
+        *("--rl_config.importance_sampling_correction", "token_truncate"),
+    ),
 }
-COLOURS = dict(zip(MODES, ("#2563eb", "#2563eb", "#d97706", "#059669"), strict=True))
+COLOURS = dict(zip(MODES, ("#2563eb", "#2563eb", "#d97706", "#059669", "#7c3aed"), strict=True))
 COMPARED = "highest,medium,bfloat16"
 # Script, steps, and steps between evaluations.
 TASKS = {
