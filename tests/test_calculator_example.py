@@ -10,7 +10,6 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -37,12 +36,8 @@ def script(name: str) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def make_data() -> Iterator[ModuleType]:
-    kept = sys.modules.get("make_data")
-    yield script("make_data")
-    sys.modules.pop("make_data")
-    if kept is not None:
-        sys.modules["make_data"] = kept
+def make_products() -> ModuleType:
+    return script("make_products")
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -62,25 +57,27 @@ def test_rows_are_products_and_no_pair_of_factors_is_in_both_splits() -> None:
     assert len({factors(row) for row in train + heldout}) == 1200
 
 
-def test_the_files_are_those_that_the_script_makes(make_data: ModuleType, tmp_path: Path) -> None:
-    for name, split in zip(("train", "heldout"), make_data.make_splits(), strict=True):
-        make_data.write_rows(tmp_path / name, split)
+def test_the_files_are_those_that_the_script_makes(
+    make_products: ModuleType, tmp_path: Path
+) -> None:
+    for name, split in zip(("train", "heldout"), make_products.make_splits(), strict=True):
+        make_products.write_rows(tmp_path / name, split)
         assert (tmp_path / name).read_bytes() == (EXAMPLE / f"{name}.jsonl").read_bytes()
 
 
-def test_only_what_calls_with_the_question_earns_the_reward(make_data: ModuleType) -> None:
+def test_only_what_calls_with_the_question_earns_the_reward(make_products: ModuleType) -> None:
     rng = random.Random(1)
-    for product in make_data.make_splits()[0]:
+    for product in make_products.make_splits()[0]:
         gold = [str(product.result)]
         for style, reward in (("called", 1.0), ("miscalled", 0.0), ("guessed", 0.0)):
-            *calls, (last, nothing) = getattr(make_data, style)(product, rng)
+            *calls, (last, nothing) = getattr(make_products, style)(product, rng)
             assert accuracy_reward([last], gold) == [reward] and nothing is None
             for written, answer in calls:
                 (order,) = parse_hermes(written)
                 assert order.name == "calculator" and calculator(**order.arguments) == answer
 
 
-def test_conversations_are_what_the_committed_template_renders(make_data: ModuleType) -> None:
+def test_conversations_are_what_the_committed_template_renders(make_products: ModuleType) -> None:
     conversations = script("warm_start").Conversations(load_tokenizer(EXAMPLE / "model"), 0)
     rollout = conversations.rollout((1.0, 0.0, 0.0))
     tokenizer = load_tokenizer(EXAMPLE / "model")

@@ -37,8 +37,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
 
-# Every sixth token stops, so that lengths differ.
-STOPS = json.dumps(list(range(0, 384, 6)))
+# Every third token stops, so that lengths differ.
+STOPS = json.dumps(list(range(0, 384, 3)))
 LENGTHS = ("--generate_config.sampling_config.max_tokens", "12")
 LENGTHS += ("--generate_config.sampling_config.eos_token_id", STOPS)
 CORRECTED = ("--rl_config.importance_sampling_correction", "token_truncate")

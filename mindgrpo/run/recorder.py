@@ -213,7 +213,11 @@ class RunRecord:
         versions = batch.rollout.weights_version if outcome.partial is not None else None
         rows = (
             {**row, "advantage": batch.advantages[i], "token_ids": ids[i]}
-            | ({} if versions is None else {"weights_versions": np.array(version_runs(versions[i]))})
+            | (
+                {}
+                if versions is None
+                else {"weights_versions": np.array(version_runs(versions[i]))}
+            )
             for i, row in enumerate(outcome.scored.rows(batch.rollout, owners))
         )
         rl, every = self._loaded.config.rl_config, self._loaded.config.monitor_config.per_token

@@ -163,10 +163,10 @@ RECIPES = {
     "partial": Recipe(
         QWEN2,
         num_iterations=2,
-        sampling={"stop_ids": tuple(range(8)), "min_tokens": 0},
+        sampling={"stop_ids": tuple(range(16)), "min_tokens": 0},
         loss_config={"corrected": True},
         advantages={"correction": "token_truncate", "correction_cap": 1.5},
-        partial_chunk=4,
+        partial_chunk=2,
     ),
 }
 

@@ -14,15 +14,16 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent
-# This folder first, so that its make_data.py is the one that is imported.
-sys.path[:0] = [str(HERE), str(GRPO)]
+sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
 
-from make_data import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
+from make_products import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
+from make_tokenizer import train_tokenizer, write_company  # noqa: E402
 from supervised import TOKENS_A_STEP, new_policy, train, write_model  # noqa: E402
 
 from mindgrpo.algorithm.types import STOPPED, Rollout  # noqa: E402
@@ -30,10 +31,10 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.load import load_tools  # noqa: E402
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
-    "vocab_size": 352,
+    "vocab_size": 320,
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -79,11 +80,8 @@ def texts(seed: int) -> Iterator[str]:
 
 
 def make_tokenizer(directory: Path, seed: int) -> None:
-    sys.path.append(str(GRPO / "tiny_arithmetic"))
-    from make_tokenizer import train_tokenizer, write_company
-
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(texts(seed), "tool_call")
+    tokenizer = train_tokenizer(texts(seed), "tool_call", MODEL["vocab_size"])
     tokenizer.save(str(directory / "tokenizer.json"))
     write_company(directory, tokenizer, CHAT_TEMPLATE)
 

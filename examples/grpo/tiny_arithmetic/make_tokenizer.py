@@ -43,7 +43,9 @@ def training_text(seed: int) -> Iterator[str]:
             yield f"{role}\n"
 
 
-def train_tokenizer(texts: Iterator[str], tags: str = TAGS) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterator[str], tags: str = TAGS, vocab_size: int = VOCAB_SIZE
+) -> Tokenizer:
     """`tags` are names with | between them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -54,14 +56,14 @@ def train_tokenizer(texts: Iterator[str], tags: str = TAGS) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, START, END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != VOCAB_SIZE:
-        raise SystemExit(f"only {tokenizer.get_vocab_size()} of {VOCAB_SIZE} entries were learnt")
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise SystemExit(f"only {tokenizer.get_vocab_size()} of {vocab_size} entries were learnt")
     return tokenizer
 
 

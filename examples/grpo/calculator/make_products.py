@@ -1,6 +1,6 @@
 """Products of two numbers in GSM8K's JSONL form, and the conversations that a warm start learns from.
 
-    python make_data.py            # writes train.jsonl and heldout.jsonl beside this file
+    python make_products.py            # writes train.jsonl and heldout.jsonl beside this file
 
 Factors have two digits. No pair of them is in both splits, in either order, and `sample_product` refuses pairs that it
 is told to keep out, so that a warm start on fresh products cannot see the held-out ones.
