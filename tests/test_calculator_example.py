@@ -78,7 +78,7 @@ def test_only_what_calls_with_the_question_earns_the_reward(make_products: Modul
 
 
 def test_conversations_are_what_the_committed_template_renders(make_products: ModuleType) -> None:
-    conversations = script("warm_start").Conversations(load_tokenizer(EXAMPLE / "model"), 0)
+    conversations = script("pretrain").Conversations(load_tokenizer(EXAMPLE / "model"), 0)
     rollout = conversations.rollout((1.0, 0.0, 0.0))
     tokenizer = load_tokenizer(EXAMPLE / "model")
     schemas = [tool.schema() for tool in load_tools(["calculator"])]

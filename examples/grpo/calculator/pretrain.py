@@ -1,6 +1,6 @@
 """Makes the example's model from nothing: a tokenizer, and weights that know how a calculator is called.
 
-    python warm_start.py           # some minutes on 2 cores; writes model/
+    python pretrain.py           # some minutes on 2 cores; writes model/
 
 The model learns to guess, to call with what the question asks, and to call with something else. It has to copy two
 numbers into a call and an answer out of it; multiplying it never learns: guesses are never right. Held-out products
