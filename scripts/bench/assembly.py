@@ -6,7 +6,7 @@ Refuses to time anything, and to choose what a user would not: keys that are not
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,9 @@ def configuration(
     beta: float = BETA,
     directory: Path | None = None,
     dtype: str = "float32",
+    rl_config: Mapping[str, Any] | None = None,
 ) -> Config:
-    """`slots` None: all samples at once; weights from `directory`; `dtype` as for `join_ranks`."""
+    """`slots` None: all samples at once; weights from `directory`; `dtype` as for `join_ranks`; `rl_config` adds to it."""
     tree: dict[str, Any] = {
         "context": {"compute_dtype": dtype},
         "rl_config": {
@@ -103,6 +104,7 @@ def configuration(
             "seq_length": row_tokens(work, rows.samples),
             "batch_size": rows.count,
             "beta": beta,
+            **(rl_config or {}),
         },
         "actor_config": {
             "load": str(directory or ""),

@@ -23,7 +23,6 @@ from work import Work, random_rewards, read_work
 from mindgrpo.algorithm.types import STOPPED, Completion, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_stepper
 from mindgrpo.grpo.outcome import StepOutcome
@@ -103,12 +102,12 @@ class Task:
 
 
 def stepper(work: Work, given: argparse.Namespace, backend: Backend, is_partial: bool) -> Stepper:
-    rows = assembly.Rows(1, 4)
-    tree = assembly.configuration(work, (1, 1, 1), (1, 1), rows, beta=0.0).model_dump()
-    tree["rl_config"]["importance_sampling_correction"] = "token_truncate"
+    keys: dict[str, Any] = {"importance_sampling_correction": "token_truncate"}
     if is_partial:
-        tree["rl_config"] |= {"partial_rollout": True, "partial_rollout_chunk": given.chunk}
-    plan = assembly.plan_of(Config.model_validate(tree), assembly.model_of(work), 1)
+        keys |= {"partial_rollout": True, "partial_rollout_chunk": given.chunk}
+    rows = assembly.Rows(1, 4)
+    config = assembly.configuration(work, (1, 1, 1), (1, 1), rows, beta=0.0, rl_config=keys)
+    plan = assembly.plan_of(config, assembly.model_of(work), 1)
     task, sampling = Task(work), assembly.sampling_of(plan)
     roles = assembly.roles_of(plan, backend)
     made = make_stepper(roles, sampling, task, task, lambda update: 1e-6, positions=task)
