@@ -93,7 +93,7 @@ def configuration(
     dtype: str = "float32",
     rl_config: Mapping[str, Any] | None = None,
 ) -> Config:
-    """`slots` None: all samples at once; weights from `directory`; `dtype` as for `join_ranks`; `rl_config` adds to it."""
+    """`slots` None: all at once; weights from `directory`; `dtype` as for `join_ranks`; `rl_config` adds keys."""
     tree: dict[str, Any] = {
         "context": {"compute_dtype": dtype},
         "rl_config": {

@@ -1,0 +1,171 @@
+"""Tokens a second of conversations of three turns against single-turn completions of the same lengths.
+
+conversations.py [--turn 24] [--answer 8] [--repeats 5] [--real_tools] prints one JSON line. 256 samples, 8 a prompt, by
+the embedded generator in one process; the two take turns, and medians are compared. Counted are tokens that the policy
+wrote. A tool answers at once, or with --real_tools it is the built-in calculator, each call in a process of its own.
+Lengths are forced, weights and prompts random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import assembly
+import launching
+from work import Work, read_work
+
+from mindgrpo.algorithm.types import STOPPED, Completion
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.config import memory_bytes
+from mindgrpo.grpo.roles import Roles
+from mindgrpo.rollout.conversations import Conversations, Pool, TurnLimits, run_together
+from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.tools.calls import ToolCall
+from mindgrpo.tools.pool import ToolAnswer, ToolLimits, ToolPool
+
+PROMPTS, TURNS = 32, 3
+
+
+class AnyEnd(int):
+    """Equal to every id: each turn has ended."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+@dataclass
+class Suffix:
+    """`length` ids between two turns, whatever a tool says."""
+
+    length: int
+    end_id: int = AnyEnd()
+
+    def ids(self, messages: Sequence[Any]) -> list[int]:
+        return list(range(5, 5 + self.length))
+
+
+class AtOnce:
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        return [ToolAnswer("2") for _ in calls]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class NoText:
+    """For a tokenizer: what the policy wrote is of no interest here."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def call(text: str) -> list[ToolCall]:
+    return [ToolCall("calculator", {"expression": "1+1"})]
+
+
+@dataclass
+class Generation:
+    """`turn` tokens a turn; `roles` are awake."""
+
+    roles: Roles
+    sampling: SamplingParams
+    turn: int
+    version: int
+
+    def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+        capped = [replace(r, max_tokens=(self.turn,) * len(r.samples)) for r in requests]
+        key = SeedKey(0, 0, 0, turn)
+        made = self.roles.engine.generate(capped, self.sampling, key, self.version)
+        return [replace(completion, finish_reason=STOPPED) for completion in made]
+
+
+def in_turns(
+    generation: Generation, requests: Sequence[Request], pool: Pool, suffix: Suffix
+) -> tuple[int, float]:
+    """Tokens that the policy wrote, and seconds."""
+    tools: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix, "parser": call}
+    driver = Conversations(limits=TurnLimits(TURNS), pool=pool, **tools)
+    room = TURNS * generation.turn + (TURNS - 1) * suffix.length
+    answer = partial(run_together, pool=pool, gather=lambda own: [own])
+    started = time.perf_counter()
+    made = driver.run(requests, room, generation.version, generation.complete, answer)
+    seconds = time.perf_counter() - started
+    return sum(int(one.action_mask.sum()) for one in made if one.action_mask is not None), seconds
+
+
+def at_once(generation: Generation, requests: Sequence[Request]) -> tuple[int, float]:
+    whole = replace(generation, turn=TURNS * generation.turn)
+    started = time.perf_counter()
+    made = whole.complete(requests, 0)
+    return sum(len(one.tokens) for one in made), time.perf_counter() - started
+
+
+def requests_of(work: Work, number: int) -> list[Request]:
+    size = work.generations
+    prompts = work.prompt_ids(number)
+    return [Request(p, tuple(range(i * size, (i + 1) * size))) for i, p in enumerate(prompts)]
+
+
+def measure(given: argparse.Namespace) -> None:
+    longest = TURNS * given.turn + (TURNS - 1) * given.answer
+    work = replace(read_work(launching.HERE / "work.json"), prompts=PROMPTS, new_tokens=longest)
+    backend = assembly.join_ranks()
+    if backend is None:
+        return
+    rows = assembly.Rows(1, 4)
+    tools = {"tools": ["calculator"]}
+    config = assembly.configuration(work, (1, 1, 1), (1, 1), rows, beta=0.0, rl_config=tools)
+    plan = assembly.plan_of(config, assembly.model_of(work), 1)
+    sampling = assembly.sampling_of(plan)
+    roles = assembly.roles_of(plan, backend, sampling)
+    roles.refresh_engine()
+    generation = Generation(roles, sampling, given.turn, roles.enter_rollout())
+    limits = ToolLimits(10.0, memory_bytes(config.reward_config.memory))
+    pool: Pool = AtOnce()
+    if given.real_tools:
+        pool = ToolPool(["calculator"], ["calculator"], limits)
+    speeds: dict[str, list[float]] = {"turns": [], "whole": []}
+    for number in range(given.repeats + 1):
+        requests = requests_of(work, number)
+        for name, (tokens, seconds) in (
+            ("turns", in_turns(generation, requests, pool, Suffix(given.answer))),
+            ("whole", at_once(generation, requests)),
+        ):
+            if tokens != work.samples * TURNS * given.turn:
+                raise RuntimeError(f"{name}: {tokens} tokens")
+            if number:  # the first one compiles
+                speeds[name].append(tokens / seconds)
+    pool.close()
+    turns, whole = (statistics.median(speeds[name]) for name in ("turns", "whole"))
+    figures = {"bench": "conversations", "turns_tokens_a_second": turns}
+    launching.give_figures(
+        figures | {"whole_tokens_a_second": whole, "ratio": turns / whole, "all": speeds}
+    )
+    backend.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--turn", type=int, default=24, help="tokens of a turn")
+    parser.add_argument("--answer", type=int, default=8, help="tokens between two turns")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--real_tools", action="store_true")
+    given = parser.parse_args()
+    if launching.is_rank():
+        measure(given)
+        return
+    print(json.dumps(launching.run_on_ranks(__file__, sys.argv[1:], 1)))
+
+
+if __name__ == "__main__":
+    main()
