@@ -83,9 +83,8 @@ class EvaluationInputs:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
         prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
-        return KVCacheConfig(
-            slots, group, prompts, config.longest_context, generate.sampling_config.max_tokens
-        )
+        longest, goes_on = generate.sampling_config.max_tokens, bool(config.rl_config.tools)
+        return KVCacheConfig(slots, group, prompts, config.longest_context, longest, goes_on)
 
 
 def grid_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:

@@ -153,7 +153,9 @@ class RunPlan:
         prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
-        return KVCacheConfig(slots, group, prompts, self.config.longest_context, longest)
+        rl = self.config.rl_config
+        goes_on = bool(rl.tools) or rl.partial_rollout
+        return KVCacheConfig(slots, group, prompts, self.config.longest_context, longest, goes_on)
 
     @property
     def kv_cache_bytes(self) -> int:

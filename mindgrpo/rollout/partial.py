@@ -75,12 +75,12 @@ class PartialGroup:
             if not len(sample.tokens):
                 fresh.append(first + i)
                 continue
-            room = min(chunk, max_tokens - len(sample.tokens))
+            room = max_tokens - len(sample.tokens)
             context = np.concatenate([self.prompt, sample.tokens])
-            requests.append(Request(context, (first + i,), (room,)))
+            requests.append(Request(context, (first + i,), (min(chunk, room),), room))
         if fresh:
             limits = (min(chunk, max_tokens),) * len(fresh)
-            requests.append(Request(self.prompt, tuple(fresh), limits))
+            requests.append(Request(self.prompt, tuple(fresh), limits, max_tokens))
         return requests
 
 

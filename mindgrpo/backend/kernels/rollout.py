@@ -55,7 +55,8 @@ class GenerationBatch:
     """Samples to make, and the arrays that they are written to; `longest` columns, `limits` of them may be used.
 
     `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
-    `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest].
+    `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
+    they are known again when they go on, () where none does; `room` is what each may get then, at least its limit.
     """
 
     prompts: Sequence[np.ndarray]
@@ -66,6 +67,8 @@ class GenerationBatch:
     logps: np.ndarray
     lengths: np.ndarray
     stopped: np.ndarray
+    samples: Sequence[int] = ()
+    room: int = 0
 
     @classmethod
     def of(
@@ -74,6 +77,8 @@ class GenerationBatch:
         prompt_of: Sequence[int],
         limits: Sequence[int],
         keys: np.ndarray,
+        samples: Sequence[int] = (),
+        room: int = 0,
     ) -> GenerationBatch:
         count, longest = len(prompt_of), max(limits)
         return cls(
@@ -85,7 +90,19 @@ class GenerationBatch:
             np.zeros((count, longest), np.float32),
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
+            samples,
+            max(room, longest),
         )
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """A sample whose keys are in the cache still: `shared` of its prompt in `prefix`, `own` in `slot`."""
+
+    slot: int
+    prefix: int
+    shared: int
+    own: int
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,8 @@ class KVCacheLayout:
 class Memory:
     """Views of the generator's pools, of one dim: keys and values; float32 what kernels need while they run, `inputs`
     of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
-    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes of bfloat16, where there are any."""
+    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes of bfloat16, where there are any. `parked`:
+    hidden floats for each slot, where samples may go on after they have ended."""
 
     cache: np.ndarray
     scratch: np.ndarray
@@ -110,6 +128,7 @@ class Memory:
     starts: np.ndarray
     seen: np.ndarray
     packed: np.ndarray | None = None
+    parked: np.ndarray | None = None
 
 
 class Slots(ABC):
@@ -140,6 +159,18 @@ class Slots(ABC):
 
     @abstractmethod
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None: ...
+
+    @abstractmethod
+    def resume(self, batch: GenerationBatch, rows: Sequence[KeptRow], known: np.ndarray) -> None:
+        """Goes on with samples that have ended, from where their keys are; nothing waits and no prompt is computed.
+
+        Columns of `batch.tokens` are counted from a sample's first token in its slot: from `own` up to `known` int32
+        [samples] they hold tokens that are there already, and `limits` count from the same.
+        """
+
+    @abstractmethod
+    def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
+        """Slot and prefix of each sample, once all have ended."""
 
     @abstractmethod
     def enqueue(self, sample: int, prefix: int) -> None:

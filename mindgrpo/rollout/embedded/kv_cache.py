@@ -28,13 +28,17 @@ def padded(count: int) -> int:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """For `slots` samples at a time of `group` a prompt, `prompts` of them in a rollout (None: no limit)."""
+    """For `slots` samples at a time of `group` a prompt, `prompts` of them in a rollout (None: no limit).
+
+    With `goes_on` a sample that has ended may go on from its keys, after tokens that others wrote.
+    """
 
     slots: int
     group: int
     prompts: int | None
     max_prompt: int
     max_tokens: int
+    goes_on: bool = False
 
     @property
     def prefix_blocks(self) -> int:
@@ -92,6 +96,7 @@ class KVCacheSizes:
     inputs: int
     starts: int
     seen: int
+    parked: int = 0
 
     @classmethod
     def of(
@@ -113,6 +118,7 @@ class KVCacheSizes:
             inputs=cache_config.slots * hidden,
             starts=cache_config.max_prefix_blocks * hidden,
             seen=-(-cache_config.slots * seen_tokens // ITEM_BYTES["float32"]),
+            parked=cache_config.slots * hidden if cache_config.goes_on else 0,
         )
 
     @classmethod
@@ -136,7 +142,7 @@ class KVCacheSizes:
 
     @property
     def beside_cache(self) -> tuple[int, ...]:
-        return self.scratch, self.inputs, self.starts, self.seen
+        return self.scratch, self.inputs, self.starts, self.seen, self.parked
 
     def num_bytes(self, dtype: Dtype) -> int:
         return self.cache * ITEM_BYTES[dtype] + sum(self.beside_cache) * ITEM_BYTES["float32"]

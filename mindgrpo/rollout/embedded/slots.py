@@ -19,6 +19,7 @@ from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
+    KeptRow,
     KVCacheLayout,
     LocalModelShape,
     Memory,
@@ -27,6 +28,7 @@ from mindgrpo.backend.kernels.rollout import (
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
+from mindgrpo.rollout.embedded.kept import KeptSample, ResumedBatch, fits, kept_after, resumed
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
@@ -180,7 +182,8 @@ class SlotDecoder:
         # Kernels that keep slots are the host's: its memory is the device's.
         with cache.on_host() as memory_of_cache, work.on_host() as memory_of_work:
             keys_and_values = memory_of_cache.view(0, (sizes.cache,))
-            memory = Memory(keys_and_values, *_views(memory_of_work, sizes.beside_cache))
+            scratch, inputs, starts, seen, parked = _views(memory_of_work, sizes.beside_cache)
+            memory = Memory(keys_and_values, scratch, inputs, starts, seen, None, parked)
         packed_bytes = model_shape.packed_bytes(shard.kernels.num_terms)
         if packed_bytes:
             size = packed_bytes // ITEM_BYTES["bfloat16"]
@@ -199,9 +202,13 @@ class SlotDecoder:
         self._decoders: list[tuple[SamplingParams, Any]] = []
         self._decode = self._decoder_for(sampling)
         self._ticket = Tensor([0], ms.int32)
+        # By number, the samples that may go on from their keys, in slots of `_kept_slot_size`.
+        self._kept: dict[int, KeptSample] = {}
+        self._kept_slot_size = 0
 
     def weights_changed(self) -> None:
         """Has to be called before it generates with other weights."""
+        self._kept = {}
         if not self.weight_pools:
             return
         keys = [
@@ -225,9 +232,13 @@ class SlotDecoder:
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
         self._decode = self._decoder_for(sampling)
+        again = resumed(self._kept, batch, self._kept_slot_size)
+        self._kept = {}
+        if again is not None:
+            return self._resume(again, batch)
         lengths = [len(prompt) for prompt in batch.prompts]
         groups = np.bincount(batch.prompt_of, minlength=len(batch.prompts))
-        layout = self._cache_config.partition(lengths, groups.tolist(), int(batch.limits.max()))
+        layout = self._cache_config.partition(lengths, groups.tolist(), batch.room)
         self._slots.start(batch, layout)
         waiting = deque(_by_prompt(batch.prompt_of, len(batch.prompts)))
         prompt_tokens = 0
@@ -235,11 +246,30 @@ class SlotDecoder:
         while left or waiting:
             if self._slots.waiting < layout.slots:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
-            left = int(self._decode(self._ticket).asnumpy()[0])
-            num_waiting = sum(len(samples) for samples in waiting)
-            self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
+            left = self._decode_some(batch, sum(len(samples) for samples in waiting))
+        if self._cache_config.goes_on and fits(batch, layout):
+            at = zip(self._slots.kept(batch), batch.prompt_of, strict=True)
+            rows = [KeptRow(slot, prefix, lengths[p] - 1, 0) for (slot, prefix), p in at]
+            self._kept, self._kept_slot_size = kept_after(batch, rows, batch), layout.slot_size
+        return self._stats(batch, layout.slots, prompt_tokens)
+
+    def _resume(self, again: ResumedBatch, batch: GenerationBatch) -> RolloutStats:
+        self._slots.resume(again.batch, again.rows, again.known)
+        while self._decode_some(batch, 0):
+            pass
+        again.give(batch)
+        self._kept = kept_after(again.batch, again.rows, batch)
+        return self._stats(batch, len(again.rows), 0)
+
+    def _decode_some(self, batch: GenerationBatch, num_waiting: int) -> int:
+        """Samples that are left, but for those that wait for their prompts."""
+        left = int(self._decode(self._ticket).asnumpy()[0])
+        self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
+        return left
+
+    def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:
         steps, rows = self._slots.steps
-        return RolloutStats(int(batch.lengths.sum()), rows, steps * layout.slots, prompt_tokens)
+        return RolloutStats(int(batch.lengths.sum()), rows, steps * slots, prompt_tokens)
 
     def _bring_prompts(
         self, batch: GenerationBatch, layout: KVCacheLayout, waiting: deque[tuple[int, list[int]]]

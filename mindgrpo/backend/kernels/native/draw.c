@@ -250,6 +250,17 @@ static void give_drawn(const Task *t, const Row *row, const Gathered *all, Winne
     }
 }
 
+/* The same of a token that is there already, with a log-prob of 0. */
+static void give_known(const Task *t, const Row *row, float *out) {
+    const Rollout *g = row->g;
+    int32_t token = g->tokens[g->row_sample[row->number] * g->longest + g->row_own[row->number]];
+    int64_t at = token - g->first_token;
+    memset(out, 0, (g->hidden + 2) * sizeof(float));
+    if (at < 0 || at >= g->vocab) return;
+    table_row(t->call, 3, at, g->hidden, out);
+    out[g->hidden] = token;
+}
+
 static void draw(void *task, Member member) {
     const Task *t = task;
     const Rollout *g = t->g;
@@ -258,6 +269,10 @@ static void draw(void *task, Member member) {
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         Row row = task_row(t, i);
+        if (row.at < 0) {
+            give_known(t, &row, t->out + i * (g->hidden + 2));
+            continue;
+        }
         Gathered all = gathered_of(t, i, NULL, 0);
         Winner winner;
         if (decides_alone(g))

@@ -93,6 +93,13 @@ static void head(void *task, Member member) {
     for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);
 }
 
+/* Whether any row's next token is drawn. */
+static int draws(const Rollout *g) {
+    for (int64_t i = 0; i < g->num_rows; i++)
+        if (g->row_own[i] >= g->first_drawn[g->row_sample[i]]) return 1;
+    return 0;
+}
+
 KERNEL(rollout_head,
        "x f32[B, H], added f32[B, H], norm f32[H], table f32|bf16[V, H], number i32[1] "
        "-> logits f32[B, V], stats f32[B, C]") {
@@ -106,6 +113,8 @@ KERNEL(rollout_head,
     t.memory = scratch(call, pool_size() * t.own_floats);
     if (!t.memory) return KERNEL_OUT_OF_MEMORY;
     /* Zero where no row is, so that what is gathered are numbers. */
-    memset(t.stats + g->num_rows * t.columns, 0, (dim(call, 'B') - g->num_rows) * t.columns * sizeof(float));
-    return g->num_rows ? run_products(call, head, &t) : 0;
+    int64_t rows = draws(g) ? g->num_rows : 0;
+    memset(t.stats + rows * t.columns, 0, (dim(call, 'B') - rows) * t.columns * sizeof(float));
+    if (!rows) memset(t.logits, 0, g->num_rows * t.width * sizeof(float));
+    return rows ? run_products(call, head, &t) : 0;
 }

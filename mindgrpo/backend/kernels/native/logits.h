@@ -44,7 +44,8 @@ static inline float min_p_threshold(const Rollout *g, float top) {
 }
 
 static inline Row row_of(const Rollout *g, int64_t number, const float *logits, int64_t width) {
-    Row row = {.g = g, .number = number, .logits = logits + number * width, .at = g->row_own[number]};
+    int64_t at = g->row_own[number] - g->first_drawn[g->row_sample[number]];
+    Row row = {.g = g, .number = number, .logits = logits + number * width, .at = at};
     row.seen = g->penalty == 1.0 ? NULL : g->seen + g->row_slot[number] * g->vocab;
     row.is_banned = row.at < g->min_tokens;
     row.key = position_key(g->keys[g->row_sample[number]], row.at);

@@ -45,6 +45,9 @@
     ARRAY(uint64_t, keys, g->limit_count) ARRAY(int32_t, tokens, g->limit_count * g->longest)                    \
     ARRAY(float, logps, g->limit_count * g->longest) ARRAY(int32_t, lengths, g->limit_count)                     \
     ARRAY(int32_t, stopped, g->limit_count)                                                                      \
+    /* columns before the first one that is drawn hold tokens that are there already; where each sample's keys are */ \
+    ARRAY(int32_t, first_drawn, g->limit_count) ARRAY(int32_t, sample_slot, g->limit_count)                      \
+    ARRAY(int32_t, sample_prefix, g->limit_count)                                                                \
     /* the queue, whose prompts are in prefix blocks, and first inputs of prefix blocks */                                   \
     NUMBER(int64_t, queue_head) NUMBER(int64_t, queue_tail) ARRAY(int32_t, queue_sample, g->queue_tail)          \
     ARRAY(int32_t, queue_prefix, g->queue_tail) ARRAY(int32_t, users, 0)                                          \
@@ -54,6 +57,8 @@
     ARRAY(int32_t, free_slots, g->slots) ARRAY(float, next, g->slots * g->hidden)                                \
     ARRAY(int32_t, row_sample, g->slots) ARRAY(int32_t, row_slot, g->slots) ARRAY(int32_t, row_prefix, g->slots)  \
     ARRAY(int32_t, row_shared, g->slots) ARRAY(int32_t, row_own, g->slots)                                       \
+    /* by slot, the next input of a sample that has ended and may go on; none where nothing goes on */              \
+    ARRAY(float, parked, g->parked_count ? g->slots * g->hidden : 0)                                             \
     /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
     ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)

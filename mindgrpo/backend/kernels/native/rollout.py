@@ -14,6 +14,7 @@ from mindgrpo.backend.kernels.native.library import call_kernel, operation
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
+    KeptRow,
     KVCacheLayout,
     LocalModelShape,
     Memory,
@@ -24,6 +25,8 @@ from mindgrpo.backend.matmul_precision import packed_bytes
 
 # native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
 FIRST, BINS, ROUNDS = 6, 256, 4
+# What the kernels fill in of each sample.
+BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class NativeSlots(Slots):
             "next": memory.inputs,
             "starts": memory.starts,
             "seen": memory.seen.view(np.uint8),
+            "parked": np.zeros(0, np.float32) if memory.parked is None else memory.parked,
             "rotary": rotary,
             "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
@@ -204,6 +208,37 @@ class NativeSlots(Slots):
             table[name] = value
         table["free_slots"][: layout.slots] = np.arange(layout.slots)[::-1]
         self.users[...] = 0
+        self._take(batch, np.zeros(len(batch.limits), np.int32))
+        table.check_complete()
+
+    def resume(self, batch: GenerationBatch, rows: Sequence[KeptRow], known: np.ndarray) -> None:
+        table, hidden = self._table, self._model_shape.hidden
+        numbers = dict.fromkeys(("queue_head", "queue_tail", "steps", "row_steps", "num_free"), 0)
+        numbers |= {"longest": batch.tokens.shape[1], "num_rows": len(rows)}
+        for name, value in numbers.items():
+            table[name] = value
+        self._take(batch, known)
+        self.users[...] = 0
+        inputs, parked = (table[name].reshape(-1, hidden) for name in ("next", "parked"))
+        for i, row in enumerate(rows):
+            columns = {"sample": i, "slot": row.slot, "prefix": row.prefix}
+            for name, value in (columns | {"shared": row.shared, "own": row.own}).items():
+                table[f"row_{name}"][i] = value
+            table["sample_slot"][i], table["sample_prefix"][i] = row.slot, row.prefix
+            self.users[row.prefix] += 1
+            inputs[i] = parked[row.slot]
+        table.check_complete()
+
+    def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
+        columns = (
+            self._table[name][: len(batch.limits)] for name in ("sample_slot", "sample_prefix")
+        )
+        slots, prefixes = (column.tolist() for column in columns)
+        return list(zip(slots, prefixes, strict=True))
+
+    def _take(self, batch: GenerationBatch, first_drawn: np.ndarray) -> None:
+        """The job's arrays, by sample."""
+        count = len(batch.limits)
         lengths = np.array([len(prompt) for prompt in batch.prompts], np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         arrays = {
@@ -216,12 +251,11 @@ class NativeSlots(Slots):
             "logps": batch.logps,
             "lengths": batch.lengths,
             "stopped": batch.stopped,
-            "queue_sample": np.zeros(len(batch.limits), np.int32),
-            "queue_prefix": np.zeros(len(batch.limits), np.int32),
+            "first_drawn": first_drawn,
+            **{name: np.zeros(count, np.int32) for name in BY_SAMPLE},
         }
         for name, array in arrays.items():
-            table[name] = array
-        table.check_complete()
+            self._table[name] = array
 
     def enqueue(self, sample: int, prefix: int) -> None:
         tail = self._table["queue_tail"]

@@ -22,6 +22,8 @@ static void admit(Rollout *g) {
         g->row_prefix[row] = prefix;
         g->row_shared[row] = g->prompt_length[sample] - 1;
         g->row_own[row] = 0;
+        g->sample_slot[sample] = slot;
+        g->sample_prefix[sample] = prefix;
         memcpy(g->next + row * g->hidden, g->starts + prefix * g->hidden, g->hidden * sizeof(float));
         if (g->penalty == 1.0) continue;
         memset(g->seen + slot * g->vocab, 0, g->vocab);
@@ -49,10 +51,11 @@ KERNEL(rollout_begin, "ticket i32[1], number i32[1] -> x f32[B, H]") {
 static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     int32_t sample = g->row_sample[row];
     int64_t at = g->row_own[row]++;
+    if (g->penalty != 1.0) mark_seen(g, g->row_slot[row], token);
+    if (at < g->first_drawn[sample]) return 0;
     g->tokens[sample * g->longest + at] = token;
     g->logps[sample * g->longest + at] = logp;
     g->lengths[sample] = at + 1;
-    if (g->penalty != 1.0) mark_seen(g, g->row_slot[row], token);
     for (int64_t i = 0; i < g->stops_count; i++)
         if (g->stops[i] == token) g->stopped[sample] = 1;
     return g->stopped[sample] || at + 1 == g->limit[sample];
@@ -73,6 +76,8 @@ KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[
         if (keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1])) {
             g->free_slots[g->num_free++] = g->row_slot[row];
             g->users[g->row_prefix[row]]--;
+            if (g->parked_count)
+                memcpy(g->parked + g->row_slot[row] * g->hidden, one, g->hidden * sizeof(float));
             continue;
         }
         int32_t *columns[] = {g->row_sample, g->row_slot, g->row_prefix, g->row_shared, g->row_own};
