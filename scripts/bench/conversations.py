@@ -1,9 +1,9 @@
-"""Tokens a second of conversations of three turns against single-turn completions of the same lengths.
+"""Conversations of three turns against single-turn completions of the same lengths, in tokens a second.
 
 conversations.py [--turn 24] [--answer 8] [--repeats 5] [--real_tools] prints one JSON line. 256 samples, 8 a prompt, by
-the embedded generator in one process; the two take turns, and medians are compared. Counted are tokens that the policy
-wrote. A tool answers at once, or with --real_tools it is the built-in calculator, each call in a process of its own.
-Lengths are forced, weights and prompts random.
+the embedded generator in one process; the two take turns, and medians are compared. `ratio` counts all tokens behind a
+prompt, those of tools too, `own_ratio` only what the policy wrote. A tool answers at once, or with --real_tools it is
+the built-in calculator, each call in a process of its own. Lengths are forced, weights and prompts random.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Generation:
 def in_turns(
     generation: Generation, requests: Sequence[Request], pool: Pool, suffix: Suffix
 ) -> tuple[int, float]:
-    """Tokens that the policy wrote, and seconds."""
+    """Tokens behind prompts, and seconds."""
     tools: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix, "parser": call}
     driver = Conversations(limits=TurnLimits(TURNS), pool=pool, **tools)
     room = TURNS * generation.turn + (TURNS - 1) * suffix.length
@@ -104,11 +104,11 @@ def in_turns(
     started = time.perf_counter()
     made = driver.run(requests, room, generation.version, generation.complete, answer)
     seconds = time.perf_counter() - started
-    return sum(int(one.action_mask.sum()) for one in made if one.action_mask is not None), seconds
+    return sum(len(one.tokens) for one in made), seconds
 
 
-def at_once(generation: Generation, requests: Sequence[Request]) -> tuple[int, float]:
-    whole = replace(generation, turn=TURNS * generation.turn)
+def at_once(generation: Generation, requests: Sequence[Request], longest: int) -> tuple[int, float]:
+    whole = replace(generation, turn=longest)
     started = time.perf_counter()
     made = whole.complete(requests, 0)
     return sum(len(one.tokens) for one in made), time.perf_counter() - started
@@ -143,9 +143,9 @@ def measure(given: argparse.Namespace) -> None:
         requests = requests_of(work, number)
         for name, (tokens, seconds) in (
             ("turns", in_turns(generation, requests, pool, Suffix(given.answer))),
-            ("whole", at_once(generation, requests)),
+            ("whole", at_once(generation, requests, longest)),
         ):
-            if tokens != work.samples * TURNS * given.turn:
+            if tokens != work.samples * longest:
                 raise RuntimeError(f"{name}: {tokens} tokens")
             if number:  # the first one compiles
                 speeds[name].append(tokens / seconds)
@@ -153,7 +153,13 @@ def measure(given: argparse.Namespace) -> None:
     turns, whole = (statistics.median(speeds[name]) for name in ("turns", "whole"))
     figures = {"bench": "conversations", "turns_tokens_a_second": turns}
     launching.give_figures(
-        figures | {"whole_tokens_a_second": whole, "ratio": turns / whole, "all": speeds}
+        figures
+        | {
+            "whole_tokens_a_second": whole,
+            "ratio": turns / whole,
+            "own_ratio": turns / whole * TURNS * given.turn / longest,
+            "all": speeds,
+        }
     )
     backend.close()
 
