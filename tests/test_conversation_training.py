@@ -1,6 +1,6 @@
 """Conversations of four turns trained on the bundled model: loss and gradient against NumPy, packed against unpacked.
 
-Log-probs against transformers are in vllm/test_conversation_log_probs.py. Does not prove that an engine draws right.
+Does not prove that an engine draws right.
 """
 
 from __future__ import annotations
