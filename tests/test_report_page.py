@@ -190,7 +190,8 @@ def test_conversations_show_turns_calls_and_failures_as_texts(opened: Page, tmp_
     first = "document.querySelector('#groups .text')"
     shown = f"{first}.querySelectorAll('.turn')"
     assert opened.value(f"{shown}.length") == 3
-    assert opened.value(f"{shown}[0].textContent").count(HOSTILE[0]) == 2
+    call = f"→ {HOSTILE[0]} {json.dumps({'expression': HOSTILE[0]})}"
+    assert opened.value(f"{shown}[0].textContent") == f"assistant{HOSTILE[0]}{call}"
     assert "raised" in opened.value(f"{shown}[1].textContent")
     assert opened.value(f"{shown}[1].classList.contains('context')")
     assert not opened.value(f"{shown}[2].classList.contains('context')")
