@@ -51,6 +51,32 @@ def a_sample(step: int, number: int) -> dict[str, Any]:
     }
 
 
+def conversation(text: str) -> list[dict[str, Any]]:
+    """Two turns and a tool between them that failed, with `text` in each field that a page shows."""
+    call = {"name": text, "arguments": {"expression": text}}
+    return [
+        {"role": "assistant", "content": text, "tool_calls": [call]},
+        {"role": "tool", "name": text, "content": text, "failure": "raised"},
+        {"role": "assistant", "content": text},
+    ]
+
+
+def make_conversations(folder: Path) -> Path:
+    """The same run, each sample a conversation, of whose tokens the second one is a tool's."""
+    run = make_run(folder)
+    rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
+    write_rows(
+        run / "completions.jsonl",
+        (row | {"messages": conversation(row["completion"])} for row in rows),
+    )
+    rows = [json.loads(line) for line in (run / "per_token.jsonl").read_text().splitlines()]
+    for row in rows:
+        logs = ([0.5, float("nan")] + [0.0] * row["length"])[: row["length"]]
+        row["log_ratio"] = packed(logs)
+    write_rows(run / "per_token.jsonl", rows)
+    return run
+
+
 def arrays_of(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The first token's ratio is e^0.5, the second one's e^-0.5, the others' 1."""
     length = sample["length"]

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_runs import GENERATIONS, HOSTILE, PROMPTS, STEPS, a_sample, make_run, packed, write_rows
+from report_runs import (
+    GENERATIONS,
+    HOSTILE,
+    PROMPTS,
+    STEPS,
+    a_sample,
+    make_conversations,
+    make_run,
+    packed,
+    write_rows,
+)
 from small_runs import make_inputs, run
 
 from mindgrpo.cli.verbs import main
@@ -95,6 +105,19 @@ def test_what_a_run_wrote_is_only_ever_data(a_run: Path) -> None:
         for sample in group["samples"]
     ]
     assert shown == [HOSTILE[i % len(HOSTILE)] for i in range(PROMPTS * GENERATIONS)]
+    for attrs, body in blocks.inside("script"):
+        assert "id" not in attrs or not set(body) & set("<>&\u2028\u2029")
+
+
+def test_conversations_have_their_turns_calls_and_failures_as_data(tmp_path: Path) -> None:
+    text = page([read_run(make_conversations(tmp_path / "talks"))])
+    sample = data_of(text)["step-0-1"]["groups"][0]["samples"][0]
+    assert [turn["role"] for turn in sample["turns"]] == ["assistant", "tool", "assistant"]
+    asked, answered, last = sample["turns"]
+    assert asked["content"] == last["content"] == answered["name"] == HOSTILE[0]
+    assert asked["calls"] == [f"{HOSTILE[0]} {json.dumps({'expression': HOSTILE[0]})}"]
+    assert (answered["failure"], asked["failure"], last["calls"]) == ("raised", "", [])
+    blocks = Blocks(text)
     for attrs, body in blocks.inside("script"):
         assert "id" not in attrs or not set(body) & set("<>&\u2028\u2029")
 

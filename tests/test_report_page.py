@@ -18,6 +18,7 @@ from report_runs import (
     PROMPTS,
     STEPS,
     arrays_of,
+    make_conversations,
     make_run,
     packed,
     write_rows,
@@ -179,6 +180,36 @@ def test_hostile_completions_are_texts(page: Page) -> None:
     assert [text.replace("∅", "") for text in texts(page)[: len(HOSTILE)]] == list(HOSTILE)
     assert count(page, "img, #groups script, #groups b") == 0
     assert text_of(page, "#groups .prompt pre") == "Prompt 0 <b>of</b> step 1?"
+
+
+def test_conversations_show_turns_calls_and_failures_as_texts(opened: Page, tmp_path: Path) -> None:
+    opened.show(1280, 2600)
+    opened.open(write_report([make_conversations(tmp_path / "talks")]))
+    opened.choose("#step-chooser", "1")
+    opened.until("document.querySelector('#groups .turn') !== null")
+    first = "document.querySelector('#groups .text')"
+    shown = f"{first}.querySelectorAll('.turn')"
+    assert opened.value(f"{shown}.length") == 3
+    call = f"→ {HOSTILE[0]} {json.dumps({'expression': HOSTILE[0]})}"
+    assert opened.value(f"{shown}[0].textContent") == f"assistant{HOSTILE[0]}{call}"
+    assert "raised" in opened.value(f"{shown}[1].textContent")
+    assert opened.value(f"{shown}[1].classList.contains('context')")
+    assert not opened.value(f"{shown}[2].classList.contains('context')")
+    assert "2 turns" in text_of(opened, "#groups .badges")
+    assert count(opened, "img, #groups script, #groups b") == 0
+
+
+def test_tokens_that_a_tool_wrote_are_grey_and_have_no_colour(opened: Page, tmp_path: Path) -> None:
+    opened.show(1280, 2600)
+    opened.open(write_report([make_conversations(tmp_path / "talks")]))
+    for colour in ("log_ratio", "advantage"):
+        opened.choose("[name=colour]", colour)
+        opened.until("document.querySelector('#groups [data-token=\"1\"].context') !== null")
+        token = "document.querySelector('#groups [data-token=\"1\"]')"
+        assert opened.value(f"{token}.style.backgroundColor") == ""
+        first = "document.querySelector('#groups [data-token=\"0\"]')"
+        assert not opened.value(f"{first}.classList.contains('context')")
+        assert opened.value(f"{first}.style.backgroundColor") != ""
 
 
 def test_the_policy_stops_what_the_page_did_not_bring(page: Page) -> None:

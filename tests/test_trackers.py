@@ -34,6 +34,7 @@ from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.monitor.trackers import registry
 from mindgrpo.monitor.trackers.process import numbers_of
 from mindgrpo.monitor.trackers.started import Trackers
+from mindgrpo.monitor.trackers.tables import shown
 
 OWN = Path(__file__).with_name("own_trackers.py")
 ROOT = OWN.parent.parent
@@ -341,3 +342,16 @@ def test_trackers_are_named_in_a_list_or_with_commas(load: Loader) -> None:
     for text in ("[wandb, mlflow, tensorboard]", "wandb,mlflow,tensorboard"):
         config = load(f"monitor_config:\n  trackers: {text}\n").config
         assert config.monitor_config.trackers == ["wandb", "mlflow", "tensorboard"]
+
+
+def test_a_conversation_is_one_text_in_a_table() -> None:
+    call = {"name": "search", "arguments": {}}
+    messages = [
+        {"role": "assistant", "content": "<b>call</b>", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "Error: late", "failure": "deadline"},
+        {"role": "assistant", "content": "so"},
+    ]
+    assert shown({"step": 1, "completion": "so", "messages": messages, "token_ids": [1]}) == {
+        "completion": "so",
+        "conversation": "[assistant]\n<b>call</b>\n\n[tool search deadline]\nError: late\n\n[assistant]\nso",
+    }

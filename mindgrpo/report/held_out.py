@@ -14,6 +14,7 @@ from mindgrpo.report.samples import (
     shortened,
     significant,
     text_of,
+    turns_of,
 )
 
 Key = tuple[str, str, int]
@@ -90,4 +91,5 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
         "length": row.get("length"),
         "rewards": rewards,
         "total": sum(scored) if scored else None,
+        **({"turns": turns} if (turns := turns_of(row)) else {}),
     }

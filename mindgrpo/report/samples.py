@@ -83,6 +83,8 @@ class _Packer:
             "total": significant(self.total(row)),
             "advantage": significant(row.get("advantage")),
         }
+        if turns := turns_of(row):
+            sample["turns"] = turns
         if texts is None:
             return sample
         sample["arrays"] = {
@@ -159,6 +161,26 @@ def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[
     num_samples = packer.run.completions.count(step)
     head = f'"step":{step},"num_groups":{len(groups)},"num_samples":{num_samples}'
     return f'{{{head},"groups":[{in_order}]}}', size
+
+
+def turns_of(row: Row) -> list[dict[str, Any]]:
+    """Of a conversation: who wrote what, which calls are in it, and why a tool's answer is a failure; all texts."""
+    messages = row.get("messages")
+    turns = []
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict):
+            continue
+        calls = message.get("tool_calls")
+        turn: dict[str, Any] = {
+            key: shortened(text_of(message, key)) for key in ("role", "name", "content", "failure")
+        }
+        turn["calls"] = [
+            shortened(f"{text_of(call, 'name')} {text_of(call, 'arguments')}")
+            for call in (calls if isinstance(calls, list) else [])
+            if isinstance(call, dict)
+        ]
+        turns.append(turn)
+    return turns
 
 
 def rewards_of(row: Row) -> dict[str, float | None]:

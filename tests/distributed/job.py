@@ -151,7 +151,8 @@ class Run:
             "stop_ids": c.STOP_IDS,
         }
         sampling = SamplingParams(**(settings | self.recipe.sampling))
-        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, self.recipe.longest, c.MAX_TOKENS)
+        longest, goes_on = self.recipe.longest, self.recipe.longest > c.MAX_PROMPT
+        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, longest, c.MAX_TOKENS, goes_on)
         return EmbeddedEngine(self.config, self.infer, self.backend, sampling, room)
 
     def _reference(self) -> ForwardPipeline:

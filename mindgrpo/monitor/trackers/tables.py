@@ -11,14 +11,22 @@ MAX_ROWS = 64
 
 
 def shown(row: Row) -> dict[str, Any]:
-    """The cells of a sample; token ids and other lists are left to completions.jsonl."""
+    """The cells of a sample, a conversation's turns as one text; other lists are left to completions.jsonl."""
     cells: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
             cells |= {f"{key}/{inner}": cell for inner, cell in shown(value).items()}
         elif key != "step" and (value is None or isinstance(value, str | int | float)):
             cells[key] = value
+        elif key == "messages" and isinstance(value, list):
+            cells["conversation"] = "\n\n".join(map(_turn, value))
     return cells
+
+
+def _turn(message: Mapping[str, Any]) -> str:
+    """Calls stand in the content already, as the policy wrote them."""
+    words = [message.get(key) for key in ("role", "name", "failure")]
+    return f"[{' '.join(str(word) for word in words if word)}]\n{message.get('content', '')}"
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:

@@ -15,8 +15,11 @@ function sharedColour(run) {
 
 function tokenValues(sample, colour) {
   if (colour !== "advantage") return arrayOf(sample, colour);
-  const count = tokensOf(sample)?.length ?? 1;
-  return sample.advantage === null ? null : new Float32Array(count).fill(sample.advantage);
+  if (sample.advantage === null) return null;
+  const values = new Float32Array(tokensOf(sample)?.length ?? 1).fill(sample.advantage);
+  const ratios = arrayOf(sample, "log_ratio");
+  // What the policy did not write has no ratio, and no advantage.
+  return sample.turns && ratios ? values.map((value, index) => (Number.isNaN(ratios[index]) ? NaN : value)) : values;
 }
 
 // The figure that gets the full colour: all but a hundredth of the step's tokens are within it.
@@ -67,11 +70,24 @@ function omission(sample) {
   return element("span", { class: "omitted" }, word("omitted", figure(sample.omitted)));
 }
 
+// A conversation's turns, one below the other: who, what, the calls in it, and why an answer is a failure.
+function turnBlocks(turns) {
+  return turns.map(({ role, name, content, failure, calls }) => element("div", { class: role === "assistant" ? "turn" : "turn context" },
+    element("div", { class: "tag" }, [role, name].filter(Boolean).join(" · ")),
+    failure ? badge(failure, "cut") : null,
+    element("div", {}, content),
+    calls.map((call) => element("div", { class: "call" }, element("code", {}, `→ ${call}`)))));
+}
+
 // Fills `holder` with the sample's text, each token in its colour.
 function fillText(holder, sample, colour, scale, rules) {
   const tokens = tokensOf(sample);
   const head = tokens && sample.omitted ? 1500 : Infinity;
   const values = colour === "none" ? null : tokenValues(sample, colour);
+  if (!values && sample.turns) {
+    holder.replaceChildren(...turnBlocks(sample.turns));
+    return;
+  }
   if (!sample.text) {
     holder.replaceChildren(element("em", { class: "quiet" }, word("missing_text")));
     return;
@@ -87,6 +103,7 @@ function fillText(holder, sample, colour, scale, rules) {
     node.textContent = visible(token);
     node.style.backgroundColor = background(values[index], scale, colour);
     if (clipped?.[index]) node.className = "clipped";
+    if (sample.turns && Number.isNaN(values[index])) node.className = "context";
     node.dataset.token = String(index);
     return node;
   });

@@ -19,6 +19,7 @@ function badges(sample) {
     badge(figure(sample.total), "reward", word("reward")),
     sample.advantage === null ? null : badge(`A ${signed(sample.advantage)}`, sign, word("advantage")),
     badge(word("tokens", figure(sample.length)), "", word("sort_length")),
+    sample.turns ? badge(word("turns", sample.turns.filter(({ role }) => role === "assistant").length)) : null,
     sample.finish ? badge(sample.finish, sample.finish === "length" ? "cut" : "", word("finish")) : null);
 }
 

@@ -28,7 +28,7 @@ function answerCell(cell, column) {
       element("div", { class: "badges" }, badge(figure(cell.total), "reward", word("reward")),
         cell.finish ? badge(cell.finish, cell.finish === "length" ? "cut" : "", word("finish")) : null)),
     functionLine(cell.rewards),
-    element("div", { class: "text", tabindex: "0" }, cell.text || word("missing_text")));
+    element("div", { class: "text", tabindex: "0" }, cell.turns ? turnBlocks(cell.turns) : cell.text || word("missing_text")));
 }
 
 function answerRow(row) {
