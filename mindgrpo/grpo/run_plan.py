@@ -150,12 +150,14 @@ class RunPlan:
     def cache_config(self) -> KVCacheConfig:
         """What the generator of each replica has memory for."""
         generate, group = self.config.generate_config, self.config.rl_config.num_generations
-        prompts = -(-self.batch.prompts_per_step // self.infer.grid.data_parallel)
+        batch, is_partial = self.batch, self.config.rl_config.partial_rollout
+        at_once = batch.prompts_under_way if is_partial else batch.prompts_per_step
+        prompts = -(-at_once // self.infer.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
-        rl = self.config.rl_config
-        goes_on = bool(rl.tools) or rl.partial_rollout
-        return KVCacheConfig(slots, group, prompts, self.config.longest_context, longest, goes_on)
+        # Partial rollouts compute again what is there: slots that are as long as a chunk are worth more.
+        context, goes_on = self.config.longest_context, bool(self.config.rl_config.tools)
+        return KVCacheConfig(slots, group, prompts, context, longest, goes_on)
 
     @property
     def kv_cache_bytes(self) -> int:

@@ -77,10 +77,10 @@ class PartialGroup:
                 continue
             room = max_tokens - len(sample.tokens)
             context = np.concatenate([self.prompt, sample.tokens])
-            requests.append(Request(context, (first + i,), (min(chunk, room),), room))
+            requests.append(Request(context, (first + i,), (min(chunk, room),)))
         if fresh:
             limits = (min(chunk, max_tokens),) * len(fresh)
-            requests.append(Request(self.prompt, tuple(fresh), limits, max_tokens))
+            requests.append(Request(self.prompt, tuple(fresh), limits))
         return requests
 
 
