@@ -33,6 +33,33 @@ ROWS, ROW_LENGTH = 32, 128
 TOKENS_A_STEP = int(ROWS * ROW_LENGTH * 0.85)
 
 
+def small_qwen2(
+    vocab_size: int, hidden_size: int, intermediate_size: int, positions: int
+) -> dict[str, Any]:
+    """The content of config.json: 4 layers of Qwen2's architecture; tokens 0 and 2 are padding and the turn's end."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
+
+
 def new_policy(model: dict[str, Any], seed: int) -> Policy:
     """With random weights; `model` is the content of config.json."""
     config = decoder_config(model, "the example's warm start")

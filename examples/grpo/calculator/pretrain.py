@@ -14,7 +14,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,34 +23,14 @@ sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
 
 from make_products import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
 from make_tokenizer import train_tokenizer, write_company  # noqa: E402
-from supervised import TOKENS_A_STEP, new_policy, train, write_model  # noqa: E402
+from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
 
 from mindgrpo.algorithm.types import STOPPED, Rollout  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.load import load_tools  # noqa: E402
 
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "float32",
-}
+MODEL = small_qwen2(vocab_size=320, hidden_size=128, intermediate_size=384, positions=256)
 # Names alone: the model knows its only tool.
 CHAT_TEMPLATE = (
     "{%- if tools -%}<|im_start|>tools\n"

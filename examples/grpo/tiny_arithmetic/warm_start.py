@@ -20,32 +20,12 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
-from supervised import TOKENS_A_STEP, new_policy, train, write_model  # noqa: E402
+from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
 
 from mindgrpo.algorithm.types import STOPPED, Rollout  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "vocab_size": 352,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "initializer_range": 0.02,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "float32",
-}
+CONFIG = small_qwen2(vocab_size=352, hidden_size=192, intermediate_size=512, positions=512)
 # (careful, unformatted, guessed): while learning to add, and at the end.
 LEARNING, FINAL = (0.75, 0.25, 0.0), (0.36, 0.12, 0.52)
 FINAL_SHARE_OF_STEPS = 0.2
