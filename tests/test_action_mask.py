@@ -274,6 +274,10 @@ def test_rewards_by_length_are_told_the_tokens_that_the_policy_wrote() -> None:
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     rewards = SimpleNamespace(score=score, names=["f"], num_done=lambda: 0)
     scorer = RolloutScorer(rewards, words, alone)  # type: ignore[arg-type]
-    scorer.score(rollout(), [prompt] * len(TURNS))  # type: ignore[list-item]
+    prompts: Any = [prompt] * len(TURNS)
+    scored = scorer.score(rollout(), prompts)
     assert columns["completion_lengths"] == [turns.count("P") for turns in TURNS]
+    # What `score` gives them from a run's file.
+    lengths = [row["length"] for row in scored.rows(rollout(), prompts)]
+    assert lengths == columns["completion_lengths"]
     assert [len(ids) for ids in columns["completion_ids"]] == [len(turns) for turns in TURNS]

@@ -47,7 +47,7 @@ class Scored:
                 **turns,
                 "answer": prompt.answer,
                 "finish_reason": rollout.finish_reasons[i],
-                "length": len(rollout.completion_ids[i]),
+                "length": int(rollout.action_lengths[i]),
                 "rewards": {name: number(values[i]) for name, values in per_function.items()},
             }
 
