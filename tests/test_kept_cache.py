@@ -141,7 +141,7 @@ def test_keys_of_other_weights_or_of_another_text_are_not_used(
     sampling = replace(SETTINGS, stop_ids=tuple(range(0, VOCAB, 2)))
     made = engine(backend, weights, sampling, True)
     for change in ("weights", "text"):
-        requests = [replace(r, max_tokens=(TURN,) * GROUP, room=MAX_TOKENS) for r in requests_of()]
+        requests = [replace(r, max_tokens=(TURN,) * GROUP) for r in requests_of()]
         completions = made.generate(requests, sampling, SeedKey(1, 0, 0), VERSION)
         prompts = [r.prompt for r in requests for _ in r.samples]
         further = []

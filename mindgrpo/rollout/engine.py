@@ -32,14 +32,12 @@ class StaleWeights(RuntimeError):
 class Request:
     """`samples` are the global numbers of the completions wanted of `prompt` int32 [n]; they choose the noise.
 
-    `max_tokens` limits each sample by itself; None takes the settings' limit for all. `room` is how many tokens a
-    sample may get if it goes on later, these included: an engine can keep a cache for it (0: `max_tokens`).
+    `max_tokens` limits each sample by itself; None takes the settings' limit for all.
     """
 
     prompt: np.ndarray
     samples: tuple[int, ...]
     max_tokens: tuple[int, ...] | None = None
-    room: int = 0
 
 
 @dataclass(frozen=True)

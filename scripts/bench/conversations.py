@@ -83,10 +83,7 @@ class Generation:
     version: int
 
     def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
-        capped = [
-            replace(r, max_tokens=(self.turn,) * len(r.samples), room=max(r.max_tokens or (0,)))
-            for r in requests
-        ]
+        capped = [replace(r, max_tokens=(self.turn,) * len(r.samples)) for r in requests]
         key = SeedKey(0, 0, 0, turn)
         made = self.roles.engine.generate(capped, self.sampling, key, self.version)
         return [replace(completion, finish_reason=STOPPED) for completion in made]
@@ -100,7 +97,6 @@ def in_turns(
     driver = Conversations(limits=TurnLimits(TURNS), pool=pool, **tools)
     room = TURNS * generation.turn + (TURNS - 1) * suffix.length
     answer = partial(run_together, pool=pool, gather=lambda own: [own])
-    requests = [replace(r, max_tokens=(room,) * len(r.samples)) for r in requests]
     started = time.perf_counter()
     made = driver.run(requests, room, generation.version, generation.complete, answer)
     seconds = time.perf_counter() - started

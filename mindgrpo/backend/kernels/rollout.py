@@ -56,7 +56,7 @@ class GenerationBatch:
 
     `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
     `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
-    they are known again when they go on, () where none does; `room` is what each may get then, at least its limit.
+    they are known again when they go on; () where none does.
     """
 
     prompts: Sequence[np.ndarray]
@@ -68,7 +68,6 @@ class GenerationBatch:
     lengths: np.ndarray
     stopped: np.ndarray
     samples: Sequence[int] = ()
-    room: int = 0
 
     @classmethod
     def of(
@@ -78,7 +77,6 @@ class GenerationBatch:
         limits: Sequence[int],
         keys: np.ndarray,
         samples: Sequence[int] = (),
-        room: int = 0,
     ) -> GenerationBatch:
         count, longest = len(prompt_of), max(limits)
         return cls(
@@ -91,7 +89,6 @@ class GenerationBatch:
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
             samples,
-            max(room, longest),
         )
 
 

@@ -134,7 +134,6 @@ class EmbeddedEngine:
                 f"completions of {sampling.max_tokens} tokens from a generator for {self.sampling.max_tokens}"
             )
         limits: list[int] = []
-        room = max(request.room for request in requests)
         for request in requests:
             self._check(request, sampling)
             limits += request.max_tokens or (sampling.max_tokens,) * len(request.samples)
@@ -142,7 +141,7 @@ class EmbeddedEngine:
         keys = sample_keys(key.seed, key.purpose, key.step, samples, key.turn)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
-        return GenerationBatch.of(prompts, prompt_of, limits, keys, samples, room)
+        return GenerationBatch.of(prompts, prompt_of, limits, keys, samples)
 
     def _check(self, request: Request, sampling: SamplingParams) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:
@@ -150,10 +149,6 @@ class EmbeddedEngine:
                 f"a prompt of {len(request.prompt)} tokens in a cache for {self._max_prompt}"
             )
         limits = request.max_tokens
-        if request.room > sampling.max_tokens:
-            raise ValueError(
-                f"room for {request.room} tokens, but a sample has {sampling.max_tokens}"
-            )
         if limits is None:
             return
         if len(limits) != len(request.samples):

@@ -238,7 +238,10 @@ class SlotDecoder:
             return self._resume(again, batch)
         lengths = [len(prompt) for prompt in batch.prompts]
         groups = np.bincount(batch.prompt_of, minlength=len(batch.prompts))
-        layout = self._cache_config.partition(lengths, groups.tolist(), batch.room)
+        # What goes on stays in its slot, where there is one for each.
+        stays = self._cache_config.goes_on and len(batch.limits) <= self._cache_config.slots
+        longest = sampling.max_tokens if stays else int(batch.limits.max())
+        layout = self._cache_config.partition(lengths, groups.tolist(), longest)
         self._slots.start(batch, layout)
         waiting = deque(_by_prompt(batch.prompt_of, len(batch.prompts)))
         prompt_tokens = 0
@@ -247,7 +250,7 @@ class SlotDecoder:
             if self._slots.waiting < layout.slots:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = self._decode_some(batch, sum(len(samples) for samples in waiting))
-        if self._cache_config.goes_on and fits(batch, layout):
+        if stays and fits(batch, layout):
             at = zip(self._slots.kept(batch), batch.prompt_of, strict=True)
             rows = [KeptRow(slot, prefix, lengths[p] - 1, 0) for (slot, prefix), p in at]
             self._kept, self._kept_slot_size = kept_after(batch, rows, batch), layout.slot_size
