@@ -13,13 +13,14 @@ from typing import Any
 from mindgrpo.config import Config, Loaded
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
+from mindgrpo.grpo.environment import environment_weight
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.hf_export import ModelExport
 from mindgrpo.grpo.metrics import all_metrics
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
-from mindgrpo.grpo.tools import make_conversations, tool_figures
+from mindgrpo.grpo.turns import make_conversations, turn_figures
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.run.nan_guard import NanGuard
 from mindgrpo.run.open_run import open_run
@@ -72,11 +73,12 @@ class GRPOTrainer:
             with record.console.phase("loading weights"):
                 self.roles = make_roles(run.plan, backend, inputs.sampling, restored=restored)
             self.session = Session(run, self.roles)
-        self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend)
+        weight = environment_weight(run.config)
+        self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
         is_first = backend.rank == 0
         self.conversations = make_conversations(
-            run.config, inputs.tokenizer, inputs.toolbox, runs_tools=is_first
+            run.config, inputs.tokenizer, inputs.turns, runs_here=is_first
         )
         self.stepper = make_stepper(
             self.roles,
@@ -87,6 +89,7 @@ class GRPOTrainer:
             self._phase,
             self.conversations,
             run.prompts,
+            run.prompts.row,
         )
         if self.stepper.partial is not None:
             self.stepper.partial.unfinished = self.session.unfinished
@@ -177,8 +180,8 @@ class GRPOTrainer:
         run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
         self.reward_guard.step_done(step + 1, outcome.scored.scores)
         metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
-        if run.inputs.toolbox is not None:
-            metrics |= tool_figures(outcome.batch.rollout.messages, run.inputs.toolbox.names)
+        if run.inputs.turns is not None:
+            metrics |= turn_figures(outcome.batch.rollout.messages, run.inputs.turns.names)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:

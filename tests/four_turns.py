@@ -24,8 +24,9 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.conversations import Conversations, TurnLimits, run_together
+from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
+from mindgrpo.rollout.tool_turns import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.load import load_tools
 from mindgrpo.tools.pool import ToolAnswer
@@ -76,19 +77,15 @@ def conversations() -> Rollout:
     """Two prompts, two conversations of four turns each, made by the conversation loop and the shipped template."""
     script = Scripted()
     schemas = [tool.schema() for tool in load_tools(["calculator"])]
-    loop = Conversations(
-        script.tokenizer,
-        TurnSuffix(script.tokenizer, schemas),
-        parse,
-        TurnLimits(TURNS),
-        script,
-    )
+    responder = ToolTurns(parse, script)
+    suffix = TurnSuffix(script.tokenizer, schemas)
+    loop = Conversations(script.tokenizer, suffix, responder, TURNS)
     prompts = [
         np.array(script.tokenizer.encode(f"<|im_start|>user\n{q}<|im_end|>\n"), np.int32)
         for q in QUESTIONS
     ]
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]
-    answer = partial(run_together, pool=script, gather=lambda own: [own])
+    answer = partial(run_together, responder=responder, gather=lambda own: [own])
     return collect(prompts, 2, loop.run(requests, LENGTH, 0, script.generate, answer))
 
 

@@ -20,9 +20,10 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.tools import tool_figures
-from mindgrpo.rollout.conversations import Conversations, TurnLimits, run_together
+from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.noise import sample_keys
+from mindgrpo.rollout.tool_turns import ToolTurns
 from mindgrpo.tools.calls import ToolCall, parse_hermes
 from mindgrpo.tools.load import load_tools
 from mindgrpo.tools.pool import ToolAnswer
@@ -81,16 +82,16 @@ Run = Callable[..., tuple[list[Completion], Writer, Echo]]
 def run(tokenizer: Tokenizer) -> Run:
     def run_texts(
         texts: Mapping[int, Sequence[str]],
-        limits: TurnLimits | None = None,
+        max_turns: int = 8,
+        max_tool_calls: int | None = None,
         max_tokens: int = 10**6,
     ) -> tuple[list[Completion], Writer, Echo]:
         pool, writer = Echo(), Writer(tokenizer, texts)
         suffix = TurnSuffix(tokenizer, SCHEMAS)
-        conversations = Conversations(
-            tokenizer, suffix, parse_hermes, limits or TurnLimits(8), pool
-        )
+        responder = ToolTurns(parse_hermes, pool, max_tool_calls)
+        conversations = Conversations(tokenizer, suffix, responder, max_turns)
         requests = [Request(np.array([5, 6], np.int32), tuple(texts), (max_tokens,) * len(texts))]
-        answer = partial(run_together, pool=pool, gather=lambda own: [own])
+        answer = partial(run_together, responder=responder, gather=lambda own: [own])
         made = conversations.run(requests, max_tokens, VERSION, writer.generate, answer)
         return made, writer, pool
 
@@ -146,7 +147,7 @@ def test_samples_go_on_by_themselves_and_come_back_in_order(run: Run) -> None:
 
 
 def test_turns_and_calls_are_limited(run: Run) -> None:
-    (one,), _, pool = run({0: [CALL] * 9}, TurnLimits(3))
+    (one,), _, pool = run({0: [CALL] * 9}, max_turns=3)
     assert one.finish_reason == MAX_TURNS and len(pool.calls) == 2
     assert [m["role"] for m in one.messages] == [
         "assistant",
@@ -155,7 +156,7 @@ def test_turns_and_calls_are_limited(run: Run) -> None:
         "tool",
         "assistant",
     ]
-    (one,), _, pool = run({0: [CALL + CALL, CALL, "so"]}, TurnLimits(8, max_tool_calls=1))
+    (one,), _, pool = run({0: [CALL + CALL, CALL, "so"]}, max_tool_calls=1)
     assert one.finish_reason == STOPPED
     assert [call.error for call in pool.calls] == [None, *["no more than 1 calls are allowed"] * 2]
 
@@ -190,8 +191,8 @@ def test_what_the_pool_raises_reaches_every_rank() -> None:
     def gather(own: Any) -> list[Any]:
         return [own, None] if isinstance(own, str) or own is None else [own, {}]
 
-    with pytest.raises(RuntimeError, match="the tools could not be run: OSError: no process"):
-        run_together({0: [ToolCall("f")]}, Broken(), gather)
+    with pytest.raises(RuntimeError, match="the turns could not be answered: OSError: no process"):
+        run_together({0: [ToolCall("f")]}, ToolTurns(parse_hermes, Broken()), gather)
 
 
 def test_every_turn_has_noise_of_its_own_and_a_first_turn_that_of_single_ones() -> None:

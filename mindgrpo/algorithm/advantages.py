@@ -46,6 +46,43 @@ def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
     return advantages.reshape(-1).astype(np.float32)
 
 
+def turn_advantages(
+    turn_rewards: Sequence[np.ndarray],
+    num_generations: int,
+    scale: str,
+    std_floor: float = STD_FLOOR,
+) -> list[np.ndarray]:
+    """float32 [turns] a sample: A_i,k = sum over l >= k of (r_i,l - mean(R)) / (std(R) + std_floor).
+
+    GRPO with process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3), a turn being a step: R are the
+    rewards of all turns of all samples of the group. `scale` chooses the deviation as in `group_advantages`, whose
+    result this is where every sample has one turn. `turn_rewards` float [turns] a sample; a sample of nan has no part
+    in R and advantages 0. Groups whose rewards are all equal have advantages 0. Raises ValueError on infinite rewards.
+    """
+    if any(np.isinf(rewards).any() for rewards in turn_rewards):
+        raise ValueError("rewards of turns are not finite")
+    step = _known(turn_rewards)
+    advantages = []
+    for first in range(0, len(turn_rewards), num_generations):
+        group = turn_rewards[first : first + num_generations]
+        known = _known(group)
+        is_flat = not known.size or bool((known == known[0]).all())
+        over = {"group": known, "batch": step, "none": known[:0]}[scale]
+        deviation = over.std(ddof=1) + std_floor if over.size > 1 else 1.0
+        for rewards in group:
+            if is_flat or np.isnan(rewards).any():
+                advantages.append(np.zeros(len(rewards), np.float32))
+                continue
+            normalised = (rewards.astype(np.float64) - known.mean()) / deviation
+            advantages.append(np.cumsum(normalised[::-1])[::-1].astype(np.float32))
+    return advantages
+
+
+def _known(turn_rewards: Sequence[np.ndarray]) -> np.ndarray:
+    kept = [rewards for rewards in turn_rewards if not np.isnan(rewards).any()]
+    return np.concatenate([np.zeros(0), *kept])
+
+
 def reinforce_plus_plus(
     rewards: np.ndarray,
     penalties: Sequence[np.ndarray],

@@ -37,7 +37,8 @@ class LossConfig:
 class AdvantageConfig:
     """How rewards become advantages, masks and weights of tokens; names are those of rl_config.
 
-    `reward_beta` is the weight of the KL term in the reward, 0 where there is none.
+    `reward_beta` is the weight of the KL term in the reward, 0 where there is none. `by_turn`: turns of a conversation
+    have advantages of their own.
     """
 
     num_generations: int
@@ -49,6 +50,7 @@ class AdvantageConfig:
     correction_cap: float = 2.0
     mask_truncated: bool = False
     std_floor: float = STD_FLOOR
+    by_turn: bool = False
 
     @property
     def needs_old(self) -> bool:

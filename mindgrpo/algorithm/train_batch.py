@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindgrpo.algorithm.advantages import group_advantages, leave_one_out, reinforce_plus_plus
+from mindgrpo.algorithm.advantages import (
+    group_advantages,
+    leave_one_out,
+    reinforce_plus_plus,
+    turn_advantages,
+)
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection, correct_rollout
@@ -20,11 +25,14 @@ def compute_advantages(
     config: AdvantageConfig,
     old_logps: Arrays | None = None,
     reference_logps: Arrays | None = None,
+    turn_rewards: Arrays | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """The batch, and what the correction measured, if there is one; `rewards` float [samples].
 
-    `old_logps` and `reference_logps` float32 [completion length] a sample, the policy's before its update and the
-    reference's. Raises ValueError on rewards that are not finite, and where the settings need log-probs that are None.
+    `turn_rewards` float [turns] a sample are needed where turns have advantages of their own. `old_logps` and
+    `reference_logps` float32 [completion length] a sample are the policy's before its update and the reference's.
+    Raises ValueError on rewards that are not finite, and where the settings need log-probs or turn_rewards that are
+    None.
     """
     sample_mask = None
     if config.mask_truncated:
@@ -33,10 +41,13 @@ def compute_advantages(
     token_advantages = None
     if config.advantage_estimator.startswith("reinforce_plus_plus"):
         by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask)
-        actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
-        means = [values.mean() if values.size else 0.0 for values in actions]
-        advantages = np.array(means, np.float32)
+        advantages = _means(by_token, rollout)
         token_advantages = by_token if config.reward_beta > 0 else None
+    elif config.by_turn:
+        if turn_rewards is None:
+            raise ValueError("advantages of turns need their rewards")
+        token_advantages = _by_turn(rollout, turn_rewards, config)
+        advantages = _means(token_advantages, rollout)
     else:
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
@@ -65,6 +76,30 @@ def compute_advantages(
         sample_mask,
     )
     return batch, correction
+
+
+def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:
+    """float32 [samples]: over the tokens that the policy wrote."""
+    actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
+    return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
+
+
+def _by_turn(rollout: Rollout, turn_rewards: Arrays, config: AdvantageConfig) -> Arrays:
+    """float32 [completion length] a sample: a turn's advantage on each of its tokens, 0 on context.
+
+    Turns are what context stands between. Raises ValueError where there are more or fewer than rewards.
+    """
+    advantages = turn_advantages(
+        turn_rewards, config.num_generations, config.scale_rewards, config.std_floor
+    )
+    by_token = []
+    for values, mask in zip(advantages, rollout.action_mask, strict=True):
+        begins = mask & ~np.concatenate([[False], mask[:-1]])
+        if np.count_nonzero(begins) != len(values):
+            raise ValueError(f"{np.count_nonzero(begins)} turns have {len(values)} rewards")
+        turn_of = np.cumsum(begins) - 1
+        by_token.append(np.where(mask, values[np.maximum(turn_of, 0)], 0).astype(np.float32))
+    return by_token
 
 
 def _reinforce_plus_plus(

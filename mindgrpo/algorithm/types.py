@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-STOPPED, LENGTH, MAX_TURNS = "stop", "length", "max_turns"
+STOPPED, LENGTH, MAX_TURNS, FAILED = "stop", "length", "max_turns", "failed"
 
 Arrays = Sequence[np.ndarray]
 Messages = tuple[Mapping[str, Any], ...]
@@ -24,7 +24,7 @@ class Completion:
 
     `sample` is its number among a step's samples, `version` that of the weights that wrote it. Of a conversation,
     `action_mask` bool [n] says which tokens the policy wrote (None: all), and `messages` are its turns and what tools
-    answered.
+    or an environment answered. `prompt` int32 is the conversation's own, where it has one.
     """
 
     sample: int
@@ -34,11 +34,13 @@ class Completion:
     version: int
     action_mask: np.ndarray | None = None
     messages: Messages = ()
+    prompt: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples as the engine gave them; samples with one of `group_ids` are completions of the same prompt.
+    """A step's samples as the engine gave them; samples with one of `group_ids` are completions of the same prompt
+    (of the same row, where an environment gives each a prompt of its own).
 
     `prompt_ids` and `completion_ids` are int32 [tokens]. For each token of a completion, `generator_logps` float32 has
     the log-prob at which it was drawn, `action_mask` bool whether the policy wrote it (a tool's or a template's tokens
@@ -165,7 +167,10 @@ def collect(
     groups = range(len(prompts)) if groups is None else groups
     owners = [(completion.sample - first) // num_generations for completion in ordered]
     rollout = Rollout.single_turn(
-        [prompts[owner] for owner in owners],
+        [
+            c.prompt if c.prompt is not None else prompts[o]
+            for c, o in zip(ordered, owners, strict=True)
+        ],
         [c.tokens for c in ordered],
         [c.finish_reason for c in ordered],
         [c.logps for c in ordered],

@@ -9,6 +9,7 @@ from pathlib import Path
 from mindgrpo.backend.targets import check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.monitor.trackers.registry import check_installed
 from mindgrpo.run.host_limits import refuse_what_cannot_run
@@ -58,6 +59,11 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(summary(path, inputs)))
 
 
+def _environments(plan: RunPlan) -> list[str]:
+    environment = plan.config.rl_config.environment
+    return [] if environment is None else [f"environment {environment}"]
+
+
 def summary(path: Path, inputs: Inputs) -> list[str]:
     plan = inputs.plan
     held_out = [] if inputs.held_out is None else [f"held out: {inputs.held_out.report()}"]
@@ -67,7 +73,7 @@ def summary(path: Path, inputs: Inputs) -> list[str]:
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": [inputs.prompts.report(), *held_out],
-        "rewards": [", ".join(inputs.scorer.names)],
+        "rewards": [", ".join([*inputs.scorer.names, *_environments(plan)])],
         "notes": list(inputs.notes),
     }
     lines = [f"{path} can run:"]

@@ -25,13 +25,14 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
+from mindgrpo.grpo.environment import EnvironmentForm, environment_weight
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
-from mindgrpo.grpo.tools import Toolbox, make_conversations, read_toolbox
+from mindgrpo.grpo.turns import Turns, make_conversations, read_turns
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
@@ -74,16 +75,18 @@ class EvaluationInputs:
     sampling: SamplingParams
     modes: list[Mode]
     num_prompts: int
-    toolbox: Toolbox | None
+    turns: Turns | None
 
     def check_rewards(self) -> None:
         dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        if isinstance(self.turns, EnvironmentForm):
+            self.turns.check(self.prompts)
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
         prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
-        longest, goes_on = generate.sampling_config.max_tokens, bool(config.rl_config.tools)
+        longest, goes_on = generate.sampling_config.max_tokens, config.rl_config.has_conversations
         return KVCacheConfig(slots, group, prompts, config.longest_context, longest, goes_on)
 
 
@@ -114,15 +117,15 @@ def read_inputs(
             engine_notes(config)
         grid = grid_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
-        toolbox = read_toolbox(config, tokenizer)
-        prompts = held_out_prompts(config, tokenizer, ranks, toolbox)
+        turns = read_turns(config, tokenizer)
+        prompts = held_out_prompts(config, tokenizer, ranks, turns)
         assert prompts is not None
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
         layout = layout_of(grid, model)
         return EvaluationInputs(
-            model, layout, tokenizer, prompts, scorer, sampling, modes, count, toolbox
+            model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns
         )
     except BaseException:
         if scorer is not None:
@@ -190,11 +193,11 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
         engine = _engine(config, inputs, backend)
     on_first_rank(backend, inputs.check_rewards)
     conversations = make_conversations(
-        config, inputs.tokenizer, inputs.toolbox, runs_tools=backend.rank == 0
+        config, inputs.tokenizer, inputs.turns, runs_here=backend.rank == 0
     )
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.grid, backend, conversations),
-        RolloutScorer(inputs.scorer, inputs.tokenizer, backend),
+        RolloutScorer(inputs.scorer, inputs.tokenizer, backend, environment_weight(config)),
         config.rl_config.seed,
     )
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):

@@ -97,7 +97,8 @@ def require_run_keys(
     for key, value in values_by_key(loaded.config).items():
         if key not in needed and needed is not RUN_KEYS:
             continue
-        in_code = rewards_in_code and key.startswith("reward_config.")
+        elsewhere = rewards_in_code or loaded.config.rl_config.environment is not None
+        in_code = elsewhere and key.startswith("reward_config.")
         if key in needed and not value and not in_code:
             missing.append(f"{key} ({needed[key]}) is not set")
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):

@@ -71,7 +71,11 @@ def partial_contradictions(rl: RLConfig, sampling: SamplingConfig) -> Iterator[s
             "rl_config.importance_sampling_correction is none, so they would count as the policy's own; set the "
             "correction to token_truncate"
         )
-    for key, other in (("dynamic_sampling", rl.dynamic_sampling), ("tools", bool(rl.tools))):
+    for key, other in (
+        ("dynamic_sampling", rl.dynamic_sampling),
+        ("tools", bool(rl.tools)),
+        ("environment", rl.environment is not None),
+    ):
         if other:
             yield (
                 f"rl_config.partial_rollout does not go together with rl_config.{key}; turn one of them off"

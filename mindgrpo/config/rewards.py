@@ -14,6 +14,8 @@ class RewardConfig(Section):
     """reward functions: built-in names, module:function or file.py:function, each optionally with (argument=value)"""
     verifier_weight: list[float] | None = None
     """one weight per function; null: 1.0 for each"""
+    environment_weight: float = 1.0
+    """weight of the rewards of rl_config.environment, which are a function named environment"""
     deadline: float = Field(10.0, gt=0)
     """seconds for a single sample; a function that takes longer is terminated and counted as failed"""
     together_deadline: float | None = Field(None, gt=0)

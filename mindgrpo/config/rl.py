@@ -16,7 +16,7 @@ from mindgrpo.config.section import (
     Section,
     spelled,
 )
-from mindgrpo.config.tools import ToolKeys
+from mindgrpo.config.tools import ConversationKeys
 
 
 def _switch_or_path(value: object) -> object:
@@ -66,7 +66,7 @@ class CheckpointKeys(Section):
         )
 
 
-class RLConfig(AlgorithmKeys, CheckpointKeys, ToolKeys, PartialRolloutKeys):
+class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKeys):
     model_name: OptionalText = None
     """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"

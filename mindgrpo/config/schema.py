@@ -17,6 +17,7 @@ from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
+from mindgrpo.config.tools import conversation_contradictions
 
 
 class Config(Section):
@@ -54,12 +55,13 @@ class Config(Section):
         yield from checks.tracker_contradictions(rl, self.monitor_config)
         yield from checks.algorithm_contradictions(rl)
         yield from partial_contradictions(rl, generate.sampling_config)
+        yield from conversation_contradictions(rl, self.reward_config)
 
     @property
     def longest_context(self) -> int:
         """Tokens that a generation may begin with: a prompt's, and what is there of a conversation or completion."""
         longest = self.generate_config.max_prompt_length
-        if self.rl_config.tools or self.rl_config.partial_rollout:
+        if self.rl_config.has_conversations or self.rl_config.partial_rollout:
             longest += self.generate_config.sampling_config.max_tokens
         return longest
 

@@ -169,6 +169,13 @@ class Prompt:
         """Every column of the data set, None where this row lacks it."""
         return {name: self.example.columns.get(name) for name in self._owner.column_names}
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """What an environment begins with: the columns, `question`, `answer`, and the prompt's `messages`."""
+        messages = [dict(message) for message in self.example.messages]
+        own = {"question": self.question, "answer": self.answer, "messages": messages}
+        return self.columns | own
+
 
 @dataclass(frozen=True)
 class Share:

@@ -19,12 +19,14 @@ QUESTION: Message = {"role": "user", "content": "mindgrpo-question"}
 
 
 class TurnSuffix:
-    """The suffix after a turn that ended with one of the tokenizer's stop ids.
+    """The suffix after a turn that ended with one of the tokenizer's stop ids, with messages of `role`.
 
     Raises UserError where the template cannot be extended so.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), role: str = "tool"
+    ) -> None:
         self._tokenizer = tokenizer
         self._variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
         plain = tokenizer.render([QUESTION], **self._variables)
@@ -33,7 +35,10 @@ class TurnSuffix:
             raise self._error("what it opens an answer with does not come last")
         if tools and self._before == tokenizer.render([QUESTION], False):
             raise self._error("it shows no tools")
-        self.end_id = self._checked({"role": "tool", "name": "tool", "content": "mindgrpo-answer"})
+        message = {"role": role, "content": "mindgrpo-answer"}
+        if role == "tool":
+            message["name"] = "tool"
+        self.end_id = self._checked(message)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """Of `messages`, the answers of tools or a user's, up to where the policy goes on; `end_id`, which ended the
@@ -72,6 +77,6 @@ class TurnSuffix:
         template = self._tokenizer.template
         origin = "the chat template" if template is None else template.origin
         return UserError(
-            f"{origin} cannot go on after an answer, as conversations with tools do: {why}; set "
+            f"{origin} cannot go on after an answer, as conversations do: {why}; set "
             "rl_config.chat_template to one that can, such as qwen_tools"
         )

@@ -17,7 +17,7 @@ from mindgrpo.grpo.device_plan import phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
 from mindgrpo.grpo.roles import Reference, Roles
-from mindgrpo.grpo.rollout import Replicas
+from mindgrpo.grpo.rollout import Replicas, Rows
 from mindgrpo.grpo.run_plan import RunPlan, generator_bytes
 from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config, loss_scale
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
@@ -168,8 +168,9 @@ def make_stepper(
     watch: Watch | None = None,
     conversations: Conversations | None = None,
     positions: Positions | None = None,
+    rows: Rows | None = None,
 ) -> Stepper:
-    """`positions` are needed for partial rollouts."""
+    """`positions` are needed for partial rollouts, `rows` for environments."""
     plan, rl, ref = roles.plan, roles.plan.config.rl_config, roles.plan.config.ref_config
     settings = StepSettings(
         num_generations=rl.num_generations,
@@ -188,7 +189,7 @@ def make_stepper(
         if positions is None:
             raise ValueError("partial rollouts need the positions of prompts")
         partial = PartialRollouts(asked, positions, replicas)
-    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch, partial)
+    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch, partial, rows)
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:

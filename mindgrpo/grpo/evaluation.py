@@ -18,7 +18,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
-from mindgrpo.grpo.tools import tool_figures
+from mindgrpo.grpo.turns import turn_figures
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 
@@ -91,8 +91,8 @@ class Outcome:
             figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in scores.pass_at.items()}
             figures[f"{prefix}/{name}/errors"] = self.scored.scores.errors.get(name, 0)
         if any(self.rollout.messages):
-            of_tools = tool_figures(self.rollout.messages)
-            figures |= {f"{prefix}/{name}": value for name, value in of_tools.items()}
+            of_turns = turn_figures(self.rollout.messages)
+            figures |= {f"{prefix}/{name}": value for name, value in of_turns.items()}
         figures[f"{prefix}/truncated_fraction"] = self.truncated_fraction
         figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
         return figures
@@ -141,6 +141,7 @@ class Evaluator:
                 mode.settings,
                 SeedKey(self.seed, EVALUATION, step),
                 version,
+                rows=lambda number: prompts[number].row,
             )
             compiling = sum(spent for _, spent in compilations[num_compiled:])
             seconds = time.perf_counter() - started - compiling

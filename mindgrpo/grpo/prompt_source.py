@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,10 @@ class PromptSource:
     def assign(self, positions: Sequence[int]) -> None:
         """From now on groups 0, 1, ... are of the prompts at these positions."""
         self._by_group = self.sampler.at(positions)
+
+    def row(self, group: int) -> dict[str, Any]:
+        """What an environment of the group's samples begins with."""
+        return self._by_group[group].row
 
     def owners(self, rollout: Rollout) -> list[Prompt]:
         """The prompt of each sample."""

@@ -5,8 +5,9 @@ Every rank ends with the same Rollout and the same log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +15,16 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.types import Completion, Rollout, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.environments.contract import Opening
 from mindgrpo.grpo.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Grid
-from mindgrpo.rollout.conversations import Answers, Calls, Conversations, run_together
+from mindgrpo.rollout.conversations import Asked, Conversations, Replies, run_together
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
 from mindgrpo.rollout.stats import RolloutStats
+
+# Columns of the data set's row by the number of its prompt.
+Rows = Callable[[int], Mapping[str, Any]]
 
 
 @dataclass
@@ -44,28 +49,43 @@ class Replicas:
         version: int,
         first: int = 0,
         groups: Sequence[int] | None = None,
+        rows: Rows | None = None,
     ) -> Rollout:
         """Completions of `prompts` int32 [n] each by weights of `version`; all ranks together.
 
-        Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0).
-        Raises RanksDisagree where ranks of one replica drew different tokens.
+        Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0). `rows`
+        give an environment the data set's row by the prompt's number. Raises RanksDisagree where ranks of one replica
+        drew different tokens.
         """
         prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
         requests = []
         for i, prompt in enumerate(prompts):
             start = first + i * num_generations
             requests.append(Request(prompt, tuple(range(start, start + num_generations))))
-        completions = self.complete(requests, sampling, key, version)
+        numbers = range(len(prompts)) if groups is None else groups
+
+        def opening(sample: int) -> Opening:
+            index = (sample - first) // num_generations
+            # The samples of a group begin alike, also where the environment draws at random.
+            seed = f"{key.seed}/{key.purpose}/{key.step}/{first + index * num_generations}"
+            return Opening({} if rows is None else rows(numbers[index]), seed)
+
+        completions = self.complete(requests, sampling, key, version, opening)
         return collect(prompts, num_generations, completions, first, groups)
 
     def complete(
-        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        key: SeedKey,
+        version: int,
+        opening: Callable[[int], Opening] | None = None,
     ) -> list[Completion]:
         """One Completion a sample, in no certain order; all ranks together, the same on each. Raises RanksDisagree."""
         coordinates = self.grid.coordinates(self.backend.rank)
         shares = np.array_split(np.arange(len(requests)), self.grid.data_parallel)
         share = [requests[i] for i in shares[coordinates.data].tolist()]
-        own = self._complete(share, sampling, key, version)
+        own = self._complete(share, sampling, key, version, opening)
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
         for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
@@ -78,9 +98,15 @@ class Replicas:
         return [completion for part, _ in by_rank for completion in part]
 
     def _complete(
-        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingParams,
+        key: SeedKey,
+        version: int,
+        opening: Callable[[int], Opening] | None,
     ) -> list[Completion]:
-        if self.conversations is None:
+        conversations = self.conversations
+        if conversations is None:
             completions = self.engine.generate(requests, sampling, key, version)
             self.stats = self.engine.stats
             return completions
@@ -91,13 +117,13 @@ class Replicas:
             rounds.append(self.engine.stats)
             return completions
 
-        def answer(calls: Calls) -> Answers:
+        def answer(asked: Asked) -> Replies:
             is_first = self.grid.coordinates(self.backend.rank).model == 0
-            pool = None if self.conversations is None else self.conversations.pool
-            return run_together(calls if is_first else {}, pool, self.backend.world.gather_objects)
+            gather = self.backend.world.gather_objects
+            return run_together(asked if is_first else {}, conversations.responder, gather)
 
-        completions = self.conversations.run(
-            requests, sampling.max_tokens, version, generate, answer
+        completions = conversations.run(
+            requests, sampling.max_tokens, version, generate, answer, opening
         )
         self.stats = RolloutStats.total(rounds)
         return completions

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from mindgrpo.algorithm.types import Messages, Rollout
+import numpy as np
+
+from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.grpo.environment import NAME, rewards_in, turn_rewards, turns_of
 from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
@@ -20,21 +23,22 @@ def number(value: float) -> float | None:
     return None if value != value else float(value)
 
 
-def turns_of(messages: Messages) -> list[str]:
-    """What the policy wrote, turn by turn."""
-    return [message["content"] for message in messages if message["role"] == "assistant"]
-
-
 class ScoringFailed(RuntimeError):
     """The reward side of rank 0 failed as a whole; raised on every rank, so that none waits for it."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """`texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere."""
+    """`texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere.
+
+    `turn_rewards` float64 [turns] a sample are those of environments (grpo/environment.py), None without these;
+    `opened_with` are the prompts that these gave, by sample, on rank 0.
+    """
 
     scores: Scores
     texts: list[str]
+    turn_rewards: list[np.ndarray] | None = None
+    opened_with: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
         """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample."""
@@ -42,7 +46,7 @@ class Scored:
         for i, prompt in enumerate(prompts):
             turns = {"messages": list(messages)} if (messages := rollout.messages[i]) else {}
             yield {
-                "prompt": prompt.text,
+                "prompt": self.opened_with.get(i) or prompt.text,
                 "completion": self.texts[i],
                 **turns,
                 "answer": prompt.answer,
@@ -56,16 +60,28 @@ class Scored:
         texts = list(self.texts)
         for index, text in zip(indices, fresh.texts, strict=False):
             texts[index] = text
-        return Scored(self.scores.with_replaced(indices, fresh.scores), texts)
+        of_turns = None
+        if self.turn_rewards is not None and fresh.turn_rewards is not None:
+            of_turns = list(self.turn_rewards)
+            for index, rewards in zip(indices, fresh.turn_rewards, strict=True):
+                of_turns[index] = rewards
+        opened_with = {i: text for i, text in self.opened_with.items() if i not in set(indices)}
+        opened_with |= {indices[i]: text for i, text in fresh.opened_with.items()}
+        scores = self.scores.with_replaced(indices, fresh.scores)
+        return Scored(scores, texts, of_turns, opened_with)
 
 
 @dataclass(frozen=True)
 class RolloutScorer:
-    """`rewards` and their worker processes are on rank 0 alone; None on the others."""
+    """`rewards` and their worker processes are on rank 0 alone; None on the others.
+
+    `environment_weight` is that of the rewards of conversations' environments, None without these.
+    """
 
     rewards: Scorer | None
     tokenizer: Tokenizer
     backend: Backend
+    environment_weight: float | None = None
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         """Rewards of all samples, `prompts` one a sample; all ranks together, the same on each.
@@ -73,26 +89,46 @@ class RolloutScorer:
         A sample that a reward failed on has the mean of its group's others as its total. Raises ScoringFailed.
         """
         texts: list[str] = []
+        opened_with: dict[int, str] = {}
         outcome: Any = None
         if self.backend.rank == 0:
             try:
-                texts, outcome = self._score_here(rollout, prompts)
+                opened_with = self._opened_with(rollout, prompts)
+                texts, outcome = self._score_here(rollout, prompts, opened_with)
             except Exception as error:  # whatever it is, the other ranks wait for an answer
                 outcome = f"{type(error).__name__}: {error}"
         shared = self.backend.world.gather_objects(outcome)[0]
         if isinstance(shared, str):
             raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
-        return Scored(shared.filled(rollout.group_ids), texts)
+        weight = self.environment_weight
+        if weight is None:
+            return Scored(shared.filled(rollout.group_ids), texts)
+        conversations = rollout.messages
+        scores = shared.with_function(NAME, rewards_in(conversations), weight)
+        of_turns = turn_rewards(conversations, weight, shared.total, scores.failed)
+        return Scored(scores.filled(rollout.group_ids), texts, of_turns, opened_with)
 
-    def _score_here(self, rollout: Rollout, prompts: Sequence[Prompt]) -> tuple[list[str], Scores]:
+    def _opened_with(self, rollout: Rollout, prompts: Sequence[Prompt]) -> dict[int, str]:
+        if self.environment_weight is None:
+            return {}
+        return {
+            i: self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+            for i, (ids, prompt) in enumerate(zip(rollout.prompt_ids, prompts, strict=True))
+            if not np.array_equal(ids, prompt.ids)
+        }
+
+    def _score_here(
+        self, rollout: Rollout, prompts: Sequence[Prompt], opened_with: Mapping[int, str]
+    ) -> tuple[list[str], Scores]:
         assert self.rewards is not None
         ids = [tokens.tolist() for tokens in rollout.completion_ids]
         # Of a conversation its last turn: what tools answered is not the policy's.
         texts = [
-            turns_of(messages)[-1] if messages else self.tokenizer.decode(tokens)
+            turns_of(messages)[-1]["content"] if messages else self.tokenizer.decode(tokens)
             for tokens, messages in zip(ids, rollout.messages, strict=True)
         ]
-        own = own_columns([prompt.text for prompt in prompts], ids, rollout.finish_reasons)
+        begun = [opened_with.get(i) or prompt.text for i, prompt in enumerate(prompts)]
+        own = own_columns(begun, ids, rollout.finish_reasons)
         own["completion_lengths"] = rollout.action_lengths.tolist()
         if any(rollout.messages):
             own["messages"] = [list(messages) for messages in rollout.messages]

@@ -154,6 +154,7 @@ def advantage_config(config: Config) -> AdvantageConfig:
         correction_cap=rl.correction_cap,
         mask_truncated=rl.mask_truncated_completions,
         std_floor=rl.advantage_std_floor,
+        by_turn=rl.turn_advantages,
     )
 
 

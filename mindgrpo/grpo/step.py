@@ -27,7 +27,7 @@ from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
 from mindgrpo.grpo.partial import PartialRollouts
 from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.rollout import Replicas, compute_log_probs
+from mindgrpo.grpo.rollout import Replicas, Rows, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.rollout.engine import SeedKey
@@ -84,7 +84,10 @@ class StepSettings:
 
 
 class Stepper:
-    """`learning_rate` gives the rate of an update, counted from 0 over the run; `watch` surrounds each phase."""
+    """`learning_rate` gives the rate of an update, counted from 0 over the run; `watch` surrounds each phase.
+
+    `rows` give environments the rows of a step's prompts.
+    """
 
     def __init__(
         self,
@@ -96,10 +99,11 @@ class Stepper:
         learning_rate: Callable[[int], float],
         watch: Watch | None = None,
         partial: PartialRollouts | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self.settings, self.roles, self.backend = settings, roles, replicas.backend
         self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
-        self.partial = partial
+        self.partial, self._rows = partial, rows
         self._learning_rate, self._watch = learning_rate, watch or nullcontext
         self._seconds: dict[str, float] = {}
         self._stats: list[RolloutStats] = []
@@ -192,8 +196,9 @@ class Stepper:
         settings = self.settings
 
         def generate(key: SeedKey, version: int) -> Rollout:
+            count, sampling = settings.num_generations, settings.sampling
             return self.replicas.generate(
-                prompts, settings.num_generations, settings.sampling, key, version, first, groups
+                prompts, count, sampling, key, version, first, groups, self._rows
             )
 
         drawn = {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
@@ -246,8 +251,9 @@ class Stepper:
         rewards, correction = scored.scores.total, None
         bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
+            of_turns = scored.turn_rewards
             batch, correction = compute_advantages(
-                rollout, rewards, self.settings.advantages, old_logps, reference_logps
+                rollout, rewards, self.settings.advantages, old_logps, reference_logps, of_turns
             )
             bad = non_finite.in_batch(batch)
         else:

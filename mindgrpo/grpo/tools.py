@@ -1,4 +1,4 @@
-"""From the configuration's tools to conversations, and from conversations to figures."""
+"""From the configuration's tools to what answers turns, and from conversations to figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.rollout.conversations import Conversations, TurnLimits
+from mindgrpo.rollout.tool_turns import ToolTurns
 from mindgrpo.tools.calls import (
     MALFORMED,
     OVER_LIMIT,
@@ -64,19 +64,13 @@ def _parser(name: str, tokenizer: Tokenizer) -> Parser:
     return find_parser(chosen)
 
 
-def make_conversations(
-    config: Config, tokenizer: Tokenizer, toolbox: Toolbox | None, runs_tools: bool
-) -> Conversations | None:
-    """None without tools; `runs_tools` says whether this rank is the one that runs them."""
-    if toolbox is None:
-        return None
+def tool_turns(config: Config, toolbox: Toolbox, runs_here: bool) -> ToolTurns:
     rl = config.rl_config
     pool = None
-    if runs_tools:
+    if runs_here:
         limits = ToolLimits(rl.tool_deadline, memory_bytes(config.reward_config.memory))
         pool = ToolPool(rl.tools, toolbox.names, limits)
-    limits_of_turns = TurnLimits(rl.max_turns, rl.max_tool_calls)
-    return Conversations(tokenizer, toolbox.suffix, toolbox.parser, limits_of_turns, pool)
+    return ToolTurns(toolbox.parser, pool, rl.max_tool_calls)
 
 
 def tool_figures(messages: Sequence[Messages], names: Sequence[str] = ()) -> dict[str, float]:

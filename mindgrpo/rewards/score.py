@@ -28,7 +28,8 @@ Reward = str | Callable[..., Any]
 class Scorer:
     """Starts its worker processes at once, so that they load while other things do; see `dry_run`.
 
-    `facts` are passed to functions that name them, as max_completion_length. Raises UserError.
+    `facts` are passed to functions that name them, as max_completion_length. No function at all is refused unless it
+    `may_be_empty`. Raises UserError.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Scorer:
         weights: Sequence[float] | None = None,
         limits: Limits | None = None,
         facts: Mapping[str, Any] | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.facts = dict(facts or {})
@@ -44,6 +46,8 @@ class Scorer:
         self.names = [
             source.name if isinstance(source, Spec) else name_of(source) for source in sources
         ]
+        if not self.names and not may_be_empty:
+            raise UserError(f"there is no reward function; name at least one in {WHERE}")
         self.weights = check_weights(self.names, weights)
         self._executors: dict[str, list[Executor]] = {}
         try:
@@ -109,8 +113,6 @@ def executors_for(source: Spec | Callable[..., Any], limits: Limits) -> list[Exe
 
 def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list[float]:
     weights = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
-    if not names:
-        raise UserError(f"there is no reward function; name at least one in {WHERE}")
     if len(set(names)) < len(names):
         raise UserError(
             f"two reward functions have the same name among {', '.join(names)}; their scores "

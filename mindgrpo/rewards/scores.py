@@ -117,6 +117,17 @@ class Scores:
             total[(numbers == group) & self.failed] = mean
         return replace(self, total=total.astype(np.float32))
 
+    def with_function(self, name: str, result: RewardResult, weight: float) -> Scores:
+        """Add what another function gave, or its failures."""
+        added = added_up({name: result}, [weight], len(self.total))
+        total = self.total.astype(np.float64) + added.total
+        return Scores(
+            self.per_function | added.per_function,
+            total.astype(np.float32),
+            self.failed | added.failed,
+            {**self.reports, **added.reports},
+        )
+
     def with_replaced(self, indices: Sequence[int], fresh: Scores) -> Scores:
         """Put `fresh`'s samples at `indices`, in order; failures of the samples that were there stay counted."""
         total, failed, chosen = self.total.copy(), self.failed.copy(), list(indices)

@@ -25,10 +25,12 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.environment import NAME as ENVIRONMENT_NAME
+from mindgrpo.grpo.environment import EnvironmentForm
 from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import device_budget, sampling_settings
-from mindgrpo.grpo.tools import Toolbox, read_toolbox
+from mindgrpo.grpo.turns import Turns, read_turns
 from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
@@ -56,10 +58,12 @@ class Inputs:
     scorer: Scorer | None
     sampling: SamplingParams
     notes: tuple[str, ...] = ()
-    toolbox: Toolbox | None = None
+    turns: Turns | None = None
 
     def check_rewards(self) -> None:
         dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
+        if isinstance(self.turns, EnvironmentForm):
+            self.turns.check(self.prompts)
 
 
 def dry_run_rewards(scorer: Scorer | None, tokenizer: Tokenizer, prompts: PromptSet) -> None:
@@ -117,13 +121,13 @@ def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
 
 
 def held_out_prompts(
-    config: Config, tokenizer: Tokenizer, ranks: Ranks, toolbox: Toolbox | None
+    config: Config, tokenizer: Tokenizer, ranks: Ranks, turns: Turns | None
 ) -> PromptSet | None:
     rl = config.rl_config
     if not rl.eval_dataset_file:
         return None
     choice, key = replace(FOR_EVALUATION, name=rl.eval_dataset_split), "rl_config.eval_dataset_file"
-    return _prompts(config, tokenizer, ranks, toolbox, rl.eval_dataset_file, choice, key)
+    return _prompts(config, tokenizer, ranks, turns, rl.eval_dataset_file, choice, key)
 
 
 def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
@@ -143,9 +147,9 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             f"actor_config.save '{save}' is a file and is not overwritten; name a folder or leave it out."
         )
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
-    toolbox = read_toolbox(config, tokenizer)
-    prompts = _prompts(config, tokenizer, ranks, toolbox, rl.dataset_file, choice)
-    held_out = held_out_prompts(config, tokenizer, ranks, toolbox)
+    turns = read_turns(config, tokenizer)
+    prompts = _prompts(config, tokenizer, ranks, turns, rl.dataset_file, choice)
+    held_out = held_out_prompts(config, tokenizer, ranks, turns)
     sampling = sampling_settings(config, tokenizer)
     if sampling.greedy and rl.num_generations > 1:
         raise UserError(
@@ -154,7 +158,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             "above 0."
         )
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices, *engine_notes(config))
-    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, toolbox)
+    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns)
 
 
 def engine_notes(config: Config) -> list[str]:
@@ -195,7 +199,8 @@ def scorer_of(
     weights: Sequence[float] | None = config.verifier_weights
     if reward_functions is not None:
         functions, weights = reward_functions, reward_weights
-    if not functions:
+    has_environment = config.rl_config.environment is not None
+    if not functions and not has_environment:
         raise UserError(
             "reward_config.verifier_function is empty, so there is no reward to train with; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
@@ -204,14 +209,20 @@ def scorer_of(
         rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
     )
     facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
-    return Scorer(functions, weights, limits, facts)
+    scorer = Scorer(functions, weights, limits, facts, may_be_empty=has_environment)
+    if has_environment and ENVIRONMENT_NAME in scorer.names:
+        scorer.close()
+        raise UserError(
+            f"A reward function is named {ENVIRONMENT_NAME}, as the rewards of rl_config.environment are; rename it."
+        )
+    return scorer
 
 
 def _prompts(
     config: Config,
     tokenizer: Tokenizer,
     ranks: Ranks,
-    toolbox: Toolbox | None,
+    turns: Turns | None,
     path: str | None,
     choice: SplitChoice,
     key: str = "rl_config.dataset_file",
@@ -225,6 +236,6 @@ def _prompts(
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
     examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     longest = config.generate_config.max_prompt_length
-    schemas = () if toolbox is None else toolbox.schemas
+    schemas = () if turns is None else turns.schemas
     form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "", schemas)
     return PromptSet(examples, form, ranks)

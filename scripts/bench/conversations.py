@@ -26,8 +26,9 @@ from mindgrpo.algorithm.types import STOPPED, Completion
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.rollout.conversations import Conversations, Pool, TurnLimits, run_together
+from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.tool_turns import Pool, ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolAnswer, ToolLimits, ToolPool
 
@@ -93,10 +94,11 @@ def in_turns(
     generation: Generation, requests: Sequence[Request], pool: Pool, suffix: Suffix
 ) -> tuple[int, float]:
     """Tokens behind prompts, and seconds."""
-    tools: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix, "parser": call}
-    driver = Conversations(limits=TurnLimits(TURNS), pool=pool, **tools)
+    responder = ToolTurns(call, pool)
+    stand_ins: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix}
+    driver = Conversations(responder=responder, max_turns=TURNS, **stand_ins)
     room = TURNS * generation.turn + (TURNS - 1) * suffix.length
-    answer = partial(run_together, pool=pool, gather=lambda own: [own])
+    answer = partial(run_together, responder=responder, gather=lambda own: [own])
     started = time.perf_counter()
     made = driver.run(requests, room, generation.version, generation.complete, answer)
     seconds = time.perf_counter() - started

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindgrpo.rollout.conversations import Conversations, TurnLimits
+from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.tool_turns import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolAnswer
 
@@ -51,4 +52,4 @@ def scripted(max_turns: int, is_first: bool) -> Conversations | None:
     if max_turns == 1:
         return None
     pool = Pool() if is_first else None
-    return Conversations(Ids(), Suffix(), parse, TurnLimits(max_turns), pool)  # type: ignore[arg-type]
+    return Conversations(Ids(), Suffix(), ToolTurns(parse, pool), max_turns)  # type: ignore[arg-type]

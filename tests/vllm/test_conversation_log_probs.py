@@ -67,7 +67,7 @@ def conversations_of(engine: EmbeddedEngine) -> Rollout:
     def generate(asked: Sequence[Request], turn: int) -> list[Completion]:
         return engine.generate(asked, SAMPLING, replace(SeedKey(3, 0, 0), turn=turn), 1)
 
-    answer = partial(run_together, pool=driver.pool, gather=lambda own: [own])
+    answer = partial(run_together, responder=driver.responder, gather=lambda own: [own])
     return collect(prompts, 8, driver.run(requests, MAX_TOKENS, 1, generate, answer))
 
 

@@ -23,7 +23,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import Signature
 from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure
 from mindgrpo.rewards.workers import processes
-from mindgrpo.rewards.workers.worker import Order, Served, Task
+from mindgrpo.rewards.workers.worker import Host, Order, Served
 from mindgrpo.user_code import Kind
 
 START = (
@@ -54,7 +54,7 @@ class Worker:
     """A worker process as its rank sees it. What it prints is read into `output` while it is waited for."""
 
     def __init__(
-        self, load: Callable[[], Served], kind: Kind, text: str, memory: int, output: Output
+        self, load: Callable[[], Served | Host], kind: Kind, text: str, memory: int, output: Output
     ) -> None:
         self._kind, self._what = kind, f"{kind.what} {text!r}"
         self._memory, self._output = memory, output
@@ -91,21 +91,26 @@ class Worker:
             self._pid = message["pid"]
         return self._signature
 
-    def ask(self, task: Task, seconds: float, hint: str) -> Iterator[dict[str, Any]]:
-        """Yield the worker's messages until it is done. Raises WorkerEnded, after `seconds` with `hint`."""
+    def ask(
+        self, task: Any, seconds: float, hint: str, each: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the worker's messages until it is done.
+
+        Raises WorkerEnded after `seconds` (with `each`, so long without a message), with `hint`.
+        """
         self._send(task, seconds)
-        for message in self._messages(seconds, hint):
+        for message in self._messages(seconds, hint, each):
             if "done" in message:
                 return
             yield message
 
-    def _send(self, content: Order | Task, seconds: float) -> None:
+    def _send(self, content: Any, seconds: float) -> None:
         self._socket.settimeout(seconds)
         with suppress(OSError):  # it has ended already, which the first answer tells
             self._socket.sendall(pickle.dumps(content))
         self._socket.setblocking(False)
 
-    def _messages(self, seconds: float, hint: str) -> Iterator[dict[str, Any]]:
+    def _messages(self, seconds: float, hint: str, each: bool = False) -> Iterator[dict[str, Any]]:
         late = time.monotonic() + seconds
         while True:
             while b"\n" not in self._unread:
@@ -121,6 +126,8 @@ class Worker:
             if ended is not None:
                 raise WorkerEnded(Failure(EXIT, f"its process {ended}"))
             yield message
+            if each:
+                late = time.monotonic() + seconds
 
     def _read(self) -> None:
         """Take what has come within a tick. Raises WorkerEnded for its end, or too much memory."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.parent import end_with_parent
@@ -46,12 +46,21 @@ class Served(Protocol):
     def alone(self, samples: Any, index: int) -> Any: ...
 
 
+@runtime_checkable
+class Host(Protocol):
+    """What serves in a way of its own: environments, whose processes outlive a task."""
+
+    @property
+    def signature(self) -> Signature: ...
+    def serve(self, task: Any, report: Callable[[int, Any], None]) -> None: ...
+
+
 @dataclass(frozen=True)
 class Order:
     """What a worker is started with: what loads the user's code, its name, where modules are searched, and bytes of
     memory."""
 
-    load: Callable[[], Served]
+    load: Callable[[], Served | Host]
     what: str
     search_path: list[str]
     memory: int
@@ -150,8 +159,10 @@ def serve(channel: socket.socket) -> None:
         return send({"refused": f"{order.what}: {describe(error)}"})
     send({"signature": asdict(caller.signature), "pid": os.getpid()})
     while True:
-        task: Task = pickle.load(received)
-        if task.isolated:
+        task: Any = pickle.load(received)
+        if isinstance(caller, Host):
+            caller.serve(task, report)
+        elif task.isolated:
             score = partial(score_alone, caller, task.samples)
             indices = [index for batch in task.batches for index in batch]
             IsolatedScoring(score, report, task.deadline, order.memory).run(indices)

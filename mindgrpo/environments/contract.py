@@ -1,0 +1,128 @@
+"""What is asked of an environment and what it may return, checked before anybody relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindgrpo.rewards.call import BadResult, as_float
+from mindgrpo.rewards.outcome import Failure
+
+# Of all messages of one reset or step: no conversation has room for more.
+MOST_LETTERS = 1 << 18
+OPENING_ROLES = ("system", "user", "assistant", "tool")
+STEP_ROLES = ("user", "tool")
+STEP_CONTRACT = "(messages, reward, done)"
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Asks for a new environment's `reset(row)`; its random numbers are seeded with `seed` first."""
+
+    row: Mapping[str, Any]
+    seed: str
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Asks for the end of an environment, whose conversation has ended before it was done."""
+
+
+# A text is a completion, for `step`.
+Question = Opening | Closing | str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment returned; `reward` and `is_done` of a step."""
+
+    messages: tuple[Message, ...]
+    reward: float = 0.0
+    is_done: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {"messages": list(self.messages), "reward": self.reward, "done": self.is_done}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Observation:
+        """Raises KeyError, TypeError or ValueError for what `as_json` did not make."""
+        messages, reward, is_done = value["messages"], value["reward"], value["done"]
+        for message in messages:
+            if not all(isinstance(text, str) for pair in message.items() for text in pair):
+                raise TypeError(message)
+            if not {"role", "content"} <= message.keys():
+                raise KeyError(message)
+        return cls(tuple(messages), float(reward), bool(is_done))
+
+
+Result = Observation | Failure
+
+
+def opening_of(returned: object) -> Observation:
+    """Raises BadResult."""
+    messages = messages_of(returned, OPENING_ROLES)
+    if not messages or messages[-1]["role"] in ("system", "assistant"):
+        raise BadResult("no messages that end with one of the user's")
+    return Observation(messages)
+
+
+def step_of(returned: object) -> Observation:
+    """Raises BadResult."""
+    if not isinstance(returned, tuple | list) or len(returned) != 3:
+        raise BadResult(f"{_shown(returned)}, not {STEP_CONTRACT}")
+    given_messages, reward, done = returned
+    done = done.item() if callable(getattr(done, "item", None)) else done
+    if not isinstance(done, bool):
+        raise BadResult(f"{_shown(done)} for done, which is True or False")
+    messages = messages_of(given_messages, STEP_ROLES)
+    if not messages and not done:
+        raise BadResult("no messages, but is not done")
+    try:
+        value = 0.0 if reward is None else as_float(reward)
+    except BadResult:
+        raise BadResult(f"{_shown(reward)} for reward, which is a number or None") from None
+    return Observation(messages, value, done)
+
+
+def messages_of(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
+    """A text is one message of the user's, None none. Raises BadResult."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if value is None:
+        value = []
+    if not isinstance(value, tuple | list):
+        raise BadResult(f"{_shown(value)} for messages, which are a list")
+    messages = tuple(_message_of(message, roles) for message in value)
+    letters = sum(len(message["content"]) for message in messages)
+    if letters > MOST_LETTERS:
+        raise BadResult(f"messages of {letters} letters; {MOST_LETTERS} are the most")
+    return messages
+
+
+def _message_of(value: object, roles: Sequence[str]) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadResult(f"{_shown(value)} for a message, which has role and content")
+    kept = {key: value.get(key) for key in ("role", "content", "name")}
+    if kept["name"] is None:
+        del kept["name"]
+    texts = {key: text for key, text in kept.items() if isinstance(text, str)}
+    if len(texts) < len(kept):
+        raise BadResult(f"{_shown(value)} for a message, which has role and content")
+    if texts["role"] not in roles:
+        raise BadResult(f"a message of the role {texts['role']!r}; roles are {', '.join(roles)}")
+    for text in texts.values():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # half of a surrogate pair has no tokens
+            raise BadResult("a message that cannot be written as UTF-8") from None
+    return texts
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str | int | float | None):
+        text = repr(value)
+        return text if len(text) < 60 else f"{text[:60]}..."
+    return f"a {type(value).__name__}"

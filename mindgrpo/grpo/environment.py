@@ -1,0 +1,127 @@
+"""From the configuration's environment to what answers turns, and from conversations to rewards and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.types import Messages
+from mindgrpo.config import Config, memory_bytes
+from mindgrpo.data.prompts import PromptForm, PromptSet
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.data.turns import TurnSuffix
+from mindgrpo.environments.contract import Opening
+from mindgrpo.environments.load import ENVIRONMENT, load_environment
+from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.outcome import Failure, RewardResult
+from mindgrpo.rollout.conversations import prompt_of
+from mindgrpo.rollout.environment_turns import EnvironmentTurns, reply_to
+
+# The rewards' name among those of reward functions.
+NAME = "environment"
+
+
+@dataclass(frozen=True)
+class EnvironmentForm:
+    """What of rl_config.environment every rank knows: its name, and how its messages become tokens."""
+
+    text: str
+    form: PromptForm
+    suffix: TurnSuffix
+    limits: EnvironmentLimits
+    names: tuple[str, ...] = ()
+    schemas: tuple[dict[str, Any], ...] = ()
+
+    def check(self, prompts: PromptSet) -> None:
+        """Resets an environment with the first row, and makes a prompt of its messages. Raises UserError."""
+        pool = EnvironmentPool(self.text, self.limits)
+        question = Opening(prompts[0].row, "check")
+        try:
+            result = pool.ask({0: question})[0]
+            pool.end_all()
+        finally:
+            pool.close()
+        reply = reply_to(question, result)
+        prompt = reply if reply.has_failed else prompt_of(reply.messages, self.form)
+        if not isinstance(prompt, np.ndarray):
+            raise UserError(
+                f"environment {self.text!r}: reset fails on the row of {prompts[0].example.where}: "
+                f"{prompt.turn['error']}; correct the class or {ENVIRONMENT.key}"
+            )
+
+
+def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:
+    """None without one. Imports the user's module. Raises UserError."""
+    rl = config.rl_config
+    if rl.environment is None:
+        return None
+    load_environment(rl.environment)
+    longest = config.generate_config.max_prompt_length
+    form = PromptForm(tokenizer, longest, system_prompt=rl.system_prompt or "")
+    limits = EnvironmentLimits(rl.environment_deadline, memory_bytes(config.reward_config.memory))
+    return EnvironmentForm(rl.environment, form, TurnSuffix(tokenizer, role="user"), limits)
+
+
+def environment_turns(environment: EnvironmentForm, runs_here: bool) -> EnvironmentTurns:
+    pool = EnvironmentPool(environment.text, environment.limits) if runs_here else None
+    return EnvironmentTurns(pool)
+
+
+def environment_weight(config: Config) -> float | None:
+    """Of an environment's rewards; None without one."""
+    has_one = config.rl_config.environment is not None
+    return config.reward_config.environment_weight if has_one else None
+
+
+def turns_of(messages: Messages) -> list[Mapping[str, Any]]:
+    """The policy's."""
+    return [message for message in messages if message["role"] == "assistant"]
+
+
+def rewards_in(conversations: Sequence[Messages]) -> RewardResult:
+    """The sum of a conversation's rewards; that of one whose environment failed is not known."""
+    result = RewardResult()
+    for index, messages in enumerate(conversations):
+        turns = turns_of(messages)
+        failed = next((turn for turn in turns if turn.get("failure")), None)
+        if failed is not None:
+            result.record(index, Failure(failed["failure"], failed["error"]))
+        else:
+            result.record(index, float(sum(turn["reward"] for turn in turns)))
+    return result
+
+
+def turn_rewards(
+    conversations: Sequence[Messages], weight: float, others: np.ndarray, failed: np.ndarray
+) -> list[np.ndarray]:
+    """float64 [turns] a sample: the environment's, weighted, and on the last turn `others`, of reward functions, too.
+
+    `others` float [samples]; all nan for samples of which a reward `failed`, bool [samples]: nothing is learnt there.
+    """
+    rewards = []
+    for messages, other, has_failed in zip(conversations, others, failed, strict=True):
+        turns = turns_of(messages)
+        if has_failed:
+            rewards.append(np.full(len(turns), np.nan))
+            continue
+        own = weight * np.array([turn["reward"] for turn in turns], np.float64)
+        own[-1] += float(other)
+        rewards.append(own)
+    return rewards
+
+
+def environment_figures(conversations: Sequence[Messages]) -> dict[str, float]:
+    """Means a sample: turns of the policy, conversations that ended done, that failed, and a turn's reward."""
+    count = max(1, len(conversations))
+    turns = [turns_of(messages) for messages in conversations]
+    rewards = [turn["reward"] for own in turns for turn in own if turn["reward"] is not None]
+    return {
+        "environment/turns": sum(map(len, turns)) / count,
+        "environment/turn_reward": float(np.mean(rewards)) if rewards else 0.0,
+        "environment/done_fraction": sum(bool(own[-1].get("done")) for own in turns) / count,
+        "environment/failures": sum(bool(own[-1].get("failure")) for own in turns) / count,
+    }

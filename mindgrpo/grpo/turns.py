@@ -1,0 +1,48 @@
+"""What of the configuration makes conversations: tools, an environment, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindgrpo.algorithm.types import Messages
+from mindgrpo.config import Config
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.grpo.environment import (
+    EnvironmentForm,
+    environment_figures,
+    environment_turns,
+    read_environment,
+    turns_of,
+)
+from mindgrpo.grpo.tools import Toolbox, read_toolbox, tool_figures, tool_turns
+from mindgrpo.rollout.conversations import Conversations
+
+Turns = Toolbox | EnvironmentForm
+
+
+def read_turns(config: Config, tokenizer: Tokenizer) -> Turns | None:
+    """None where completions have one turn. Imports the users' modules. Raises UserError."""
+    return read_toolbox(config, tokenizer) or read_environment(config, tokenizer)
+
+
+def make_conversations(
+    config: Config, tokenizer: Tokenizer, turns: Turns | None, runs_here: bool
+) -> Conversations | None:
+    """None where completions have one turn; `runs_here` says whether this rank runs the tools or environments."""
+    if turns is None:
+        return None
+    most = config.rl_config.max_turns
+    if isinstance(turns, Toolbox):
+        responder = tool_turns(config, turns, runs_here)
+        return Conversations(tokenizer, turns.suffix, responder, most)
+    answering = environment_turns(turns, runs_here)
+    return Conversations(tokenizer, turns.suffix, answering, most, turns.form)
+
+
+def turn_figures(
+    conversations: Sequence[Messages], tool_names: Sequence[str] = ()
+) -> dict[str, float]:
+    """Metrics of conversations, one a sample, of which an environment's have rewards in their turns."""
+    if any("reward" in turn for messages in conversations for turn in turns_of(messages)):
+        return environment_figures(conversations)
+    return tool_figures(conversations, tool_names)
