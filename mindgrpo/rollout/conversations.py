@@ -169,10 +169,11 @@ class Conversations:
                 is_last = turn + 1 == self.max_turns
                 asked = self._turn(generate(waiting, turn), running, is_last)
                 replies = answer(asked)
-                if not replies:
-                    break
                 going_on = (self._go_on(i, running[i], replies[i], is_last) for i in asked)
                 waiting = [request for request in going_on if request is not None]
+                # On all ranks alike, or one would wait for another.
+                if all(reply.is_last for reply in replies.values()):
+                    break
         finally:
             self.responder.end_rollout()
         return [one.completion(sample, version) for sample, one in running.items()]
