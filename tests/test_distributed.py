@@ -252,6 +252,13 @@ def test_the_golden_trajectory_clips_ratios_in_second_iterations_only(recipe: st
     assert (fractions[:, 1] < 1).all()
 
 
+def test_the_golden_trajectory_has_conversations_by_the_weights_of_several_steps() -> None:
+    steps = GOLDEN["partial"]["steps"]
+    assert any(0 < step["stale"] < 1 for step in steps)
+    for name in ("tools", "environment", "partial"):
+        assert max(GOLDEN[name]["steps"][0]["turns"]) > 1
+
+
 @pytest.mark.parametrize(
     ("world", "train", "infer"),
     [

@@ -73,7 +73,6 @@ def partial_contradictions(rl: RLConfig, sampling: SamplingConfig) -> Iterator[s
         )
     for key, other in (
         ("dynamic_sampling", rl.dynamic_sampling),
-        ("tools", bool(rl.tools)),
         ("environment", rl.environment is not None),
     ):
         if other:

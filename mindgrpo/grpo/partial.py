@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from mindgrpo.grpo.outcome import PartialFigures
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.partial import PartialGroup, PartialLimits, PartialOutcome, draw_partial
+from mindgrpo.rollout.sample import Sample
 from mindgrpo.rollout.stats import RolloutStats
 
 
@@ -86,7 +87,11 @@ class PartialRollouts:
             rounds.append(self._replicas.stats)
             return completions
 
-        outcome = draw_partial(self._groups, self._settings.limits, key.step, complete)
+        def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
+            return self._replicas.next_turns(drawn, limits.max_tokens, version)
+
+        limits = self._settings.limits
+        outcome = draw_partial(self._groups, limits, key.step, complete, answer)
         self.stats = RolloutStats.total(rounds) if rounds else RolloutStats(0, 0, 0, 0)
         self.unfinished, self._groups = outcome.unfinished, []
         self._positions.assign([group.position for group in outcome.groups])
@@ -96,7 +101,8 @@ class PartialRollouts:
 
 def _figures(outcome: PartialOutcome, step: int, version: int) -> PartialFigures:
     ages = [step - group.step for group in outcome.groups]
-    versions = np.concatenate([s.versions for g in outcome.groups for s in g.samples])
+    samples = [sample for group in outcome.groups for sample in group.samples]
+    versions = np.concatenate([s.versions[s.action_mask] for s in samples])
     return PartialFigures(
         version=version,
         rounds=outcome.rounds,

@@ -21,6 +21,7 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rollout.conversations import Asked, Conversations, Replies, run_together
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
+from mindgrpo.rollout.sample import Sample
 from mindgrpo.rollout.stats import RolloutStats
 
 # Columns of the data set's row by the number of its prompt.
@@ -70,63 +71,90 @@ class Replicas:
             seed = f"{key.seed}/{key.purpose}/{key.step}/{first + index * num_generations}"
             return Opening({} if rows is None else rows(numbers[index]), seed)
 
-        completions = self.complete(requests, sampling, key, version, opening)
-        return collect(prompts, num_generations, completions, first, groups)
+        def draw(share: Sequence[Request]) -> list[Completion]:
+            if self.conversations is None:
+                return self._draw(share, sampling, key, version)
+            return self._converse(share, sampling, key, version, opening)
+
+        return collect(prompts, num_generations, self._shared_out(requests, draw), first, groups)
 
     def complete(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+    ) -> list[Completion]:
+        """One turn a sample, in no certain order; all ranks together, the same on each. Raises RanksDisagree."""
+        return self._shared_out(requests, lambda share: self._draw(share, sampling, key, version))
+
+    def next_turns(
+        self, drawn: Mapping[int, Sample], max_tokens: int, version: int
+    ) -> Mapping[int, Sample]:
+        """What becomes of samples, all of which every rank has, once turns that have ended are answered."""
+        if self.conversations is None:
+            return drawn
+        is_first = self.backend.rank == 0
+        after, _ = self.conversations.next_turns(
+            drawn, max_tokens, version, lambda asked: self._answer(asked if is_first else {})
+        )
+        return after
+
+    def _shared_out(
         self,
         requests: Sequence[Request],
-        sampling: SamplingParams,
-        key: SeedKey,
-        version: int,
-        opening: Callable[[int], Opening] | None = None,
+        draw: Callable[[Sequence[Request]], list[Completion]],
     ) -> list[Completion]:
-        """One Completion a sample, in no certain order; all ranks together, the same on each. Raises RanksDisagree."""
         coordinates = self.grid.coordinates(self.backend.rank)
         shares = np.array_split(np.arange(len(requests)), self.grid.data_parallel)
-        share = [requests[i] for i in shares[coordinates.data].tolist()]
-        own = self._complete(share, sampling, key, version, opening)
+        own = draw([requests[i] for i in shares[coordinates.data].tolist()])
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
         for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
-            others = different_ranks([by_rank[rank][1] for rank in ranks])
-            if others:
+            different = different_ranks([by_rank[rank][1] for rank in ranks])
+            if different:
+                reference, which = ranks[0], ", ".join(str(ranks[i]) for i in different)
                 raise RanksDisagree(
-                    f"rank {ranks[others[0]]} drew other tokens than the ranks {list(ranks)} that it shares a model "
-                    f"with, in step {key.step + 1}: they compute with different weights, seeds or code"
+                    f"rank {which} of a generating replica drew other tokens than rank {reference}; see "
+                    "docs/failures.md"
                 )
         return [completion for part, _ in by_rank for completion in part]
 
-    def _complete(
+    def _draw(
+        self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
+    ) -> list[Completion]:
+        completions = self.engine.generate(requests, sampling, key, version)
+        self.stats = self.engine.stats
+        return completions
+
+    def _converse(
         self,
         requests: Sequence[Request],
         sampling: SamplingParams,
         key: SeedKey,
         version: int,
-        opening: Callable[[int], Opening] | None,
+        opening: Callable[[int], Opening],
     ) -> list[Completion]:
-        conversations = self.conversations
-        if conversations is None:
-            completions = self.engine.generate(requests, sampling, key, version)
-            self.stats = self.engine.stats
-            return completions
+        assert self.conversations is not None
         rounds: list[RolloutStats] = []
 
-        def generate(requests: Sequence[Request], turn: int) -> list[Completion]:
-            completions = self.engine.generate(requests, sampling, replace(key, turn=turn), version)
-            rounds.append(self.engine.stats)
+        def generate(waiting: Sequence[Request], turn: int) -> list[Completion]:
+            completions = self._draw(waiting, sampling, replace(key, turn=turn), version)
+            rounds.append(self.stats)
             return completions
 
-        def answer(asked: Asked) -> Replies:
-            is_first = self.grid.coordinates(self.backend.rank).model == 0
-            gather = self.backend.world.gather_objects
-            return run_together(asked if is_first else {}, conversations.responder, gather)
-
-        completions = conversations.run(
-            requests, sampling.max_tokens, version, generate, answer, opening
+        is_first = self.grid.coordinates(self.backend.rank).model == 0
+        completions = self.conversations.run(
+            requests,
+            sampling.max_tokens,
+            version,
+            generate,
+            lambda asked: self._answer(asked if is_first else {}),
+            opening,
         )
         self.stats = RolloutStats.total(rounds)
         return completions
+
+    def _answer(self, own: Asked) -> Replies:
+        """`own` is nothing where another rank asks the same."""
+        assert self.conversations is not None
+        return run_together(own, self.conversations.responder, self.backend.world.gather_objects)
 
 
 def compute_log_probs(

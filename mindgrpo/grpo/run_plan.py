@@ -156,7 +156,8 @@ class RunPlan:
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
         # Partial rollouts compute again what is there: slots that are as long as a chunk are worth more.
-        context, goes_on = self.config.longest_context, self.config.rl_config.has_conversations
+        goes_on = self.config.rl_config.has_conversations and not is_partial
+        context = self.config.longest_context
         return KVCacheConfig(slots, group, prompts, context, longest, goes_on)
 
     @property

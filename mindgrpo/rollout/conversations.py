@@ -9,7 +9,7 @@ turn is its own, under every layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,7 @@ from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.outcome import BAD_RESULT, Failure
 from mindgrpo.rollout.engine import Request
+from mindgrpo.rollout.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,11 @@ class Responder(Protocol):
     def answers_every_turn(self) -> bool:
         """Whether it gets turns that nothing can follow, too: those that were cut, and the last one."""
 
-    def asks(self, conversation: Conversation, written: str) -> Any:
-        """What to ask after the last turn, which is `written` with its special tokens; None ends the conversation."""
+    def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> Any:
+        """What to ask after the message `turn`, to which it may add, and which is `written` with its special tokens.
+
+        None ends the conversation. `before` are the messages before it.
+        """
 
     def answer(self, asked: Asked) -> Replies:
         """Where it `runs_here`."""
@@ -72,57 +76,6 @@ class Responder(Protocol):
         """No conversation goes on after this."""
 
     def close(self) -> None: ...
-
-
-@dataclass
-class Conversation:
-    """One sample so far. `room` is how many tokens it may still have, context included."""
-
-    prompt: np.ndarray
-    room: int
-    tokens: list[np.ndarray] = field(default_factory=list)
-    masks: list[np.ndarray] = field(default_factory=list)
-    logps: list[np.ndarray] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str = STOPPED
-    not_opened: Reply | None = None
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether its last turn ended as a turn does."""
-        return self.finish_reason == STOPPED
-
-    def add_turn(self, completion: Completion, text: str) -> None:
-        self._add(completion.tokens, completion.logps, True)
-        self.finish_reason = completion.finish_reason
-        self.messages.append({"role": "assistant", "content": text})
-
-    def add_context(self, ids: Sequence[int]) -> None:
-        self._add(np.array(ids, np.int32), np.zeros(len(ids), np.float32), False)
-
-    def end(self, reply: Reply) -> None:
-        """With what the reply says of its last turn."""
-        self.messages[-1].update(reply.turn)
-        if reply.has_failed:
-            self.finish_reason = FAILED
-
-    def _add(self, tokens: np.ndarray, logps: np.ndarray, is_action: bool) -> None:
-        self.tokens.append(tokens)
-        self.logps.append(logps)
-        self.masks.append(np.full(len(tokens), is_action))
-        self.room -= len(tokens)
-
-    def completion(self, sample: int, version: int) -> Completion:
-        return Completion(
-            sample,
-            np.concatenate(self.tokens),
-            np.concatenate(self.logps),
-            self.finish_reason,
-            version,
-            np.concatenate(self.masks),
-            tuple(self.messages),
-            self.prompt,
-        )
 
 
 @dataclass(frozen=True)
@@ -150,112 +103,153 @@ class Conversations:
     ) -> list[Completion]:
         """One Completion a sample, in the order of the requests; the ranks of a replica alike.
 
-        `max_tokens` limits the tokens of a conversation, context included, where a request does not. `opening` is what
-        is asked to open a sample's, where the responder does that.
+        `max_tokens` limits the tokens of a conversation, context included. `opening` is what is asked to open a
+        sample's, where the responder does that.
         """
-        running: dict[int, Conversation] = {}
-        for request in requests:
-            limits = request.max_tokens or (max_tokens,) * len(request.samples)
-            for sample, limit in zip(request.samples, limits, strict=True):
-                running[sample] = Conversation(request.prompt, limit)
+        samples = {i: Sample.begun(request.prompt) for request in requests for i in request.samples}
+        waiting, not_opened = list(requests), dict[int, Reply]()
         try:
-            waiting = list(requests)
             if self.form is not None:
                 if opening is None:
                     raise ValueError("an environment needs the rows of the prompts")
-                replies = answer({sample: opening(sample) for sample in running})
-                waiting = self._opened(running, replies, self.form)
+                replies = answer({i: opening(i) for i in samples})
+                samples, not_opened = self._opened(samples, replies, self.form)
+                waiting = _first_requests(samples, not_opened, max_tokens)
             for turn in range(self.max_turns):
-                is_last = turn + 1 == self.max_turns
-                asked = self._turn(generate(waiting, turn), running, is_last)
-                replies = answer(asked)
-                going_on = (self._go_on(i, running[i], replies[i], is_last) for i in asked)
-                waiting = [request for request in going_on if request is not None]
+                completions = generate(waiting, turn)
+                drawn = {c.sample: samples[c.sample].with_written(c) for c in completions}
+                for i in not_opened.keys() & drawn.keys():
+                    refused = drawn.pop(i)
+                    samples[i] = _ended(refused, not_opened[i], self._message(refused))
+                after, goes_on = self.next_turns(drawn, max_tokens, version, answer)
+                samples |= after
                 # On all ranks alike, or one would wait for another.
-                if all(reply.is_last for reply in replies.values()):
+                if not goes_on:
                     break
+                waiting = [
+                    sample.request(i, max_tokens - len(sample.tokens))
+                    for i, sample in after.items()
+                    if sample.finish_reason is None
+                ]
         finally:
             self.responder.end_rollout()
-        return [one.completion(sample, version) for sample, one in running.items()]
+        return [_completion(i, sample, version) for i, sample in samples.items()]
+
+    def next_turns(
+        self, drawn: Mapping[int, Sample], max_tokens: int, version: int, answer: Answer
+    ) -> tuple[dict[int, Sample], bool]:
+        """What becomes of samples that something was drawn for; whether any conversation, on any rank, may go on.
+
+        A sample with a finish reason has ended its turn: it is answered and goes on, or has ended. `version` is that of
+        the weights which are there. All ranks together.
+        """
+        after = dict(drawn)
+        turns: dict[int, dict[str, Any]] = {}
+        asked: dict[int, Any] = {}
+        for i, sample in drawn.items():
+            if sample.finish_reason is None:
+                continue
+            turn = turns[i] = self._message(sample)
+            question = self._question(sample, turn)
+            is_last = sample.num_turns + 1 >= self.max_turns
+            if question is not None and is_last and not self.responder.answers_every_turn:
+                after[i] = replace(sample, finish_reason=MAX_TURNS)
+            elif question is not None:
+                asked[i] = question
+        replies = answer(asked)
+        for i, turn in turns.items():
+            if i in asked:
+                after[i] = self._answered(after[i], turn, replies[i], max_tokens, version)
+            else:
+                after[i] = _ended(after[i], Reply(), turn)
+        return after, not all(reply.is_last for reply in replies.values())
 
     def close(self) -> None:
         """Ends what answers."""
         self.responder.close()
 
     def _opened(
-        self, running: Mapping[int, Conversation], replies: Replies, form: PromptForm
-    ) -> list[Request]:
-        """For the first turns; samples with one prompt share a request."""
-        by_prompt: dict[tuple[bytes, bool], list[int]] = {}
-        for sample, one in running.items():
-            reply = replies[sample]
+        self, samples: Mapping[int, Sample], replies: Replies, form: PromptForm
+    ) -> tuple[dict[int, Sample], dict[int, Reply]]:
+        """The samples with their own prompts, and why some have none."""
+        opened, not_opened = dict(samples), {}
+        for i, sample in samples.items():
+            reply = replies[i]
             prompt = reply if reply.has_failed else prompt_of(reply.messages, form)
             if isinstance(prompt, Reply):
-                # Every sample has a token, or it could not be packed and scored as the others are.
-                one.not_opened, one.room = prompt, 1
+                not_opened[i] = prompt
             else:
-                one.prompt = prompt
-            key = one.prompt.tobytes(), one.not_opened is None
-            by_prompt.setdefault(key, []).append(sample)
-        return [
-            Request(
-                running[samples[0]].prompt,
-                tuple(samples),
-                tuple(running[sample].room for sample in samples),
-            )
-            for samples in by_prompt.values()
-        ]
+                opened[i] = replace(sample, prompt=prompt)
+        return opened, not_opened
 
-    def _turn(
-        self,
-        completions: Sequence[Completion],
-        running: Mapping[int, Conversation],
-        is_last: bool,
-    ) -> dict[int, Any]:
-        """Adds a turn to each; what the responder is asked, by sample."""
-        asked: dict[int, Any] = {}
-        for completion in completions:
-            one = running[completion.sample]
-            ids = completion.tokens.tolist()
-            one.add_turn(completion, self.tokenizer.decode(ids))
-            if one.not_opened is not None:
-                one.end(one.not_opened)
-                continue
-            every = self.responder.answers_every_turn
-            if not every and not self._can_go_on(one):
-                continue
-            # With special tokens, which may be a part of a call.
-            question = self.responder.asks(one, self.tokenizer.decode(ids[:-1], False))
-            if question is not None and is_last and not every:
-                one.finish_reason = MAX_TURNS
-            elif question is not None:
-                asked[completion.sample] = question
-        return asked
+    def _message(self, sample: Sample) -> dict[str, Any]:
+        return {"role": "assistant", "content": self.tokenizer.decode(sample.turn.tolist())}
 
-    def _can_go_on(self, one: Conversation) -> bool:
-        return one.has_stopped and one.tokens[-1][-1:].tolist() == [self.suffix.end_id]
-
-    def _go_on(self, sample: int, one: Conversation, reply: Reply, is_last: bool) -> Request | None:
-        """What is asked of the engine next; None where the conversation ends."""
-        one.end(reply)
-        if reply.is_last or not self._can_go_on(one):
+    def _question(self, sample: Sample, turn: dict[str, Any]) -> Any:
+        if not self.responder.answers_every_turn and not self._can_go_on(sample):
             return None
-        if is_last:
-            one.finish_reason = MAX_TURNS
-            return None
+        # With special tokens, which may be a part of a call.
+        written = self.tokenizer.decode(sample.turn[:-1].tolist(), False)
+        return self.responder.asks(turn, sample.messages, written)
+
+    def _can_go_on(self, sample: Sample) -> bool:
+        is_stopped = sample.finish_reason == STOPPED
+        return is_stopped and sample.tokens[-1:].tolist() == [self.suffix.end_id]
+
+    def _answered(
+        self, sample: Sample, turn: dict[str, Any], reply: Reply, max_tokens: int, version: int
+    ) -> Sample:
+        ended = _ended(sample, reply, turn)
+        if reply.is_last or not self._can_go_on(sample):
+            return ended
+        if ended.num_turns >= self.max_turns:
+            return replace(ended, finish_reason=MAX_TURNS)
         try:
             ids = self.suffix.ids([_shown(message) for message in reply.messages])
         except UserError as error:  # the template cannot render what an environment made up
             if self.form is None:
                 raise
-            one.end(Reply.failed(Failure(BAD_RESULT, str(error))))
-            return None
-        if len(ids) >= one.room:
-            one.finish_reason = LENGTH
-            return None
-        one.messages += [dict(message) for message in reply.messages]
-        one.add_context(ids)
-        return Request(np.concatenate([one.prompt, *one.tokens]), (sample,), (one.room,))
+            return _ended(sample, Reply.failed(Failure(BAD_RESULT, str(error))), turn)
+        if len(sample.tokens) + len(ids) >= max_tokens:
+            return replace(ended, finish_reason=LENGTH)
+        return ended.with_answer(ids, [dict(message) for message in reply.messages], version)
+
+
+def _ended(sample: Sample, reply: Reply, turn: Mapping[str, Any]) -> Sample:
+    """With its last turn, and what the reply says of it."""
+    reason = FAILED if reply.has_failed else sample.finish_reason
+    messages = (*sample.messages, {**turn, **reply.turn})
+    return replace(sample, messages=messages, finish_reason=reason)
+
+
+def _first_requests(
+    samples: Mapping[int, Sample], not_opened: Mapping[int, Reply], max_tokens: int
+) -> list[Request]:
+    """Samples with one prompt share a request.
+
+    Those that were not opened have a token too, or they could not be packed and scored as the others are.
+    """
+    by_prompt: dict[tuple[bytes, int], list[int]] = {}
+    for i, sample in samples.items():
+        limit = 1 if i in not_opened else max_tokens
+        by_prompt.setdefault((sample.prompt.tobytes(), limit), []).append(i)
+    return [
+        Request(samples[own[0]].prompt, tuple(own), (limit,) * len(own))
+        for (_, limit), own in by_prompt.items()
+    ]
+
+
+def _completion(number: int, sample: Sample, version: int) -> Completion:
+    return Completion(
+        number,
+        sample.tokens,
+        sample.logps,
+        sample.finish_reason or LENGTH,
+        version,
+        sample.action_mask,
+        sample.messages,
+        sample.prompt,
+    )
 
 
 def _shown(message: Message) -> Message:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from mindgrpo.data.examples import Message
 from mindgrpo.environments.contract import Opening, Question, Result
 from mindgrpo.rewards.outcome import Failure
-from mindgrpo.rollout.conversations import Conversation, Reply
+from mindgrpo.rollout.conversations import Reply
 
 
 class Pool(Protocol):
@@ -31,9 +32,9 @@ class EnvironmentTurns:
     def answers_every_turn(self) -> bool:
         return True
 
-    def asks(self, conversation: Conversation, written: str) -> str:
+    def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> str:
         """The turn without special tokens, as rewards get it."""
-        text: str = conversation.messages[-1]["content"]
+        text: str = turn["content"]
         return text
 
     def answer(self, asked: Mapping[int, Question]) -> dict[int, Reply]:

@@ -7,41 +7,19 @@ for. All functions of the arguments: nothing here knows a rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mindgrpo.algorithm.types import LENGTH, Completion, Rollout
 from mindgrpo.rollout.engine import Request
+from mindgrpo.rollout.sample import Sample
 
 # Makes the completions of a round, of which number `turn`, from 0, is given.
 Complete = Callable[[Sequence[Request], int], list[Completion]]
-
-
-@dataclass(frozen=True)
-class PartialSample:
-    """A completion so far: `tokens` int32, `logps` float32 and `versions` int32, each [n]; no reason: unfinished."""
-
-    tokens: np.ndarray
-    logps: np.ndarray
-    versions: np.ndarray
-    finish_reason: str | None = None
-
-    @classmethod
-    def empty(cls) -> PartialSample:
-        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
-
-    def with_chunk(self, chunk: Completion, max_tokens: int) -> PartialSample:
-        versions = np.full(len(chunk.tokens), chunk.version, np.int32)
-        tokens = np.concatenate([self.tokens, chunk.tokens])
-        is_cut = chunk.finish_reason == LENGTH and len(tokens) < max_tokens
-        return PartialSample(
-            tokens,
-            np.concatenate([self.logps, chunk.logps]),
-            np.concatenate([self.versions, versions]),
-            None if is_cut else chunk.finish_reason,
-        )
+# What becomes of the samples, by number, that a round has drawn for: turns that have ended are answered.
+Answer = Callable[[Mapping[int, Sample]], Mapping[int, Sample]]
 
 
 @dataclass(frozen=True)
@@ -49,14 +27,16 @@ class PartialGroup:
     """The samples of a prompt, which is number `position` in the run's order; begun in step number `step`, from 0."""
 
     position: int
-    prompt: np.ndarray
     step: int
-    samples: tuple[PartialSample, ...]
+    samples: tuple[Sample, ...]
 
     @classmethod
     def begun(cls, position: int, prompt: np.ndarray, step: int, size: int) -> PartialGroup:
-        prompt = np.asarray(prompt, np.int32)
-        return cls(position, prompt, step, (PartialSample.empty(),) * size)
+        return cls(position, step, (Sample.begun(prompt),) * size)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.samples[0].prompt
 
     @property
     def is_whole(self) -> bool:
@@ -76,8 +56,7 @@ class PartialGroup:
                 fresh.append(first + i)
                 continue
             room = max_tokens - len(sample.tokens)
-            context = np.concatenate([self.prompt, sample.tokens])
-            requests.append(Request(context, (first + i,), (min(chunk, room),)))
+            requests.append(sample.request(first + i, min(chunk, room)))
         if fresh:
             limits = (min(chunk, max_tokens),) * len(fresh)
             requests.append(Request(self.prompt, tuple(fresh), limits))
@@ -108,23 +87,30 @@ class PartialOutcome:
 
     def rollout(self) -> Rollout:
         """Of the whole groups, numbered from 0."""
-        samples = [(i, g, s) for i, g in enumerate(self.groups) for s in g.samples]
+        samples = [(i, s) for i, g in enumerate(self.groups) for s in g.samples]
         return Rollout(
-            prompt_ids=tuple(group.prompt for _, group, _ in samples),
-            completion_ids=tuple(sample.tokens for _, _, sample in samples),
-            finish_reasons=tuple(sample.finish_reason or LENGTH for _, _, sample in samples),
-            generator_logps=tuple(sample.logps for _, _, sample in samples),
-            group_ids=tuple(i for i, _, _ in samples),
-            action_mask=tuple(np.ones(len(sample.tokens), bool) for _, _, sample in samples),
-            weights_version=tuple(sample.versions for _, _, sample in samples),
-            messages=((),) * len(samples),
+            prompt_ids=tuple(sample.prompt for _, sample in samples),
+            completion_ids=tuple(sample.tokens for _, sample in samples),
+            finish_reasons=tuple(sample.finish_reason or LENGTH for _, sample in samples),
+            generator_logps=tuple(sample.logps for _, sample in samples),
+            group_ids=tuple(i for i, _ in samples),
+            action_mask=tuple(sample.action_mask for _, sample in samples),
+            weights_version=tuple(sample.versions for _, sample in samples),
+            messages=tuple(sample.messages for _, sample in samples),
         )
 
 
 def draw_partial(
-    groups: Sequence[PartialGroup], limits: PartialLimits, step: int, complete: Complete
+    groups: Sequence[PartialGroup],
+    limits: PartialLimits,
+    step: int,
+    complete: Complete,
+    answer: Answer | None = None,
 ) -> PartialOutcome:
-    """Draws chunks of all unfinished samples of `groups`, the oldest first, until step number `step` has enough."""
+    """Draws chunks of all unfinished samples of `groups`, the oldest first, until step number `step` has enough.
+
+    `answer` is that of conversations; without it a completion is one turn.
+    """
     running = list(groups)
     rounds, drawn = 0, 0
     while not _is_enough(running, limits, step, drawn):
@@ -133,9 +119,14 @@ def draw_partial(
         for group in running:
             requests += group.requests(first, limits.chunk, limits.max_tokens)
             first += len(group.samples)
-        chunks = {c.sample: c for c in complete(requests, rounds)}
-        running = _with_chunks(running, chunks, limits.max_tokens)
-        drawn += sum(len(chunk.tokens) for chunk in chunks.values())
+        chunks = complete(requests, rounds)
+        samples = [sample for group in running for sample in group.samples]
+        grown: Mapping[int, Sample] = {
+            chunk.sample: _with_chunk(samples[chunk.sample], chunk, limits.max_tokens)
+            for chunk in chunks
+        }
+        running = _with_samples(running, grown if answer is None else answer(grown))
+        drawn += sum(len(chunk.tokens) for chunk in chunks)
         rounds += 1
     whole = [group for group in running if group.is_whole][: limits.groups]
     taken = {group.position for group in whole}
@@ -153,15 +144,18 @@ def _is_enough(
     return whole >= limits.groups or (is_spent and whole > 0)
 
 
-def _with_chunks(
-    running: Sequence[PartialGroup], chunks: dict[int, Completion], max_tokens: int
+def _with_chunk(sample: Sample, chunk: Completion, max_tokens: int) -> Sample:
+    grown = sample.with_written(chunk)
+    is_cut = chunk.finish_reason == LENGTH and len(grown.tokens) < max_tokens
+    return replace(grown, finish_reason=None) if is_cut else grown
+
+
+def _with_samples(
+    running: Sequence[PartialGroup], grown: Mapping[int, Sample]
 ) -> list[PartialGroup]:
-    grown, first = [], 0
+    groups, first = [], 0
     for group in running:
-        samples = tuple(
-            sample.with_chunk(chunks[first + i], max_tokens) if first + i in chunks else sample
-            for i, sample in enumerate(group.samples)
-        )
-        grown.append(replace(group, samples=samples))
+        samples = tuple(grown.get(first + i, sample) for i, sample in enumerate(group.samples))
+        groups.append(replace(group, samples=samples))
         first += len(group.samples)
-    return grown
+    return groups

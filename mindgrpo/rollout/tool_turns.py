@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from mindgrpo.rollout.conversations import Conversation, Reply
+from mindgrpo.data.examples import Message
+from mindgrpo.rollout.conversations import Reply
 from mindgrpo.tools.calls import OVER_LIMIT, Parser, ToolCall
 from mindgrpo.tools.pool import ToolAnswer
 
@@ -32,16 +33,14 @@ class ToolTurns:
     def answers_every_turn(self) -> bool:
         return False
 
-    def asks(self, conversation: Conversation, written: str) -> list[ToolCall] | None:
+    def asks(
+        self, turn: dict[str, Any], before: Sequence[Message], written: str
+    ) -> list[ToolCall] | None:
         calls = self.parser(written)
         if not calls:
             return None
-        messages = conversation.messages
-        before = sum(len(message.get("tool_calls", ())) for message in messages)
-        messages[-1]["tool_calls"] = [
-            {"name": call.name, "arguments": call.arguments} for call in calls
-        ]
-        return self._within_limit(before, calls)
+        turn["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        return self._within_limit(sum(len(m.get("tool_calls", ())) for m in before), calls)
 
     def _within_limit(self, before: int, calls: list[ToolCall]) -> list[ToolCall]:
         most = self.max_tool_calls

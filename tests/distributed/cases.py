@@ -83,7 +83,8 @@ class Recipe:
     advantages: dict[str, Any] = field(default_factory=dict)
     equal_groups: bool = False  # rewards are such that some groups' are all equal
     resampling_rounds: int = 0  # above 0 with equal_groups
-    max_turns: int = 1  # of conversations with a tool
+    max_turns: int = 1  # of conversations with a tool, or with an environment
+    environment: bool = False
     partial_chunk: int = 0  # tokens; above 0 a rollout ends with half of the prompts' groups
     in_loop: bool = True  # the decode loop in C computes the model
 
@@ -159,14 +160,24 @@ RECIPES = {
         equal_groups=True,
         max_turns=4,
     ),
-    # Completions by the weights of several steps.
+    # A prompt of its own for every group, and an advantage for every turn.
+    "environment": Recipe(
+        QWEN2,
+        sampling={"stop_ids": tuple(range(20)), "min_tokens": 0},
+        loss_config={"beta": 0.0},
+        advantages={"by_turn": True},
+        max_turns=3,
+        environment=True,
+    ),
+    # Conversations by the weights of several steps.
     "partial": Recipe(
         QWEN2,
         num_iterations=2,
         sampling={"stop_ids": tuple(range(16)), "min_tokens": 0},
         loss_config={"corrected": True},
         advantages={"correction": "token_truncate", "correction_cap": 1.5},
-        partial_chunk=2,
+        max_turns=4,
+        partial_chunk=1,
     ),
 }
 
@@ -207,6 +218,7 @@ SPREAD = (
     Case("dapo", (1, 2, 2), (2, 2)),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("tools", (2, 2, 2), (4, 2)),
+    Case("environment", (1, 2, 1), (2, 1)),
     Case("low rank", (1, 2, 2), (4, 1)),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),

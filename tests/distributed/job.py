@@ -23,7 +23,7 @@ import cases as c
 import numpy as np
 from carried import communication, sum_in_graph
 from saving import saved_and_loaded
-from scripted_tools import scripted
+from scripted_turns import scripted
 from task import Task, prompts
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
@@ -97,7 +97,8 @@ class Run:
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
         self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
-        conversations = scripted(self.recipe.max_turns, backend.rank == 0)
+        turns, has_environment = self.recipe.max_turns, self.recipe.environment
+        conversations = scripted(turns, has_environment, backend.rank == 0)
         self.replicas = Replicas(self.generator, self.infer.grid, backend, conversations)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
@@ -187,7 +188,9 @@ class Run:
             old = compute_log_probs(pipeline, grid, self.backend, packed)
         corrected = replace(rollout, generator_logps=as_of_another_engine(rollout))
         earned = scored.scores.total
-        batch, _ = compute_advantages(corrected, earned, self.advantages, old, reference)
+        batch, _ = compute_advantages(
+            corrected, earned, self.advantages, old, reference, scored.turn_rewards
+        )
         everyone = range(len(batch))
         reports = [
             update(self.policy, batch, packed, everyone, c.LEARNING_RATE)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.environment import turns_of
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.rewards.scores import Scores
 
@@ -62,4 +63,8 @@ class Task:
 
     def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
         earned = self._reward(rollout)
-        return Scored(Scores({}, earned, earned < 0), [])
+        of_turns = [
+            np.array([turn.get("reward", 0.0) for turn in turns_of(messages)])
+            for messages in rollout.messages
+        ]
+        return Scored(Scores({}, earned, earned < 0), [], of_turns)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from distributed.scripted_tools import scripted
+from distributed.scripted_turns import scripted
 from engine_process import ROOT, Oracle
 from engine_subject import needs_vllm
 
@@ -61,7 +61,7 @@ def conversations_of(engine: EmbeddedEngine) -> Rollout:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 352, n).astype(np.int32) for n in (3, MAX_PROMPT)]
     requests = [Request(prompt, tuple(range(8 * i, 8 * i + 8))) for i, prompt in enumerate(prompts)]
-    driver = scripted(TURNS, True)
+    driver = scripted(TURNS, has_environment=False, is_first=True)
     assert driver is not None
 
     def generate(asked: Sequence[Request], turn: int) -> list[Completion]:
