@@ -1,20 +1,25 @@
 """Partial rollouts with an engine whose tokens are a function of the prompt and what follows it: chunks, ends, ages.
 
-Does not prove that engines go on right after a cut: test_partial_engines.py compares chunks with whole completions.
+Does not prove that engines go on right after a cut: test_partial_runs.py compares chunks with whole completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+from distributed.scripted_turns import scripted
 
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
+from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
+from mindgrpo.rollout.sample import Sample
 
 SIZE = 2
 STOP = 0
@@ -131,6 +136,83 @@ def test_what_is_unfinished_comes_back_from_a_manifest_bit_for_bit() -> None:
             for name in ("tokens", "logps", "versions"):
                 x, y = getattr(a, name), getattr(b, name)
                 assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+class Speaker:
+    """Says the next turn of a sample's script, as much as it is asked for; the last id of a turn ends it."""
+
+    script = [list(range(10, 10 + n)) + [STOP] for n in (1, 6, 3, 4)]
+
+    def __init__(self) -> None:
+        self._left: dict[int, list[list[int]]] = {}
+
+    def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+        made = []
+        for request in requests:
+            limits = request.max_tokens or (100,) * len(request.samples)
+            for sample, limit in zip(request.samples, limits, strict=True):
+                left = self._left.setdefault(sample, [list(t) for t in self.script[sample % 3 :]])
+                ids, left[0] = left[0][:limit], left[0][limit:]
+                reason = LENGTH if left[0] else STOPPED
+                if not left[0]:
+                    left.pop(0)
+                tokens = np.array(ids, np.int32)
+                made.append(Completion(sample, tokens, -tokens.astype(np.float32), reason, 1))
+        return made
+
+
+def conversations() -> Conversations:
+    driver = scripted(max_turns=3, has_environment=False, is_first=True)
+    assert driver is not None
+    return driver
+
+
+def answer_to(driver: Conversations) -> Any:
+    return partial(run_together, responder=driver.responder, gather=lambda own: [own])
+
+
+@pytest.mark.parametrize("max_tokens", [11, 14, 100])
+@pytest.mark.parametrize("chunk", [1, 3, 50])
+def test_conversations_in_chunks_are_those_that_are_drawn_turn_by_turn(
+    chunk: int, max_tokens: int
+) -> None:
+    driver, engine = conversations(), Speaker()
+    prompts = [np.array([7, i], np.int32) for i in range(3)]
+    requests = [Request(p, (2 * i, 2 * i + 1), (max_tokens,) * 2) for i, p in enumerate(prompts)]
+    expected = driver.run(requests, max_tokens, 1, engine.complete, answer_to(driver))
+    assert max(len(one.messages) for one in expected) >= 3
+
+    def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
+        return driver.next_turns(drawn, max_tokens, 1, answer_to(driver))[0]
+
+    begun = [PartialGroup.begun(i, prompt, 0, SIZE) for i, prompt in enumerate(prompts)]
+    wanted = limits(len(begun), chunk=chunk, max_tokens=max_tokens)
+    rollout = draw_partial(begun, wanted, 0, Speaker().complete, answer).rollout()
+    for i, whole in enumerate(expected):
+        np.testing.assert_array_equal(rollout.completion_ids[i], whole.tokens)
+        np.testing.assert_array_equal(rollout.action_mask[i], whole.action_mask)
+        np.testing.assert_array_equal(rollout.generator_logps[i], whole.logps)
+        assert rollout.finish_reasons[i] == whole.finish_reason
+        assert rollout.messages[i] == whole.messages
+
+
+def test_a_conversation_comes_back_from_a_manifest() -> None:
+    sample = Sample.begun(np.array([7, 8], np.int32)).with_written(
+        Completion(0, np.array([3, STOP], np.int32), np.array([-1, -2], np.float32), STOPPED, 4)
+    )
+    call = {"role": "assistant", "content": "3", "tool_calls": [{"name": "f", "arguments": {}}]}
+    told = [call, {"role": "tool", "content": "\u00e9", "failure": None}]
+    sample = sample.with_answer([9, 9, 9], told, 5)
+    stored = StoredGroup.model_validate_json(
+        stored_groups([PartialGroup(2, 1, (sample,))])[0].model_dump_json()
+    )
+    (group_,) = restored_groups([stored], [sample.prompt])
+    (other,) = group_.samples
+    for name in ("prompt", "tokens", "logps", "versions", "action_mask"):
+        x, y = getattr(sample, name), getattr(other, name)
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+    assert (other.messages, other.finish_reason) == (sample.messages, None)
+    assert other.turn.size == 0 and other.num_turns == 1
 
 
 def test_a_manifest_whose_versions_are_not_of_its_tokens_is_refused() -> None:
