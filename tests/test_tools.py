@@ -123,6 +123,16 @@ def test_calls_that_misbehave_cost_themselves_alone(pool: ToolPool) -> None:
     assert len(rest[4].text) < LONGEST_ANSWER + 100
 
 
+def test_calls_that_need_no_process_are_run_again_if_their_worker_ends(
+    pool: ToolPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "_bounded", frozenset({"calculator", "dies"}))
+    sums = [ToolCall("calculator", {"expression": f"{i} + 1"}) for i in range(2)]
+    answers = pool.run([sums[0], ToolCall("dies"), sums[1]])
+    assert [(a.text, a.failure) for a in (answers[0], answers[2])] == [("1", None), ("2", None)]
+    assert answers[1].failure == EXIT
+
+
 def test_a_tool_that_ends_its_worker_fails_what_was_asked_and_nothing_later(
     pool: ToolPool,
 ) -> None:

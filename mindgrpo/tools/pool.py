@@ -1,4 +1,4 @@
-"""Runs tool calls in a worker's forked processes, which are ended where they are late or too large."""
+"""Runs tool calls in a worker: those of users' tools in forked processes, which are ended where late or too large."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from mindgrpo.rewards.outcome import EXIT, Failure
 from mindgrpo.rewards.workers.connection import Output, Worker, WorkerEnded
 from mindgrpo.rewards.workers.executor import ISOLATED_GRACE
 from mindgrpo.rewards.workers.worker import Task
+from mindgrpo.tools.builtin import BOUNDED
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.load import TOOL
-from mindgrpo.tools.served import ToolCaller
+from mindgrpo.tools.served import Calls, ToolCaller
 
 UNKNOWN = "unknown"
 # Of one answer; the budget of a conversation's tokens is smaller.
@@ -41,6 +42,7 @@ class ToolPool:
 
     def __init__(self, texts: Sequence[str], names: Sequence[str], limits: ToolLimits) -> None:
         self._texts, self._names, self._limits = tuple(texts), frozenset(names), limits
+        self._bounded = BOUNDED.intersection(texts)
         self._output = Output()
         self._worker: Worker | None = None
 
@@ -54,17 +56,25 @@ class ToolPool:
                 known = ", ".join(sorted(self._names))
                 text = f"Error: there is no tool {call.name!r}; there are {known}"
                 answers[index] = ToolAnswer(text, UNKNOWN)
-        rest = [index for index in range(len(calls)) if index not in answers]
-        if rest:
-            self._run(calls, rest, answers)
+        runnable = [index for index in range(len(calls)) if index not in answers]
+        self._run(calls, [i for i in runnable if calls[i].name in self._bounded], answers, False)
+        # Also what the worker has died of.
+        self._run(calls, [i for i in runnable if i not in answers], answers, True)
         self._output.take()
         return [answers[index] for index in range(len(calls))]
 
     def _run(
-        self, calls: Sequence[ToolCall], rest: list[int], answers: dict[int, ToolAnswer]
+        self,
+        calls: Sequence[ToolCall],
+        indices: list[int],
+        answers: dict[int, ToolAnswer],
+        isolated: bool,
     ) -> None:
+        """Adds answers: those of isolated calls all, of the others what comes before the worker ends."""
+        if not indices:
+            return
         ending = Failure(EXIT, "its process ended")
-        task = Task(True, list(calls), [rest], self._limits.deadline)
+        task = Task(isolated, Calls(calls), [indices], self._limits.deadline)
         try:
             worker = self._start()
             worker.load()
@@ -74,11 +84,11 @@ class ToolPool:
             ending = ended.failure
         except (KeyError, TypeError, ValueError):
             ending = Failure(EXIT, "its process wrote to the rank what is no answer")
-        missing = [index for index in rest if index not in answers]
-        for index in missing:
-            answers[index] = _failed(ending)
+        missing = [index for index in indices if index not in answers]
         if missing:
             self.close()
+        for index in missing if isolated else []:
+            answers[index] = _failed(ending)
 
     def _start(self) -> Worker:
         if self._worker is not None and self._worker.has_ended():

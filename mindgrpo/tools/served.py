@@ -1,4 +1,4 @@
-"""What a worker process calls for a conversation: tools by name, each call by itself in a process of its own."""
+"""What a worker process calls for a conversation: tools by name."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from mindgrpo.rewards.call import Signature
-from mindgrpo.rewards.outcome import BAD_RESULT, MEMORY, RAISED, Failure, Outcome
+from mindgrpo.rewards.outcome import BAD_RESULT, MEMORY, RAISED, Failure
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.load import load_tools
 from mindgrpo.user_code import describe
+
+
+class Calls(tuple[ToolCall, ...]):
+    """As a task's samples."""
+
+    def select(self, indices: Sequence[int]) -> Calls:
+        return Calls(self[index] for index in indices)
 
 
 class ToolCaller:
@@ -22,8 +29,9 @@ class ToolCaller:
         self._functions = {tool.name: tool.function for tool in load_tools(texts)}
         self._longest = longest
 
-    def together(self, samples: Sequence[ToolCall]) -> Sequence[Outcome] | Failure:
-        raise NotImplementedError("calls run one by one")
+    def together(self, samples: Sequence[ToolCall]) -> list[str | Failure]:
+        """In this process: for tools that are bounded."""
+        return [self.alone(samples, index) for index in range(len(samples))]
 
     def alone(self, samples: Sequence[ToolCall], index: int) -> str | Failure:
         call = samples[index]

@@ -1,9 +1,9 @@
 """Conversations of three turns against single-turn completions of the same lengths, in tokens a second.
 
-conversations.py [--turn 24] [--answer 8] [--repeats 5] [--real_tools] prints one JSON line. 256 samples, 8 a prompt, by
-the embedded generator in one process; the two take turns, and medians are compared. `ratio` counts all tokens behind a
-prompt, those of tools too, `own_ratio` only what the policy wrote. A tool answers at once, or with --real_tools it is
-the built-in calculator, each call in a process of its own. Lengths are forced, weights and prompts random.
+conversations.py [--turn 24] [--answer 8] [--repeats 5] prints one JSON line. 256 samples, 8 a prompt, by the embedded
+generator in one process; the two take turns, and medians are compared. `ratio` counts all tokens behind a prompt, those
+of tools too, `own_ratio` only what the policy wrote. Every turn calls the built-in calculator. Lengths are forced,
+weights and prompts random.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request, SeedKey
-from mindgrpo.rollout.tool_turns import Pool, ToolTurns
+from mindgrpo.rollout.tool_turns import ToolTurns
 from mindgrpo.tools.calls import ToolCall
-from mindgrpo.tools.pool import ToolAnswer, ToolLimits, ToolPool
+from mindgrpo.tools.pool import ToolLimits, ToolPool
 
 PROMPTS, TURNS = 32, 3
 
@@ -53,14 +53,6 @@ class Suffix:
 
     def ids(self, messages: Sequence[Any]) -> list[int]:
         return list(range(5, 5 + self.length))
-
-
-class AtOnce:
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        return [ToolAnswer("2") for _ in calls]
-
-    def close(self) -> None:
-        """Nothing was started."""
 
 
 class NoText:
@@ -91,7 +83,7 @@ class Generation:
 
 
 def in_turns(
-    generation: Generation, requests: Sequence[Request], pool: Pool, suffix: Suffix
+    generation: Generation, requests: Sequence[Request], pool: ToolPool, suffix: Suffix
 ) -> tuple[int, float]:
     """Tokens behind prompts, and seconds."""
     responder = ToolTurns(call, pool)
@@ -133,9 +125,7 @@ def measure(given: argparse.Namespace) -> None:
     roles.refresh_engine()
     generation = Generation(roles, sampling, given.turn, roles.enter_rollout())
     limits = ToolLimits(10.0, memory_bytes(config.reward_config.memory))
-    pool: Pool = AtOnce()
-    if given.real_tools:
-        pool = ToolPool(["calculator"], ["calculator"], limits)
+    pool = ToolPool(["calculator"], ["calculator"], limits)
     speeds: dict[str, list[float]] = {"turns": [], "whole": []}
     for number in range(given.repeats + 1):
         requests = requests_of(work, number)
@@ -167,7 +157,6 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=24, help="tokens of a turn")
     parser.add_argument("--answer", type=int, default=8, help="tokens between two turns")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--real_tools", action="store_true")
     given = parser.parse_args()
     if launching.is_rank():
         measure(given)
