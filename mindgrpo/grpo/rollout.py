@@ -76,13 +76,17 @@ class Replicas:
                 return self._draw(share, sampling, key, version)
             return self._converse(share, sampling, key, version, opening)
 
-        return collect(prompts, num_generations, self._shared_out(requests, draw), first, groups)
+        return collect(
+            prompts, num_generations, self._shared_out(requests, key, draw), first, groups
+        )
 
     def complete(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Completion]:
         """One turn a sample, in no certain order; all ranks together, the same on each. Raises RanksDisagree."""
-        return self._shared_out(requests, lambda share: self._draw(share, sampling, key, version))
+        return self._shared_out(
+            requests, key, lambda share: self._draw(share, sampling, key, version)
+        )
 
     def next_turns(
         self, drawn: Mapping[int, Sample], max_tokens: int, version: int
@@ -99,6 +103,7 @@ class Replicas:
     def _shared_out(
         self,
         requests: Sequence[Request],
+        key: SeedKey,
         draw: Callable[[Sequence[Request]], list[Completion]],
     ) -> list[Completion]:
         coordinates = self.grid.coordinates(self.backend.rank)
@@ -109,10 +114,11 @@ class Replicas:
         for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
             different = different_ranks([by_rank[rank][1] for rank in ranks])
             if different:
-                reference, which = ranks[0], ", ".join(str(ranks[i]) for i in different)
+                word = "rank" if len(different) == 1 else "ranks"
+                names = ", ".join(str(ranks[i]) for i in different)
                 raise RanksDisagree(
-                    f"rank {which} of a generating replica drew other tokens than rank {reference}; see "
-                    "docs/failures.md"
+                    f"{word} {names} drew other tokens than the ranks {list(ranks)} that share a model, in step "
+                    f"{key.step + 1}: they compute with different weights, seeds or code"
                 )
         return [completion for part, _ in by_rank for completion in part]
 
