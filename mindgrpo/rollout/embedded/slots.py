@@ -91,11 +91,14 @@ class _Layer(nn.Cell):
         return x, self.total(added)
 
 
+# In the phases "prefill" and "increment" MindSpore runs a compiled cell again without looking for its graph by the
+# inputs' shapes, of which these two have one each.
 class _Prompts(nn.Cell):
     """tokens int32 [N], -1 where there is none: keys and values of prompts, and first inputs, to prefix blocks."""
 
     def __init__(self, shard: Shard, slots: Slots) -> None:
         super().__init__()
+        self.phase = "prefill"
         self.table = shard["model.embed_tokens.weight"]
         self.embed = shard.embedding()
         self.total = shard.group.sum_cell()
@@ -118,6 +121,7 @@ class _Decode(nn.Cell):
 
     def __init__(self, shard: Shard, slots: Slots, steps: int) -> None:
         super().__init__()
+        self.phase = "increment"
         self.steps = steps
         self.begin = slots.begin()
         self.layers = nn.CellList(
