@@ -116,7 +116,7 @@ static int run_heads(const Call *call, Task *t, int64_t by_token, int64_t fixed)
     if (status) return status;
     int64_t dnorms = t->num_clusters * t->kv * 2 * t->dim, members = pool_size();
     t->floats = padded(fixed + by_token * t->longest);
-    t->memory = allocate(call, (members * t->floats + dnorms) * sizeof(float));
+    t->memory = scratch(call, members * t->floats + dnorms);
     if (!t->memory) return KERNEL_OUT_OF_MEMORY;
     t->dnorms = t->memory + members * t->floats;
     memset(t->dnorms, 0, dnorms * sizeof(float));
@@ -225,7 +225,6 @@ KERNEL(attention, ATTENTION_INPUTS " -> mixed f32[N, M], log_sum_exp f32[N, Q]")
     if (status) return status;
     t.out = call->params[9], t.lse = call->params[10], t.one_head = forward_head;
     status = run_heads(call, &t, 3 * t.dim + BLOCK, SLACK * t.dim + BLOCK * 2 * (SLACK + t.dim));
-    free(t.memory);
     free(t.runs);
     return status;
 }
@@ -330,7 +329,6 @@ KERNEL(attention_grad, ATTENTION_INPUTS
     if (!status && t.bias) pool_run(sum_bias, call);
     for (int i = 0; i < 2 && !status && t.q_norm; i++)
         sum_rows(t.dnorms + i * t.dim, t.num_clusters * t.kv, t.dim, 2 * t.dim, call->params[14 + i]);
-    free(t.memory);
     free(t.runs);
     return status;
 }
