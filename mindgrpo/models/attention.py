@@ -10,7 +10,6 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
 from mindgrpo.models.shard import Shard
 
 
@@ -24,7 +23,7 @@ class Attention(nn.Cell):
         super().__init__()
         name, heads = prefix + "self_attn.", shard.heads()
         nothing = Tensor([0.0], ms.float32)
-        self.copy = CopyTo(shard.group)
+        self.copy = shard.copy_to_group()
         self.qkv = shard.linear(name + "qkv_proj.weight")
         self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
         self.float32 = shard.float32()
@@ -37,7 +36,7 @@ class Attention(nn.Cell):
             self.projection_norm = ProjectionNorm(shard, name)
         self.attend = attend
         self.out = shard.linear(name + "o_proj.weight")
-        self.reduce = ReduceFrom(shard.group)
+        self.reduce = shard.reduce_from_group()
         self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None
 
@@ -75,7 +74,7 @@ class ProjectionNorm(nn.Cell):
         self.bias = shard.get(name + "qkv_proj.bias")
         self.has_bias = self.bias is not None
         self.float32 = shard.float32()
-        self.reduce, self.copy = ReduceFrom(shard.group), CopyTo(shard.group)
+        self.reduce, self.copy = shard.reduce_from_group(), shard.copy_to_group()
 
     def construct(self, qkv: Any) -> Any:
         dtype, qkv = qkv.dtype, qkv.astype(ms.float32)

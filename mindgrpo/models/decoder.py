@@ -13,9 +13,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from mindgrpo.backend.kernels.contract import Heads, Kernels
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
+from mindgrpo.models.parallel_cells import Same
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
 
@@ -27,9 +28,12 @@ class Recompute:
     modules: frozenset[str] = frozenset()
     every: int = 1
 
-    def apply(self, layer: Any, index: int) -> None:
+    def applies_to(self, index: int) -> bool:
         """`index` counts layers from 0 over the whole model."""
-        if index % self.every:
+        return bool(self.modules) and index % self.every == 0
+
+    def apply(self, layer: Any, index: int) -> None:
+        if not self.applies_to(index):
             return
         if self.modules == {"attention", "mlp"}:
             layer.recompute()
@@ -49,7 +53,7 @@ class Embedding(nn.Cell):
         super().__init__()
         self.table = shard["model.embed_tokens.weight"]
         self.embed = shard.embedding()
-        self.reduce = ReduceFrom(shard.group)
+        self.reduce = shard.reduce_from_group()
         self.is_scaled = shard.config.family.scaled_embeddings
         self.scale = float(np.float32(shard.config.hidden_size**0.5))
 
@@ -61,20 +65,16 @@ class Embedding(nn.Cell):
 
 
 class Norm(nn.Cell):
-    """The RMS norm of x_NH with weight `key`; x itself where the key is None."""
+    """The RMS norm of x_NH with weight `key`."""
 
-    def __init__(self, shard: Shard, key: str | None) -> None:
+    def __init__(self, shard: Shard, key: str) -> None:
         super().__init__()
-        self.is_identity = key is None
-        if key is not None:
-            self.weight = shard[key]
+        self.weight = shard[key]
         self.float32 = shard.float32()
         self.offset = shard.config.family.norm_offset
-        self.norm = shard.kernels.rms_norm(shard.config.rms_norm_eps)
+        self.norm = shard.cell(shard.kernels.rms_norm, shard.config.rms_norm_eps)
 
     def construct(self, x: Any) -> Any:
-        if self.is_identity:
-            return x
         weight = self.float32(self.weight)
         if self.offset != 0.0:
             weight = weight + self.offset
@@ -91,7 +91,7 @@ class AddNorm(nn.Cell):
             self.weight = shard[key]
         self.float32 = shard.float32()
         self.offset = shard.config.family.norm_offset
-        self.norm = shard.kernels.add_rms_norm(shard.config.rms_norm_eps)
+        self.norm = shard.cell(shard.kernels.add_rms_norm, shard.config.rms_norm_eps)
 
     def construct(self, x: Any, added: Any) -> Any:
         if self.is_identity:
@@ -108,11 +108,11 @@ class GatedMlp(nn.Cell):
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
-        self.copy = CopyTo(shard.group)
+        self.copy = shard.copy_to_group()
         self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
-        self.glu = shard.kernels.glu(shard.config.activation)
+        self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
         self.down = shard.linear(prefix + "mlp.down_proj.weight")
-        self.reduce = ReduceFrom(shard.group)
+        self.reduce = shard.reduce_from_group()
 
     def construct(self, x: Any) -> Any:
         return self.reduce(self.down(self.glu(self.gate_up(self.copy(x)))))
@@ -131,14 +131,18 @@ class Layer(nn.Cell):
         def key(name: str | None) -> str | None:
             return name and f"{prefix}{name}.weight"
 
+        def norm(name: str | None) -> nn.Cell:
+            return shard.cell(Same) if name is None else Norm(shard, f"{prefix}{name}.weight")
+
         self.is_entry = index == shard.layers.start
-        norm_in = Norm if self.is_entry else AddNorm
-        self.attention_in = norm_in(shard, key(norms.attention_in))
-        self.attention = Attention(shard, prefix, attend)
-        self.attention_out = Norm(shard, key(norms.attention_out))
+        self.attention_in = (
+            norm(norms.attention_in) if self.is_entry else AddNorm(shard, key(norms.attention_in))
+        )
+        self.attention = Attention(shard.within("attention"), prefix, attend)
+        self.attention_out = norm(norms.attention_out)
         self.mlp_in = AddNorm(shard, key(norms.mlp_in))
-        self.mlp = GatedMlp(shard, prefix)
-        self.mlp_out = Norm(shard, key(norms.mlp_out))
+        self.mlp = GatedMlp(shard.within("mlp"), prefix)
+        self.mlp_out = norm(norms.mlp_out)
 
     def construct(self, x: Any, added: Any, *context: Any) -> Any:
         if self.is_entry:
@@ -159,6 +163,9 @@ class Rotary:
         self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
+    def attention(self, kernels: Kernels, heads: Heads, kind: int) -> nn.Cell:
+        return kernels.attention(heads, self.tables[kind])
+
 
 class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, positions int32 [R, T], spans int32 [R, T, 3]) -> x_NH.
@@ -175,11 +182,14 @@ class Stage(nn.Cell):
         rotary = Rotary(shard, num_positions)
         self.rotary_of = rotary.of_layer
         self.rope_and_masks = nn.CellList([kernels.rope_and_mask(t) for t in rotary.tables])
-        attends = [kernels.attention(heads, rotary.tables[i]) for i in rotary.of_layer]
-        layers = [Layer(shard, *entry) for entry in zip(shard.layers, attends, strict=True)]
+        sharing = shard.sharing_cells()
+        layers = []
+        for index, kind in zip(shard.layers, rotary.of_layer, strict=True):
+            of_layer = sharing.within(recompute.applies_to(index))
+            attend = of_layer.cell(rotary.attention, kernels, heads, kind)
+            layers.append(Layer(of_layer, index, attend))
+            recompute.apply(layers[-1], index)
         self.layers = nn.CellList(layers)
-        for index, layer in zip(shard.layers, layers, strict=True):
-            recompute.apply(layer, index)
 
     def construct(self, x: Any, positions: Any, spans: Any) -> Any:
         contexts = []
@@ -199,7 +209,7 @@ class Head(nn.Cell):
     def __init__(self, shard: Shard) -> None:
         super().__init__()
         self.norm = Norm(shard, "model.norm.weight")
-        self.copy = CopyTo(shard.group)
+        self.copy = shard.copy_to_group()
         self.table = shard.head_table
         self.exact = shard.exact()
         self.matmul = shard.kernels.matmul(transpose_b=True)
@@ -225,7 +235,7 @@ class LogProbStage(nn.Cell):
         self.stage = stage
         self.pick = shard.kernels.embedding(0)
         self.norm = Norm(shard, "model.norm.weight")
-        self.copy = CopyTo(shard.group)
+        self.copy = shard.copy_to_group()
         self.table = shard.head_table
         self.exact = shard.exact()
         self.logprobs = TokenLogProbs(

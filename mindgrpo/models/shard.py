@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,14 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.local_sizes import local_heads, local_vocabulary
 from mindgrpo.models.lora import LowRankLinear, unfused_keys
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
-from mindgrpo.models.parallel_cells import Float32Gradient, Linear, Same, ToFloat32
+from mindgrpo.models.parallel_cells import (
+    CopyTo,
+    Float32Gradient,
+    Linear,
+    ReduceFrom,
+    Same,
+    ToFloat32,
+)
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -59,10 +68,42 @@ class Shard:
         self.adapter_parameters: dict[str, Any] = {}
         if adapters is not None:
             self.adapter_parameters = adapters.weights.parameters
+        self._shared_cells: dict[Any, nn.Cell] | None = None
+        self._scope: tuple[object, ...] = ()
+
+    def sharing_cells(self) -> Shard:
+        """The same, of which equal cells without weights are one object: a graph compiles it once, not once a layer."""
+        shard = copy(self)
+        shard._shared_cells = {}
+        return shard
+
+    def within(self, scope: object) -> Shard:
+        """The same, whose cells are shared with those of the same scope alone.
+
+        Whether it is computed again is a cell's own property, so what may differ in that must not share.
+        """
+        shard = copy(self)
+        shard._scope = (*self._scope, scope)
+        return shard
+
+    def cell(self, make: Callable[..., nn.Cell], *arguments: Any) -> nn.Cell:
+        """make(*arguments), a cell without weights; the arguments are hashable."""
+        if self._shared_cells is None:
+            return make(*arguments)
+        key = (self._scope, make, *arguments)
+        if key not in self._shared_cells:
+            self._shared_cells[key] = make(*arguments)
+        return self._shared_cells[key]
+
+    def copy_to_group(self) -> nn.Cell:
+        return self.cell(CopyTo, self.group)
+
+    def reduce_from_group(self) -> nn.Cell:
+        return self.cell(ReduceFrom, self.group)
 
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""
-        matmul = self.kernels.matmul()
+        matmul = self.cell(self.kernels.matmul)
         base = Linear(self[key], matmul, self.exact())
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
@@ -76,11 +117,11 @@ class Shard:
 
     def exact(self) -> nn.Cell:
         """What matrices go through before products, so that their gradients are float32."""
-        return Same() if self.weights.dtype == "float32" else Float32Gradient()
+        return self.cell(Same if self.weights.dtype == "float32" else Float32Gradient)
 
     def float32(self) -> nn.Cell:
         """What vectors of weights go through: they are used, and have gradients, in float32."""
-        return Same() if self.weights.dtype == "float32" else ToFloat32()
+        return self.cell(Same if self.weights.dtype == "float32" else ToFloat32)
 
     def embedding(self) -> nn.Cell:
         """(tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""

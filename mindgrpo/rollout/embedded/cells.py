@@ -138,5 +138,6 @@ class MarkSeen(nn.Cell):
 
 
 def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
+    shard = shard.sharing_cells()
     pairs = zip(shard.layers, attends, strict=True)
     return nn.CellList([Layer(shard, index, attend) for index, attend in pairs])

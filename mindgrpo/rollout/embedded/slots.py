@@ -65,7 +65,7 @@ class _Layer(nn.Cell):
         self.down = shard[prefix + "mlp.down_proj.weight"]
         self.attend = slots.attend(index - shard.layers.start, is_prompt, keeps_only)
         self.mlp = slots.mlp(index - shard.layers.start, is_prompt)
-        self.total = shard.group.sum_cell()
+        self.total = shard.cell(shard.group.sum_cell)
 
     def construct(self, x: Any, added: Any) -> Any:
         x, added = self.attend(
@@ -200,7 +200,7 @@ class SlotDecoder:
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )
         self._slots = slots
-        self._prompts = backend.graph(_Prompts(shard, slots), "prompts")
+        self._prompts = backend.graph(_Prompts(shard.sharing_cells(), slots), "prompts")
         self._shard, self._backend = shard, backend
         self._progress = partial(backend.health.progress, "samples")
         self._decoders: list[tuple[SamplingParams, Any]] = []
@@ -230,7 +230,9 @@ class SlotDecoder:
         for made_with, graph in self._decoders:
             if self._slots.serves(made_with):
                 return graph
-        graph = self._backend.graph(_Decode(self._shard, self._slots, DECODE_STEPS), "decode")
+        graph = self._backend.graph(
+            _Decode(self._shard.sharing_cells(), self._slots, DECODE_STEPS), "decode"
+        )
         self._decoders.append((sampling, graph))
         return graph
 
