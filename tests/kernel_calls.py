@@ -124,8 +124,13 @@ def embed_grad(rng: np.random.Generator) -> KernelCall:
 
 def log_prob_stats(rng: np.random.Generator) -> KernelCall:
     logits = floats(rng, size(rng, 40), size(rng, 300))
-    first, real, scale = size(rng, 9), int(rng.integers(0, logits.shape[1] + 1)), 0.7
     labels = rng.integers(-5, 310, len(logits)).astype(np.int32)
+    real = int(rng.integers(0, logits.shape[1] + 1))
+    return log_prob_stats_of(logits, labels, size(rng, 9), real)
+
+
+def log_prob_stats_of(logits: np.ndarray, labels: np.ndarray, first: int, real: int) -> KernelCall:
+    scale = 0.7
     stats = np.zeros((len(logits), 4))
     stats[:, 0] = -1e30
     if real:
@@ -300,8 +305,34 @@ def bf16_pack(rng: np.random.Generator) -> KernelCall:
     return KernelCall("bf16_pack", [w, terms], [room])
 
 
+def linear_log_prob_stats(rng: np.random.Generator) -> KernelCall:
+    """log_prob_stats of a product; the second factor, turned, is the table."""
+    x, w, terms = factors(rng)
+    logits = (x.astype(np.float64) @ w.astype(np.float32)).astype(np.float32)
+    labels = rng.integers(-5, 310, len(x)).astype(np.int32)
+    made = log_prob_stats_of(logits, labels, size(rng, 9), int(rng.integers(0, w.shape[1] + 1)))
+    inputs = [x, np.ascontiguousarray(w.T), *made.inputs[1:], terms]
+    return KernelCall("linear_log_prob_stats", inputs, made.outputs, made.expected)
+
+
+def linear_log_prob_grad(rng: np.random.Generator) -> KernelCall:
+    """Not compared here: test_linear_log_probs.py does."""
+    inputs = linear_log_prob_stats(rng).inputs
+    x, table = inputs[:2]
+    outputs = [filled(*x.shape), filled(*table.shape)]
+    numbers = floats(rng, 4, len(x))
+    return KernelCall("linear_log_prob_grad", [*inputs, *numbers], outputs)
+
+
 # Kernels that call oneDNN, which not every processor lets do so.
-PRODUCTS = (bf16_product, bf16_product_turned, bf16_product_gradient, bf16_pack)
+PRODUCTS = (
+    bf16_product,
+    bf16_product_turned,
+    bf16_product_gradient,
+    bf16_pack,
+    linear_log_prob_stats,
+    linear_log_prob_grad,
+)
 CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
     make.__name__: make
     for make in (

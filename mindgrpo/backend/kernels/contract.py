@@ -189,6 +189,19 @@ class Kernels(ABC):
         dlogp/dl = onehot - p; dH/dl = -p (log p + H).
         """
 
+    @abstractmethod
+    def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        """(x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T [M, 4].
+
+        The logits of at most `rows` rows are there at a time.
+        """
+
+    @abstractmethod
+    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        """(x, table, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> (dx [M, H], dtable float32
+        [V, H]), likewise.
+        """
+
     def slots(
         self,
         model_shape: LocalModelShape,

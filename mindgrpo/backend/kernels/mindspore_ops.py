@@ -26,6 +26,7 @@ from mindgrpo.backend.kernels.mindspore_attention import (
     RmsNorm,
     RopeAndMask,
 )
+from mindgrpo.backend.kernels.mindspore_log_probs import LinearLogProbGrad, LinearLogProbStats
 
 # Elements of an array that the host works on at once.
 PIECE = 1 << 18
@@ -207,3 +208,9 @@ class PlainKernels(Kernels):
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbGrad(vocabulary, vocabulary.width)
+
+    def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        return LinearLogProbStats(self, vocabulary, rows)
+
+    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        return LinearLogProbGrad(self, vocabulary, rows)

@@ -16,7 +16,12 @@ from mindgrpo.backend.kernels.contract import (
 )
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
-from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient
+from mindgrpo.backend.kernels.native.matmul import (
+    LinearLogProbGrad,
+    LinearLogProbStats,
+    MatMul,
+    MatMulGradient,
+)
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -297,6 +302,16 @@ class NativeKernels(PlainKernels):
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbGrad(vocabulary)
+
+    def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        if self.num_terms is None:
+            return super().linear_log_prob_stats(vocabulary, rows)
+        return LinearLogProbStats(vocabulary, self.num_terms)
+
+    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+        if self.num_terms is None:
+            return super().linear_log_prob_grad(vocabulary, rows)
+        return LinearLogProbGrad(vocabulary, self.num_terms)
 
     def slots(
         self,

@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 terms (bf16_gemm.h) as cells with gradients."""
+"""Matrix products of bfloat16 terms (bf16_gemm.h) as cells with gradients, the head's with its log-probs in one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from mindgrpo.backend.kernels.contract import Vocabulary
 from mindgrpo.backend.kernels.native.library import operation
 
 
@@ -24,6 +25,18 @@ def _turned_product(x: Any, weight: Any, *others: Any) -> Any:
 
 def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
     return [x[1], dy[1]]
+
+
+def _four_a_row(x: Any, *others: Any) -> Any:
+    return [x[0], 4]
+
+
+def _as_first_two(first: Any, second: Any, *others: Any) -> Any:
+    return first, second
+
+
+def _float32_twice(*types: Any) -> Any:
+    return ms.float32, ms.float32
 
 
 class MatMul(nn.Cell):
@@ -57,3 +70,39 @@ class MatMulGradient(nn.Cell):
 
     def construct(self, x: Any, dy: Any) -> Any:
         return self.run(x, dy, self.terms)
+
+
+class _LinearLogProbs(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__()
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+        self.terms = Tensor([num_terms], ms.int32)
+
+
+class LinearLogProbStats(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__(vocabulary, num_terms)
+        self.run = operation("linear_log_prob_stats", _four_a_row, _type_of_first)
+
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        return self.run(x, table, labels, self.sizes, self.scale, self.terms)
+
+
+class LinearLogProbGrad(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__(vocabulary, num_terms)
+        self.run = operation("linear_log_prob_grad", _as_first_two, _float32_twice)
+
+    def construct(
+        self,
+        x: Any,
+        table: Any,
+        labels: Any,
+        totals: Any,
+        entropy: Any,
+        dlogp: Any,
+        dentropy: Any,
+    ) -> Any:
+        numbers = totals, entropy, dlogp, dentropy
+        return self.run(x, table, labels, self.sizes, self.scale, self.terms, *numbers)
