@@ -124,3 +124,20 @@ def test_the_guides_reward_works_and_its_tables_are_complete(
     assert [kind for kind in (*KINDS, "none") if f"`{kind}`" not in guide] == []
     keys = RewardConfig.model_fields.keys() - {"verifier_function", "verifier_weight"}
     assert [key for key in keys if f"| `{key}` |" not in guide] == []
+
+
+def test_conversations_of_a_run_are_scored_by_their_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "calls.py").write_text(
+        "def calls(completions, messages):\n"
+        "    return [sum(len(m.get('tool_calls', ())) for m in turns) for turns in messages]\n"
+    )
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    turns = [called, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4"}]
+    rows = [{"completion": "4", "answer": "4", "messages": part} for part in (turns, turns[2:])]
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--reward", f"{tmp_path}/calls.py:calls", "--reward", "accuracy_reward"]
+    said = said_by(capsys, *words, "--data", str(tmp_path / "completions.jsonl"))
+    assert "calls: mean 0.5000 of 2; no failures" in said
+    assert "accuracy_reward: mean 1.0000 of 2; no failures" in said

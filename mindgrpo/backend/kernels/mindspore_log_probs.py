@@ -52,7 +52,9 @@ class LinearLogProbGrad(nn.Cell):
         dentropy: Any,
     ) -> Any:
         rows, numbers = self.rows, (totals, entropy, dlogp, dentropy)
-        dx, dtable = self.of_chunk(x[:rows], table, labels[:rows], [n[:rows] for n in numbers])
+        # Not before its gradient is there: what is made again is not to be kept from the forward pass on.
+        own = ops.depend(x[:rows], dlogp)
+        dx, dtable = self.of_chunk(own, table, labels[:rows], [n[:rows] for n in numbers])
         chunks = [dx]
         for start in range(rows, x.shape[0], rows):
             stop = start + rows
