@@ -30,6 +30,12 @@ time.sleep(300)
 """
 
 
+@pytest.fixture(autouse=True)
+def hangups_count() -> None:
+    """Also where the tests run under nohup, whose children would ignore them, as they should."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
