@@ -16,12 +16,14 @@ from mindgrpo.backend.kernels.contract import (
 )
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
-from mindgrpo.backend.kernels.native.matmul import (
+from mindgrpo.backend.kernels.native.log_probs import (
     LinearLogProbGrad,
     LinearLogProbStats,
-    MatMul,
-    MatMulGradient,
+    LogProbGrad,
+    LogProbStats,
 )
+from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient
+from mindgrpo.backend.kernels.native.out_shapes import as_first, as_first_two
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -32,17 +34,9 @@ from mindgrpo.errors import UserError
 SQUARES_AT_ONCE = 1 << 15
 
 
-# How outputs' shapes and types follow from the inputs'. Plain functions: MindSpore calls them while compiling.
-def _as_first(first: Any, *others: Any) -> Any:
-    return first
-
-
+# As in out_shapes.py, of one kernel each.
 def _as_first_twice(first: Any, *others: Any) -> Any:
     return first, first
-
-
-def _as_first_two(first: Any, second: Any, *others: Any) -> Any:
-    return first, second
 
 
 def _half_as_wide(both: Any, *others: Any) -> Any:
@@ -65,14 +59,14 @@ def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
 class _RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        back = operation("rms_norm_grad", as_first_two, as_first_two)
         nothing = Tensor([0.0], ms.float32)
 
         def bprop(x: Any, weight: Any, eps: Any, out: Any, dout: Any) -> Any:
             dx, dweight = back(x, weight, eps, dout, nothing)
             return dx, dweight, ops.zeros_like(eps)
 
-        self.run = operation("rms_norm", _as_first, _as_first, bprop)
+        self.run = operation("rms_norm", as_first, as_first, bprop)
         self.eps = Tensor([eps], ms.float32)
 
     def construct(self, x: Any, weight: Any) -> Any:
@@ -82,7 +76,7 @@ class _RmsNorm(nn.Cell):
 class _AddRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        back = operation("rms_norm_grad", _as_first_two, _as_first_two)
+        back = operation("rms_norm_grad", as_first_two, as_first_two)
 
         def bprop(x: Any, added: Any, weight: Any, eps: Any, out: Any, dout: Any) -> Any:
             dx, dweight = back(out[0], weight, eps, dout[1], dout[0])
@@ -98,12 +92,12 @@ class _AddRmsNorm(nn.Cell):
 class _SwiGlu(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        back = operation("gated_grad", _as_first, _as_first)
+        back = operation("gated_grad", as_first, as_first)
 
         def bprop(both: Any, out: Any, dout: Any) -> Any:
             return (back(both, dout),)
 
-        self.run = operation("gated", _half_as_wide, _as_first, bprop)
+        self.run = operation("gated", _half_as_wide, as_first, bprop)
 
     def construct(self, both: Any) -> Any:
         return self.run(both)
@@ -191,34 +185,6 @@ class _Mixed(nn.Cell):
         return mixed
 
 
-def _four_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 4]
-
-
-class _LogProbPieces(nn.Cell):
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()
-        self.run = operation("log_prob_stats", _four_a_row, _as_first)
-        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
-        self.scale = Tensor([vocabulary.scale], ms.float32)
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return self.run(logits, labels, self.sizes, self.scale)
-
-
-class _LogProbGrad(nn.Cell):
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()
-        self.run = operation("log_prob_grad", _as_first, _as_first)
-        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
-        self.scale = Tensor([vocabulary.scale], ms.float32)
-
-    def construct(
-        self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
-    ) -> Any:
-        return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
-
-
 class NativeKernels(PlainKernels):
     """Kernels in C; what has none is computed by MindSpore's operations."""
 
@@ -298,10 +264,10 @@ class NativeKernels(PlainKernels):
         return float(sums.sum())
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
-        return _LogProbPieces(vocabulary)
+        return LogProbStats(vocabulary)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
-        return _LogProbGrad(vocabulary)
+        return LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
         if self.num_terms is None:

@@ -1,0 +1,80 @@
+"""Log-probs and entropy of given tokens as cells: of logits, and of the head's input with the product in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from mindgrpo.backend.kernels.contract import Vocabulary
+from mindgrpo.backend.kernels.native.library import operation
+from mindgrpo.backend.kernels.native.out_shapes import as_first, as_first_two
+
+
+def _float32_twice(*types: Any) -> Any:
+    return ms.float32, ms.float32
+
+
+def _four_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 4]
+
+
+class LogProbStats(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_stats", _four_a_row, as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale)
+
+
+class LogProbGrad(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.run = operation("log_prob_grad", as_first, as_first)
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+    def construct(
+        self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
+    ) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
+
+
+class _LinearLogProbs(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__()
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+        self.terms = Tensor([num_terms], ms.int32)
+
+
+class LinearLogProbStats(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__(vocabulary, num_terms)
+        self.run = operation("linear_log_prob_stats", _four_a_row, as_first)
+
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        return self.run(x, table, labels, self.sizes, self.scale, self.terms)
+
+
+class LinearLogProbGrad(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_terms: int) -> None:
+        super().__init__(vocabulary, num_terms)
+        self.run = operation("linear_log_prob_grad", as_first_two, _float32_twice)
+
+    def construct(
+        self,
+        x: Any,
+        table: Any,
+        labels: Any,
+        totals: Any,
+        entropy: Any,
+        dlogp: Any,
+        dentropy: Any,
+    ) -> Any:
+        numbers = totals, entropy, dlogp, dentropy
+        return self.run(x, table, labels, self.sizes, self.scale, self.terms, *numbers)
