@@ -267,7 +267,7 @@ def attention_grad(rng: np.random.Generator) -> KernelCall:
 def factors(
     rng: np.random.Generator, may_be_narrow: bool = True
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [n, k], w [k, m], and how many terms of bfloat16: with three the product is as float32's.
+    """x [n, k], w [k, m], and of how many bfloat16 numbers they are sums: of three, as float32's.
 
     Where it may be narrow, w is bfloat16 in half of the calls.
     """
@@ -279,39 +279,39 @@ def factors(
 
 
 def bf16_product(rng: np.random.Generator) -> KernelCall:
-    x, w, terms = factors(rng)
+    x, w, parts = factors(rng)
     exact = x.astype(np.float64) @ w.astype(np.float32)
-    return KernelCall("bf16_product", [x, w, terms], [filled(*exact.shape)], [exact])
+    return KernelCall("bf16_product", [x, w, parts], [filled(*exact.shape)], [exact])
 
 
 def bf16_product_turned(rng: np.random.Generator) -> KernelCall:
-    x, w, terms = factors(rng)
+    x, w, parts = factors(rng)
     exact = x.astype(np.float64) @ w.astype(np.float32)
     turned = np.ascontiguousarray(w.T)
-    return KernelCall("bf16_product_turned", [x, turned, terms], [filled(*exact.shape)], [exact])
+    return KernelCall("bf16_product_turned", [x, turned, parts], [filled(*exact.shape)], [exact])
 
 
 def bf16_product_gradient(rng: np.random.Generator) -> KernelCall:
-    x, w, terms = factors(rng, may_be_narrow=False)
+    x, w, parts = factors(rng, may_be_narrow=False)
     exact = x.astype(np.float64) @ w
     turned = np.ascontiguousarray(x.T)
-    return KernelCall("bf16_product_gradient", [turned, w, terms], [filled(*exact.shape)], [exact])
+    return KernelCall("bf16_product_gradient", [turned, w, parts], [filled(*exact.shape)], [exact])
 
 
 def bf16_pack(rng: np.random.Generator) -> KernelCall:
     """What is packed is compared by the generator's tests."""
-    _, w, terms = factors(rng)
+    _, w, parts = factors(rng)
     room = np.zeros(packed_bytes(*w.shape, 3), np.uint8)
-    return KernelCall("bf16_pack", [w, terms], [room])
+    return KernelCall("bf16_pack", [w, parts], [room])
 
 
 def linear_log_prob_stats(rng: np.random.Generator) -> KernelCall:
     """log_prob_stats of a product; the second factor, turned, is the table."""
-    x, w, terms = factors(rng)
+    x, w, parts = factors(rng)
     logits = (x.astype(np.float64) @ w.astype(np.float32)).astype(np.float32)
     labels = rng.integers(-5, 310, len(x)).astype(np.int32)
     made = log_prob_stats_of(logits, labels, size(rng, 9), int(rng.integers(0, w.shape[1] + 1)))
-    inputs = [x, np.ascontiguousarray(w.T), *made.inputs[1:], terms]
+    inputs = [x, np.ascontiguousarray(w.T), *made.inputs[1:], parts]
     return KernelCall("linear_log_prob_stats", inputs, made.outputs, made.expected)
 
 

@@ -28,6 +28,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel
+from mindgrpo.backend.matmul_precision import PARTS
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
@@ -59,9 +60,9 @@ def test_a_product_with_bfloat16_weights_is_that_of_their_values(
     x, w = random(m, k), random(k, n).astype(NARROW)
     w = np.ascontiguousarray(w.T) if form.endswith("turned") else w
     found, expected = np.zeros((m, n), np.float32), np.zeros((m, n), np.float32)
-    terms = np.array([1], np.int32)
-    call_kernel(form, x, w, terms, found)
-    call_kernel(form, x, w.astype(np.float32), terms, expected)
+    parts = np.array([1], np.int32)
+    call_kernel(form, x, w, parts, found)
+    call_kernel(form, x, w.astype(np.float32), parts, expected)
     assert expected.any() and found.tobytes() == expected.tobytes()
 
 
@@ -84,7 +85,7 @@ def test_embeddings_are_the_bfloat16_rows_and_their_gradients_are_float32() -> N
 def backends() -> dict[Dtype, CpuBackend]:
     made: dict[Dtype, CpuBackend] = {
         "float32": CpuBackend({}),
-        "bfloat16": CpuBackend({}, num_terms=1),
+        "bfloat16": CpuBackend({}, parts=PARTS["medium"]),
     }
     made["bfloat16"].compute_dtype = "bfloat16"
     return made

@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
     gradients: float
 
 
-BOUNDS = {"highest": Bounds(1e-4, 1e-5, 1e-5), "high": Bounds(2e-4, 1e-4, 1e-4)}
+BOUNDS = {"highest": Bounds(1e-4, 1e-5, 1e-5), "high": Bounds(1e-4, 1e-5, 1e-5)}
 NEW_TOKENS = 16
 # As GENERATIONS in make_models.py.
 SETTINGS: dict[str, dict[str, Any]] = {

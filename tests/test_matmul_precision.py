@@ -1,4 +1,4 @@
-"""Products of bfloat16 terms against float64: alone, in graphs and in the generator; and who may ask for them.
+"""Products of bfloat16 parts against float64: alone, in graphs and in the generator; and who may ask for them.
 
 Does not prove their speed (scripts/bench/), nor that a run learns with them.
 """
@@ -28,7 +28,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library
 from mindgrpo.backend.matmul_precision import (
-    NUM_TERMS,
+    PARTS,
     MatmulPrecision,
     has_amx,
     packed_bytes,
@@ -41,9 +41,9 @@ from mindgrpo.models.parallel_cells import Linear, Same
 from mindgrpo.weights.pretrained import fill_random
 
 pytestmark = WITH_AVX512
-# Of each product, relative: rounding to bfloat16 is off by 2^-8 at most, in both factors; what two terms leave of a
-# factor by 2^-16, and so much is the product of the second terms.
-LARGEST_ERROR = {1: 2.0**-7, 3: 3 * 2.0**-16}
+# Of each product, relative: rounding to bfloat16 leaves 2^-9 of a number at most, so of a product of one part 2^-8 are
+# missing; of two 2^-18 of each factor, and the product of their second parts; of three less than float32 sums leave.
+LARGEST_ERROR = {1: 2.0**-7, 2: 3 * 2.0**-17, 3: 2.0**-21}
 SIZES = [(2048, 96, 64), (37, 100, 300), (1, 64, 5), (130, 33, 513), (257, 256, 256), (16, 1, 1)]
 FORMS = ("bf16_product", "bf16_product_turned", "bf16_product_gradient")
 
@@ -58,29 +58,29 @@ def random(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
-def product(form: str, x: np.ndarray, w: np.ndarray, terms: int) -> np.ndarray:
+def product(form: str, x: np.ndarray, w: np.ndarray, parts: int) -> np.ndarray:
     """x w, by the kernel that takes one of them transposed."""
     y = np.full((len(x), w.shape[1]), 77, np.float32)
     if form.endswith("turned"):
         w = np.ascontiguousarray(w.T)
     if form.endswith("gradient"):
         x = np.ascontiguousarray(x.T)
-    call_kernel(form, x, w, np.array([terms], np.int32), y)
+    call_kernel(form, x, w, np.array([parts], np.int32), y)
     return y
 
 
-@pytest.mark.parametrize("terms", LARGEST_ERROR)
+@pytest.mark.parametrize("parts", LARGEST_ERROR)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("m, k, n", SIZES)
-def test_a_product_is_numpys(form: str, m: int, k: int, n: int, terms: int) -> None:
+def test_a_product_is_numpys(form: str, m: int, k: int, n: int, parts: int) -> None:
     x, w = random(m, k), random(k, n)
     exact = x.astype(np.float64) @ w.astype(np.float64)
     # What rounding each factor can make of the sum, at most.
-    bound = LARGEST_ERROR[terms] * (np.abs(x).astype(np.float64) @ np.abs(w))
-    assert np.all(np.abs(product(form, x, w, terms) - exact) <= bound + 1e-6)
+    bound = LARGEST_ERROR[parts] * (np.abs(x).astype(np.float64) @ np.abs(w))
+    assert np.all(np.abs(product(form, x, w, parts) - exact) <= bound + 1e-6)
 
 
-def test_one_term_is_the_product_of_the_rounded_factors() -> None:
+def test_one_part_is_the_product_of_the_rounded_factors() -> None:
     x, w = random(64, 80), random(80, 48)
     rounded = [
         (a.view(np.uint32) + 0x7FFF + (a.view(np.uint32) >> 16 & 1)) >> 16 << 16 for a in (x, w)
@@ -89,20 +89,20 @@ def test_one_term_is_the_product_of_the_rounded_factors() -> None:
     np.testing.assert_allclose(product(FORMS[0], x, w, 1), exact, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("terms", LARGEST_ERROR)
-def test_a_row_is_bit_for_bit_the_same_in_any_company(terms: int) -> None:
+@pytest.mark.parametrize("parts", LARGEST_ERROR)
+def test_a_row_is_bit_for_bit_the_same_in_any_company(parts: int) -> None:
     x, w = random(300, 96), random(96, 200)
-    together = product(FORMS[0], x, w, terms)
+    together = product(FORMS[0], x, w, parts)
     for count in (1, 7, 16, 33, 128, 255):
-        alone = product(FORMS[0], x[20 : 20 + count], w, terms)
+        alone = product(FORMS[0], x[20 : 20 + count], w, parts)
         np.testing.assert_array_equal(alone, together[20 : 20 + count])
 
 
-@pytest.mark.parametrize("terms", LARGEST_ERROR)
-def test_what_is_no_number_stays_in_its_row_and_column(terms: int) -> None:
+@pytest.mark.parametrize("parts", LARGEST_ERROR)
+def test_what_is_no_number_stays_in_its_row_and_column(parts: int) -> None:
     x, w = random(20, 40), random(40, 70)
     x[3, 5], x[7, 2], w[11, 60] = np.nan, np.inf, np.float32(np.nan)
-    finite = np.isfinite(product(FORMS[0], x, w, terms))
+    finite = np.isfinite(product(FORMS[0], x, w, parts))
     expected = np.ones_like(finite)
     expected[[3, 7]] = False
     expected[:, 60] = False
@@ -112,7 +112,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(terms: int) -> None:
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: bool) -> None:
-    kernels, terms = kernels_named(name), NUM_TERMS[name]
+    kernels, parts = kernels_named(name), PARTS[name]
     x, w, dy = random(40, 24), random(24, 56), random(40, 56)
 
     class Weighed(nn.Cell):
@@ -128,29 +128,29 @@ def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: b
     ms.set_context(mode=ms.GRAPH_MODE)
     both = ms.grad(cell, grad_position=0, weights=cell.trainable_params())(Tensor(x), Tensor(dy))
     dx, dw = both[0].asnumpy(), both[1][0].asnumpy()
-    bound = 40 * LARGEST_ERROR[terms]
+    bound = 40 * LARGEST_ERROR[parts]
     np.testing.assert_allclose(dx, dy @ w.T, rtol=0, atol=bound)
     np.testing.assert_allclose(dw.T if transpose_b else dw, x.T @ dy, rtol=0, atol=bound)
     gradient = kernels.matmul_gradient()(Tensor(x), Tensor(dy)).asnumpy()
     np.testing.assert_allclose(gradient, x.T @ dy, rtol=0, atol=bound)
 
 
-def test_more_terms_than_there_are_and_too_little_room_are_refused() -> None:
+def test_more_parts_than_there_are_and_too_little_room_are_refused() -> None:
     x, w = random(4, 8), random(8, 8)
-    with pytest.raises(RuntimeError, match="2 terms: there are 1 and 3"):
-        product(FORMS[0], x, w, 2)
+    with pytest.raises(RuntimeError, match="4 parts: there are 1 to 3"):
+        product(FORMS[0], x, w, 4)
     with pytest.raises(RuntimeError, match="1024 bytes are no room for 4096"):
         call_kernel("bf16_pack", w, np.array([1], np.int32), np.zeros(1024, np.uint8))
 
 
-@pytest.mark.parametrize("terms", LARGEST_ERROR)
-def test_packed_matrices_need_no_more_than_is_planned(terms: int) -> None:
+@pytest.mark.parametrize("parts", LARGEST_ERROR)
+def test_packed_matrices_need_no_more_than_is_planned(parts: int) -> None:
     native = library()
     assert native is not None
     native.packed_matrix_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     native.packed_matrix_bytes.restype = ctypes.c_int64
     for k, n in [(576, 1536), (100, 300), (1, 1), (64, 50), (256, 230), (33, 513)]:
-        assert 0 < native.packed_matrix_bytes(k, n, terms) <= packed_bytes(k, n, terms)
+        assert 0 < native.packed_matrix_bytes(k, n, parts) <= packed_bytes(k, n, parts)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -172,7 +172,7 @@ def test_a_generator_uses_the_weights_of_its_last_publish(backend: CpuBackend, n
     assert [c.tokens.tolist() for c in after] != [c.tokens.tolist() for c in before]
 
 
-def test_a_generator_with_three_terms_is_that_of_float32(backend: CpuBackend) -> None:
+def test_a_generator_with_three_parts_is_that_of_float32(backend: CpuBackend) -> None:
     weights = random_weights(backend)
     made = [generator_with(weights, backend, kernels_named(name)) for name in ("high", "native")]
     # Logits of this model are some 10 and more: float32's own rounding makes differences of 1e-5.

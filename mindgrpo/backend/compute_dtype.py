@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.matmul_precision import KEY as PRECISION
-from mindgrpo.backend.matmul_precision import NUM_TERMS, MatmulPrecision
+from mindgrpo.backend.matmul_precision import PARTS, MatmulPrecision
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.errors import UserError
 
@@ -56,6 +56,6 @@ def resolve(
     return "bfloat16" if asked == "bfloat16" else "float16"
 
 
-def num_terms(dtype: Dtype, precision: MatmulPrecision) -> int | None:
+def product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
     """Of how many products of bfloat16 a matrix product is made on processors; None: of one of float32."""
-    return 1 if dtype == "bfloat16" else NUM_TERMS.get(precision)
+    return PARTS["medium"] if dtype == "bfloat16" else PARTS.get(precision)

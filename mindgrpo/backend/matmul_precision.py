@@ -1,6 +1,6 @@
 """In what products of float32 matrices are computed: `context.float32_matmul_precision`, in PyTorch's words.
 
-highest: float32. high: each factor as the sum of two bfloat16 numbers, three products (native/bf16_gemm.h), or on
+highest: float32. high: each factor as the sum of three bfloat16 numbers, six products (native/bf16_gemm.h), or on
 Ascend HF32. medium: each factor rounded to bfloat16, float32 sums.
 """
 
@@ -16,8 +16,8 @@ from mindgrpo.errors import UserError
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 KEY = "context.float32_matmul_precision"
-# Products of bfloat16 factors that make one of float32.
-NUM_TERMS: Mapping[str, int] = {"high": 3, "medium": 1}
+# Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
+PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
 # oneDNN's own variable, and the processor's flags.
 ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -42,9 +42,9 @@ def resolve(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
     raise UserError(f"{KEY} is '{asked}', which {why}; or set it to highest.")
 
 
-def packed_bytes(k: int, n: int, num_terms: int) -> int:
+def packed_bytes(k: int, n: int, parts: int) -> int:
     """At most, of a matrix [k, n] that is packed for products of bfloat16: whole blocks of 32 x 64."""
-    return 2 * num_terms * (-(-k // 32) * 32) * (-(-n // 64) * 64)
+    return 2 * parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
 
 
 def has_amx(environment: Mapping[str, str]) -> bool:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-# (number of ranks, backend): one start of msrun each, except for the world of one.
+# (number of ranks, backend): one start of msrun each, except for the world of one. `high` is shared_memory with
+# products of that precision.
 WORLDS = (
     (1, "shared_memory"),
     (2, "shared_memory"),
     (4, "shared_memory"),
     (8, "shared_memory"),
+    (4, "high"),
     (2, "device"),
     (3, "device"),
     (4, "device"),
@@ -199,7 +201,7 @@ class Case:
 
     @property
     def in_loop(self) -> bool:
-        return self.backend == "shared_memory" and RECIPES[self.recipe].in_loop
+        return self.backend != "device" and RECIPES[self.recipe].in_loop
 
     @property
     def name(self) -> str:
@@ -221,6 +223,9 @@ SPREAD = (
     Case("environment", (1, 2, 1), (2, 1)),
     Case("low rank", (1, 2, 2), (4, 1)),
     Case("partial", (1, 2, 2), (2, 2)),
+    Case("dapo", (1, 2, 2), (2, 2), backend="high"),
+    Case("gspo", (2, 1, 2), (1, 4), backend="high"),
+    Case("partial", (1, 2, 2), (2, 2), backend="high"),
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
     Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle
     Case("low rank", (2, 1, 2), (1, 4), backend="device"),

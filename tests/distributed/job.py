@@ -35,6 +35,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
 from mindgrpo.grpo.per_token import token_rows
@@ -323,6 +324,8 @@ def round_trips(backend: Backend) -> dict[str, Any]:
 
 
 def world_of(backend: Backend) -> tuple[int, str]:
+    if backend.matmul_precision == "high":
+        return backend.world_size, "high"
     return backend.world_size, "shared_memory" if backend.shares_memory else "device"
 
 
@@ -376,8 +379,9 @@ def main() -> None:
         write_golden(connect(SHARED_MEMORY, dict(os.environ)), sys.argv[2:])
     else:
         folder, name = sys.argv[1:]
-        target = choose_target("CPU", name)
-        run_all(Path(folder), connect(target, dict(os.environ)))
+        target = SHARED_MEMORY if name == "high" else choose_target("CPU", name)
+        settings = RuntimeSettings(matmul_precision="high" if name == "high" else "highest")
+        run_all(Path(folder), connect(target, dict(os.environ), settings))
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ class Kernels(ABC):
     ragged: bool
     # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
     has_adamw: bool
-    # Of how many products of bfloat16 a matrix product is made (matmul_precision.py); None where it is of float32.
-    num_terms: int | None = None
+    # Of how many bfloat16 numbers a product's factors are sums (matmul_precision.py); None where they are float32.
+    parts: int | None = None
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots: bool
 

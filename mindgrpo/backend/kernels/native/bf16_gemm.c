@@ -46,20 +46,22 @@ ALWAYS_INLINE halves16 round_vec(vec16 x) {
 #endif
 }
 
-/* The first `count` of 16 numbers, and what rounding leaves of them unless `rest` is NULL. */
-ALWAYS_INLINE void split_vec(vec16 x, int64_t count, uint16_t *rounded, uint16_t *rest) {
-    halves16 high = round_vec(x), low;
-    if (rest) low = round_vec(x - (vec16)(__builtin_convertvector(high, bits16) << 16));
-    memcpy(rounded, &high, count * sizeof *rounded);
-    if (rest) memcpy(rest, &low, count * sizeof *rest);
+/* The first `count` of 16 numbers as a sum of `parts`, each what bfloat16 holds of what the ones before it leave, `step`
+ * apart. */
+ALWAYS_INLINE void split_vec(vec16 x, int64_t count, int parts, uint16_t *to, int64_t step) {
+    for (int part = 0; part < parts; part++) {
+        halves16 rounded = round_vec(x);
+        memcpy(to + part * step, &rounded, count * sizeof *to);
+        x -= (vec16)(__builtin_convertvector(rounded, bits16) << 16);
+    }
 }
 
-static void split(const float *x, int64_t count, uint16_t *rounded, uint16_t *rest) {
+ALWAYS_INLINE void split(const float *x, int64_t count, int parts, uint16_t *to, int64_t step) {
     int64_t i = 0;
-    for (; i + VEC <= count; i += VEC) split_vec(*(const vec16 *)(x + i), VEC, rounded + i, rest ? rest + i : NULL);
+    for (; i + VEC <= count; i += VEC) split_vec(*(const vec16 *)(x + i), VEC, parts, to + i, step);
     vec16 tail = {0};
     memcpy(&tail, x + i, (count - i) * sizeof *x);
-    if (i < count) split_vec(tail, count - i, rounded + i, rest ? rest + i : NULL);
+    if (i < count) split_vec(tail, count - i, parts, to + i, step);
 }
 
 /* The calling thread's memory for one purpose, which its next call takes over. */
@@ -76,28 +78,29 @@ static void *own_memory(int purpose, int64_t bytes) {
     return kept[purpose];
 }
 
-static const Packing *panel_packing(int64_t k, int64_t width, int terms) {
-    const Packing *packing = packing_of(terms * round_up(k, DEPTH_STEP), width);
+static const Packing *panel_packing(int64_t k, int64_t width) {
+    const Packing *packing = packing_of(round_up(k, DEPTH_STEP), width);
     if (!packing) failed(onednn_error() ? onednn_error() : "oneDNN has no packing of a matrix of this size");
     return packing;
 }
 
-static int64_t panel_bytes(int64_t k, int64_t width, int terms) {
-    const Packing *packing = panel_packing(k, width, terms);
+/* Of one part of a panel. */
+static int64_t part_bytes(int64_t k, int64_t width) {
+    const Packing *packing = panel_packing(k, width);
     return packing ? round_up(packed_bytes(packing), ALIGNMENT) : -1;
 }
 
-int64_t packed_matrix_bytes(int64_t k, int64_t n, int terms) {
-    int64_t last = num_panels(n) - 1, whole = panel_bytes(k, width_of(n, 0), terms), rest = panel_bytes(k, width_of(n, last), terms);
-    return whole < 0 || rest < 0 ? -1 : last * whole + rest;
+int64_t packed_matrix_bytes(int64_t k, int64_t n, int parts) {
+    int64_t last = num_panels(n) - 1, whole = part_bytes(k, width_of(n, 0)), rest = part_bytes(k, width_of(n, last));
+    return whole < 0 || rest < 0 ? -1 : parts * (last * whole + rest);
 }
 
-/* A block [rows, columns], x[i * row + j * column], `row` 1 where `column` is not, into `rounded` and `rest`, `ld` from one row to the next. */
-static void split_block(int64_t rows, int64_t columns, const float *x, int64_t row, int64_t column, int64_t ld,
-                        uint16_t *rounded, uint16_t *rest) {
+/* A block [rows, columns], x[i * row + j * column], `row` 1 where `column` is not, as parts that are `step` apart, `ld`
+ * from one row to the next. */
+ALWAYS_INLINE void split_block(int64_t rows, int64_t columns, const float *x, int64_t row, int64_t column, int64_t ld,
+                               int parts, uint16_t *to, int64_t step) {
     if (column == 1) {
-        for (int64_t i = 0; i < rows; i++)
-            split(x + i * row, columns, rounded + i * ld, rest ? rest + i * ld : NULL);
+        for (int64_t i = 0; i < rows; i++) split(x + i * row, columns, parts, to + i * ld, step);
         return;
     }
     for (int64_t i = 0; i < rows; i += VEC)
@@ -113,13 +116,23 @@ static void split_block(int64_t rows, int64_t columns, const float *x, int64_t r
             }
             transpose16(tile);
             for (int64_t p = 0; p < height; p++) {
-                int64_t at = (i + p) * ld + j;
+                uint16_t *at = to + (i + p) * ld + j;
                 if (width == VEC)
-                    split_vec(tile[p], VEC, rounded + at, rest ? rest + at : NULL);
+                    split_vec(tile[p], VEC, parts, at, step);
                 else
-                    split_vec(tile[p], width, rounded + at, rest ? rest + at : NULL);
+                    split_vec(tile[p], width, parts, at, step);
             }
         }
+}
+
+static void split_in(int64_t rows, int64_t columns, const float *x, int64_t row, int64_t column, int64_t ld, int parts,
+                     uint16_t *to, int64_t step) {
+    if (parts == 1)
+        split_block(rows, columns, x, row, column, ld, 1, to, step);
+    else if (parts == 2)
+        split_block(rows, columns, x, row, column, ld, 2, to, step);
+    else
+        split_block(rows, columns, x, row, column, ld, MOST_PARTS, to, step);
 }
 
 /* The same block of numbers that are bfloat16 already. */
@@ -145,63 +158,97 @@ static void copy_block(int64_t rows, int64_t columns, const uint16_t *x, int64_t
 }
 
 void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
-                 int terms, void *packed) {
-    int64_t depth = round_up(k, DEPTH_STEP), begin, end, whole = panel_bytes(k, width_of(n, 0), terms);
-    uint16_t *plain = own_memory(PLAIN, 3 * depth * PANEL * sizeof *plain);
-    if (!plain || whole < 0) return;
+                 int parts, void *packed) {
+    int64_t depth = round_up(k, DEPTH_STEP), begin, end, bytes = part_bytes(k, width_of(n, 0));
+    uint16_t *plain = own_memory(PLAIN, parts * depth * PANEL * sizeof *plain);
+    if (!plain || bytes < 0) return;
     share_out(member, num_panels(n), &begin, &end);
     for (int64_t panel = begin; panel < end; panel++) {
-        int64_t width = width_of(n, panel), size = depth * width;
-        const Packing *packing = panel_packing(k, width, terms);
+        int64_t width = width_of(n, panel), size = depth * width, start = panel * PANEL * b_column;
+        const Packing *packing = panel_packing(k, width);
         if (!packing) return;
-        uint16_t *rest = terms == 3 ? plain + size : NULL;
-        int64_t start = panel * PANEL * b_column;
-        if (is_bf16)
+        char *to = (char *)packed + panel * parts * bytes;
+        if (is_bf16) {
             copy_block(k, width, (const uint16_t *)b + start, b_row, b_column, width, plain);
-        else
-            split_block(k, width, (const float *)b + start, b_row, b_column, width, plain, rest);
-        if (is_bf16 && rest) memset(rest, 0, k * width * sizeof *rest);
-        for (int part = 0; part < (terms == 3 ? 2 : 1); part++)
+            memset(plain + size, 0, (parts - 1) * size * sizeof *plain);
+        } else
+            split_in(k, width, (const float *)b + start, b_row, b_column, width, parts, plain, size);
+        for (int part = 0; part < parts; part++) {
             memset(plain + part * size + k * width, 0, (depth - k) * width * sizeof *plain);
-        if (terms == 3) memcpy(plain + 2 * size, plain, size * sizeof *plain);
-        if (pack(packing, plain, (char *)packed + panel * whole)) failed("oneDNN failed to pack a matrix");
+            if (pack(packing, plain + part * size, to + part * part_bytes(k, width))) failed("oneDNN failed to pack a matrix");
+        }
     }
 }
 
-/* [rows, terms * depth]: xh, or xh, xh, xl, zero beyond column k of each and beyond row m. */
+/* [parts, rows, depth], zero beyond column k of each row and beyond row m of each part. */
 static void convert_rows(int64_t m, int64_t rows, int64_t k, int64_t depth, const float *a, int64_t a_row,
-                         int64_t a_column, int terms, uint16_t *block) {
-    int64_t ld = terms * depth;
-    split_block(m, k, a, a_row, a_column, ld, block, terms == 3 ? block + 2 * depth : NULL);
-    for (int64_t i = 0; i < m; i++) {
-        uint16_t *row = block + i * ld;
-        memset(row + k, 0, (depth - k) * sizeof *row);
-        if (terms == 3) {
-            memset(row + 2 * depth + k, 0, (depth - k) * sizeof *row);
-            memcpy(row + depth, row, depth * sizeof *row);
-        }
+                         int64_t a_column, int parts, uint16_t *block) {
+    int64_t step = rows * depth;
+    split_in(m, k, a, a_row, a_column, depth, parts, block, step);
+    for (int part = 0; part < parts; part++, block += step) {
+        for (int64_t i = 0; i < m && k < depth; i++) memset(block + i * depth + k, 0, (depth - k) * sizeof *block);
+        memset(block + m * depth, 0, (rows - m) * depth * sizeof *block);
     }
-    memset(block + m * ld, 0, (rows - m) * ld * sizeof *block);
 }
 
 typedef struct {
-    int64_t n, k, ldc, whole;
-    int terms;
+    int64_t n, k, ldc, bytes;
+    int parts;
     const char *packed;
 } Work;
+
+/* One product, C's rows `ldc` apart. */
+static int run_one(const Packing *packing, int64_t rows, const uint16_t *block, const char *packed, float *c, int64_t ldc) {
+    const Product *product = packing ? product_of(packing, rows, ldc) : NULL;
+    void *scratch = product ? own_memory(SCRATCH, ALIGNMENT + product_scratch_bytes(product)) : NULL;
+    return !c || !scratch || run_product(product, block, packed, c, scratch);
+}
+
+/* A row of C is, or is increased by, the sum of a row of each of `count` products, `step` apart. */
+ALWAYS_INLINE void add_row(int64_t width, int count, const float *products, int64_t step, int is_first, float *c) {
+    int64_t j = 0;
+    for (; j + VEC <= width; j += VEC) {
+        vec16 sum = *(const vec16 *)(products + j);
+        for (int p = 1; p < count; p++) sum += *(const vec16 *)(products + p * step + j);
+        if (!is_first) sum += *(const vec16 *)(c + j);
+        *(vec16 *)(c + j) = sum;
+    }
+    for (; j < width; j++) {
+        float sum = products[j];
+        for (int p = 1; p < count; p++) sum += products[p * step + j];
+        c[j] = is_first ? sum : sum + c[j];
+    }
+}
+
+static void add_products(int64_t m, int64_t rows, int64_t width, int count, const float *products, int is_first, float *c,
+                         int64_t ldc) {
+    for (int64_t i = 0; i < m; i++, products += width, c += ldc) {
+        if (count == 3)
+            add_row(width, 3, products, rows * width, is_first, c);
+        else if (count == 2)
+            add_row(width, 2, products, rows * width, is_first, c);
+        else
+            add_row(width, 1, products, rows * width, is_first, c);
+    }
+}
 
 /* The block's rows, of which `m` count, with panels [begin, end). */
 static int multiply(const Work *w, int64_t m, int64_t rows, const uint16_t *block, int64_t begin, int64_t end, float *c) {
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t width = width_of(w->n, panel);
-        const Packing *packing = panel_packing(w->k, width, w->terms);
-        const Product *product = packing ? product_of(packing, rows, m == rows ? w->ldc : width) : NULL;
-        float *part = c + panel * PANEL, *target = part;
-        if (m != rows) target = own_memory(EDGE, rows * PANEL * sizeof(float));
-        void *scratch = product ? own_memory(SCRATCH, ALIGNMENT + product_scratch_bytes(product)) : NULL;
-        if (!target || !scratch || run_product(product, block, w->packed + panel * w->whole, target, scratch)) return 1;
-        for (int64_t i = 0; m != rows && i < m; i++)
-            memcpy(part + i * w->ldc, target + i * width, width * sizeof(float));
+        const Packing *packing = panel_packing(w->k, width);
+        const char *packed = w->packed + panel * w->parts * w->bytes;
+        float *target = c + panel * PANEL;
+        if (m == rows && w->parts == 1) {
+            if (run_one(packing, rows, block, packed, target, w->ldc)) return 1;
+            continue;
+        }
+        /* The parts of A that are multiplied with a part of B are one product: with the first all, with the last one. */
+        float *products = own_memory(EDGE, w->parts * rows * PANEL * sizeof(float));
+        for (int part = 0, count = w->parts; count; part++, count--) {
+            if (run_one(packing, count * rows, block, packed + part * part_bytes(w->k, width), products, width)) return 1;
+            add_products(m, rows, width, count, products, part == 0, target, w->ldc);
+        }
     }
     return 0;
 }
@@ -226,8 +273,8 @@ static int64_t most_columns(int size, int64_t n) {
 }
 
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-               int terms, const void *packed, float *c, int64_t ldc) {
-    int64_t depth = round_up(k, DEPTH_STEP), fitting = BLOCK_ELEMENTS / (terms * depth);
+               int parts, const void *packed, float *c, int64_t ldc) {
+    int64_t depth = round_up(k, DEPTH_STEP), fitting = BLOCK_ELEMENTS / (parts * depth);
     int64_t most = block_rows(fitting < MOST_ROWS ? fitting : MOST_ROWS, MOST_ROWS);
     int64_t steps = (m + LEAST_ROWS - 1) / LEAST_ROWS, first = 0, last = steps, begin = 0, end = num_panels(n);
     /* Members that share panels convert all rows each, and those that share rows read all panels: few rows are cheap to
@@ -237,13 +284,13 @@ void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, i
         share_out(member, end, &begin, &end);
     else
         share_out(member, steps, &first, &last);
-    Work work = {n, k, ldc, panel_bytes(k, width_of(n, 0), terms), terms, packed};
-    uint16_t *block = own_memory(BLOCK, most * terms * depth * sizeof *block);
-    if (!block || work.whole < 0 || begin == end) return;
+    Work work = {n, k, ldc, part_bytes(k, width_of(n, 0)), parts, packed};
+    uint16_t *block = own_memory(BLOCK, most * parts * depth * sizeof *block);
+    if (!block || work.bytes < 0 || begin == end) return;
     int64_t stop = last * LEAST_ROWS < m ? last * LEAST_ROWS : m;
     for (int64_t i = first * LEAST_ROWS; i < stop; i += most) {
         int64_t count = stop - i < most ? stop - i : most, rows = block_rows(count, most);
-        convert_rows(count, rows, k, depth, a + i * a_row, a_row, a_column, terms, block);
+        convert_rows(count, rows, k, depth, a + i * a_row, a_row, a_column, parts, block);
         if (multiply(&work, count, rows, block, begin, end, c + i * ldc)) failed("oneDNN failed to multiply");
     }
 }

@@ -87,7 +87,7 @@ static void head(void *task, Member member) {
     }
     pool_meet(member);
     /* Packed are all rows of the table, otherwise only tokens are computed. */
-    multiply(g, member, MATRICES * g->layers, g->num_rows, g->terms ? t->width : g->vocab, hidden, g->scratch, hidden,
+    multiply(g, member, MATRICES * g->layers, g->num_rows, g->parts ? t->width : g->vocab, hidden, g->scratch, hidden,
              t->table, 1, t->logits, t->width);
     pool_meet(member);
     for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);

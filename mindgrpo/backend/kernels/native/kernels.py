@@ -192,26 +192,24 @@ class NativeKernels(PlainKernels):
     has_adamw = True
     has_slots = True
 
-    def __init__(self, num_terms: int | None = None) -> None:
-        """With `num_terms`, matrix products are of so many bfloat16 products (bf16_gemm.h)."""
+    def __init__(self, parts: int | None = None) -> None:
+        """With `parts`, the factors of matrix products are sums of so many bfloat16 numbers (bf16_gemm.h)."""
         if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-        if num_terms is not None and not has_bfloat16():
+        if parts is not None and not has_bfloat16():
             raise UserError(
                 f"{KEY} high and medium, and context.compute_dtype bfloat16, need oneDNN's products of bfloat16, which "
                 "it does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
-        self.num_terms = num_terms
+        self.parts = parts
 
     def matmul(self, transpose_b: bool = False) -> Any:
-        if self.num_terms is None:
+        if self.parts is None:
             return super().matmul(transpose_b)
-        return MatMul(self.num_terms, transpose_b)
+        return MatMul(self.parts, transpose_b)
 
     def matmul_gradient(self) -> Any:
-        return (
-            super().matmul_gradient() if self.num_terms is None else MatMulGradient(self.num_terms)
-        )
+        return super().matmul_gradient() if self.parts is None else MatMulGradient(self.parts)
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -270,14 +268,14 @@ class NativeKernels(PlainKernels):
         return LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        if self.num_terms is None:
+        if self.parts is None:
             return super().linear_log_prob_stats(vocabulary, rows)
-        return LinearLogProbStats(vocabulary, self.num_terms)
+        return LinearLogProbStats(vocabulary, self.parts)
 
     def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        if self.num_terms is None:
+        if self.parts is None:
             return super().linear_log_prob_grad(vocabulary, rows)
-        return LinearLogProbGrad(vocabulary, self.num_terms)
+        return LinearLogProbGrad(vocabulary, self.parts)
 
     def slots(
         self,
@@ -288,6 +286,4 @@ class NativeKernels(PlainKernels):
         prompt_rows: int,
         memory: Memory,
     ) -> NativeSlots:
-        return NativeSlots(
-            model_shape, sampling, rotary, slots, prompt_rows, memory, self.num_terms
-        )
+        return NativeSlots(model_shape, sampling, rotary, slots, prompt_rows, memory, self.parts)

@@ -12,7 +12,7 @@ static const Member ALONE = {0, 1};
 
 typedef struct {
     int64_t rows, hidden, vocab, first_token, real, block, stretch;
-    int terms, is_bf16;
+    int parts, is_bf16;
     float scale;
     const float *x, *total, *entropy, *dlogp, *dentropy;
     const char *table;
@@ -40,14 +40,14 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static void pack_block(const Task *t, int64_t start, int64_t width, int turned, float *packed) {
     const char *from = t->table + start * t->hidden * (t->is_bf16 ? sizeof(uint16_t) : sizeof(float));
     if (turned)
-        pack_matrix(ALONE, t->hidden, width, from, t->is_bf16, 1, t->hidden, t->terms, packed);
+        pack_matrix(ALONE, t->hidden, width, from, t->is_bf16, 1, t->hidden, t->parts, packed);
     else
-        pack_matrix(ALONE, width, t->hidden, from, t->is_bf16, t->hidden, 1, t->terms, packed);
+        pack_matrix(ALONE, width, t->hidden, from, t->is_bf16, t->hidden, 1, t->parts, packed);
 }
 
 static void make_logits(const Task *t, int64_t row, int64_t rows, int64_t start, int64_t width, Own own) {
     pack_block(t, start, width, 1, own.packed);
-    bf16_gemm(ALONE, rows, width, t->hidden, t->x + row * t->hidden, t->hidden, 1, t->terms, own.packed, own.logits, width);
+    bf16_gemm(ALONE, rows, width, t->hidden, t->x + row * t->hidden, t->hidden, 1, t->parts, own.packed, own.logits, width);
 }
 
 static inline int64_t real_of(const Task *t, int64_t start, int64_t width) {
@@ -94,10 +94,10 @@ static void backward_block(const Task *t, int64_t row, int64_t rows, int64_t sta
                     (int64_t)t->labels[at] - t->first_token - start, own.logits + i * width);
     }
     pack_block(t, start, width, 0, own.packed);
-    bf16_gemm(ALONE, rows, hidden, width, own.logits, width, 1, t->terms, own.packed, own.product, hidden);
+    bf16_gemm(ALONE, rows, hidden, width, own.logits, width, 1, t->parts, own.packed, own.product, hidden);
     add(own.product, rows * hidden, own.outcome);
     float *dtable = t->dtable + start * hidden, *target = row ? own.product : dtable;
-    bf16_gemm(ALONE, width, hidden, rows, own.logits, 1, width, t->terms, t->packed_x, target, hidden);
+    bf16_gemm(ALONE, width, hidden, rows, own.logits, 1, width, t->parts, t->packed_x, target, hidden);
     if (row) add(target, width * hidden, dtable);
 }
 
@@ -107,7 +107,7 @@ static void backward(void *task, Member member) {
     for (int64_t row = 0, begin, end; row < t->rows; row += t->stretch) {
         int64_t rows = least(t->rows - row, t->stretch), hidden = t->hidden;
         const float *x = t->x + row * hidden;
-        pack_matrix(member, rows, hidden, x, 0, hidden, 1, t->terms, t->packed_x);
+        pack_matrix(member, rows, hidden, x, 0, hidden, 1, t->parts, t->packed_x);
         memset(own.outcome, 0, rows * hidden * sizeof(float));
         pool_meet(member);
         for (int64_t start = member.index * t->block; start < t->vocab; start += member.size * t->block)
@@ -122,23 +122,23 @@ static void backward(void *task, Member member) {
 }
 
 /* Floats for a packed B [k, n], in whole vectors; below 0 where oneDNN fails. */
-static int64_t packed_floats(int64_t k, int64_t n, int terms) {
-    int64_t bytes = packed_matrix_bytes(k, n, terms);
+static int64_t packed_floats(int64_t k, int64_t n, int parts) {
+    int64_t bytes = packed_matrix_bytes(k, n, parts);
     return bytes < 0 ? -1 : padded(bytes / sizeof(float) + 1);
 }
 
 /* What both kernels begin with. `outcome` floats a row are kept by each member. */
-static int read_inputs(const Call *call, Task *t, const int32_t *terms, int64_t outcome) {
+static int read_inputs(const Call *call, Task *t, const int32_t *parts, int64_t outcome) {
     const int32_t *sizes = call->params[3];
     *t = (Task){dim(call, 'N'), dim(call, 'H'), dim(call, 'V'), sizes[0], sizes[1]};
     t->block = least(t->vocab, BLOCK_TOKENS), t->stretch = least(t->rows, STRETCH_ROWS);
-    t->terms = *terms, t->is_bf16 = is_bf16(call, 1), t->scale = *(const float *)call->params[4];
+    t->parts = *parts, t->is_bf16 = is_bf16(call, 1), t->scale = *(const float *)call->params[4];
     t->x = call->params[0], t->table = call->params[1], t->labels = call->params[2];
     if (t->real < 0 || t->real > t->vocab) return refuse(call, "%ld of %ld columns cannot be tokens", t->real, t->vocab);
-    if (t->terms != 1 && t->terms != 3) return refuse(call, "%d terms: there are 1 and 3", t->terms);
+    if (t->parts < 1 || t->parts > MOST_PARTS) return refuse(call, "%d parts: there are 1 to %d", t->parts, MOST_PARTS);
     if (!t->rows) return 0;
-    int64_t straight = packed_floats(t->block, t->hidden, t->terms), turned = packed_floats(t->hidden, t->block, t->terms);
-    int64_t packed_x = packed_floats(t->stretch, t->hidden, t->terms);
+    int64_t straight = packed_floats(t->block, t->hidden, t->parts), turned = packed_floats(t->hidden, t->block, t->parts);
+    int64_t packed_x = packed_floats(t->stretch, t->hidden, t->parts);
     const char *why;
     if (straight < 0 || turned < 0 || packed_x < 0)
         return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
@@ -159,7 +159,7 @@ static int run(const Call *call, void (*work)(void *task, Member member), Task *
 
 /* stats: as RowStats, of the logits x table^T */
 KERNEL(linear_log_prob_stats,
-       "x f32[N, H], table f32|bf16[V, H], labels i32[N], sizes i32[2], scale f32[1], terms i32[1] "
+       "x f32[N, H], table f32|bf16[V, H], labels i32[N], sizes i32[2], scale f32[1], parts i32[1] "
        "-> stats f32[N, 4]") {
     Task t;
     int status = read_inputs(call, &t, call->params[5], sizeof(RowStats) / sizeof(float));
@@ -170,7 +170,7 @@ KERNEL(linear_log_prob_stats,
 
 /* `total` is the log-sum-exp */
 KERNEL(linear_log_prob_grad,
-       "x f32[N, H], table f32|bf16[V, H], labels i32[N], sizes i32[2], scale f32[1], terms i32[1], total f32[N], "
+       "x f32[N, H], table f32|bf16[V, H], labels i32[N], sizes i32[2], scale f32[1], parts i32[1], total f32[N], "
        "entropy f32[N], dlogp f32[N], dentropy f32[N] -> dx f32[N, H], dtable f32[V, H]") {
     Task t;
     void **p = call->params;

@@ -1,4 +1,4 @@
-"""Matrix products of bfloat16 terms (bf16_gemm.h) as cells with gradients."""
+"""Matrix products of bfloat16 parts (bf16_gemm.h) as cells with gradients."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
 
 
 class MatMul(nn.Cell):
-    """A product of bfloat16 terms, whose gradients are such products."""
+    """A product of bfloat16 parts, whose gradients are such products."""
 
-    def __init__(self, num_terms: int, transpose_b: bool) -> None:
+    def __init__(self, parts: int, transpose_b: bool) -> None:
         super().__init__()
         straight = ("bf16_product", _product)
         turned = ("bf16_product_turned", _turned_product)
@@ -34,23 +34,23 @@ class MatMul(nn.Cell):
         back = operation(*backward, as_first)
         gradient = operation("bf16_product_gradient", _gradient_product, as_first)
 
-        def bprop(x: Any, weight: Any, terms: Any, out: Any, dout: Any) -> Any:
+        def bprop(x: Any, weight: Any, parts: Any, out: Any, dout: Any) -> Any:
             rows, columns = (dout, x) if transpose_b else (x, dout)
-            return back(dout, weight, terms), gradient(rows, columns, terms), ops.zeros_like(terms)
+            return back(dout, weight, parts), gradient(rows, columns, parts), ops.zeros_like(parts)
 
         # The operation's and not the cell's own: of these MindSpore computes nothing again.
         self.run = operation(*forward, as_first, bprop)
-        self.terms = Tensor([num_terms], ms.int32)
+        self.parts = Tensor([parts], ms.int32)
 
     def construct(self, x: Any, weight: Any) -> Any:
-        return self.run(x, weight, self.terms)
+        return self.run(x, weight, self.parts)
 
 
 class MatMulGradient(nn.Cell):
-    def __init__(self, num_terms: int) -> None:
+    def __init__(self, parts: int) -> None:
         super().__init__()
         self.run = operation("bf16_product_gradient", _gradient_product, as_first)
-        self.terms = Tensor([num_terms], ms.int32)
+        self.parts = Tensor([parts], ms.int32)
 
     def construct(self, x: Any, dy: Any) -> Any:
-        return self.run(x, dy, self.terms)
+        return self.run(x, dy, self.parts)

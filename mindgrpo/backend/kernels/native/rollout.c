@@ -64,8 +64,8 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
         return NULL;
     }
     for (int i = 0; i < call->num_params; i++)
-        if (is_bf16(call, i) && g->terms != 1) {
-            refuse(call, "tensor %d is bfloat16, for products of %ld terms", i, g->terms);
+        if (is_bf16(call, i) && g->parts != 1) {
+            refuse(call, "tensor %d is bfloat16, for products of %ld parts", i, g->parts);
             return NULL;
         }
     return g;

@@ -31,9 +31,9 @@
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
     ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
-    /* matrices packed for products of `terms` bfloat16 products, where there are any: bytes, and where each begins */ \
-    NUMBER(int64_t, terms) ARRAY(uint8_t, packed, 0)                                                             \
-    ARRAY(int64_t, packed_at, g->terms ? MATRICES * g->layers + 1 : 0)                                           \
+    /* matrices packed for products of `parts` bfloat16 products, where there are any: bytes, and where each begins */ \
+    NUMBER(int64_t, parts) ARRAY(uint8_t, packed, 0)                                                             \
+    ARRAY(int64_t, packed_at, g->parts ? MATRICES * g->layers + 1 : 0)                                           \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size)                                \
     NUMBER(int64_t, layer_elements) NUMBER(int64_t, cache_itemsize)                                              \
@@ -82,8 +82,8 @@ Rollout *rollout_of(const Call *call, const int32_t *meta);
 /* The member's share of y [m, n] = x [m, k] w: w [k, n], or [n, k] where `turned`, is matrix number `matrix`. */
 static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t m, int64_t n, int64_t k,
                             const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
-    if (g->terms)
-        bf16_gemm(member, m, n, k, x, ldx, 1, g->terms, g->packed + g->packed_at[matrix], y, ldy);
+    if (g->parts)
+        bf16_gemm(member, m, n, k, x, ldx, 1, g->parts, g->packed + g->packed_at[matrix], y, ldy);
     else
         gemm(member, m, n, k, x, ldx, 1, w, turned ? k : n, turned, y, ldy, 0);
 }
