@@ -14,7 +14,7 @@ from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.matmul_precision import PARTS
+from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
@@ -58,12 +58,12 @@ WITH_AVX512 = pytest.mark.skipif(
     not HAS_AVX512,
     reason="no C compiler on this machine, or no AVX-512 for oneDNN's products of bfloat16",
 )
-PRECISIONS = [pytest.param(name, marks=WITH_AVX512) for name in PARTS]
+PRECISIONS = [pytest.param(name, marks=WITH_AVX512) for name in NUM_PARTS]
 
 
 def kernels_named(name: str) -> Kernels:
     """`high` and `medium` are native, with products of bfloat16."""
-    return PlainKernels() if name == "plain" else NativeKernels(PARTS.get(name))
+    return PlainKernels() if name == "plain" else NativeKernels(NUM_PARTS.get(name))
 
 
 def random_weights(backend: Backend) -> Weights:

@@ -28,7 +28,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel
-from mindgrpo.backend.matmul_precision import PARTS
+from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
@@ -85,7 +85,7 @@ def test_embeddings_are_the_bfloat16_rows_and_their_gradients_are_float32() -> N
 def backends() -> dict[Dtype, CpuBackend]:
     made: dict[Dtype, CpuBackend] = {
         "float32": CpuBackend({}),
-        "bfloat16": CpuBackend({}, parts=PARTS["medium"]),
+        "bfloat16": CpuBackend({}, num_parts=NUM_PARTS["medium"]),
     }
     made["bfloat16"].compute_dtype = "bfloat16"
     return made

@@ -18,15 +18,15 @@ from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library_path
-from mindgrpo.backend.matmul_precision import PARTS
+from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.models.log_probs import TokenLogProbs
 
 WITH_COMPILER = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 KERNELS = [
     pytest.param(PlainKernels, 2e-5, id="plain"),
     pytest.param(NativeKernels, 2e-5, id="native", marks=WITH_COMPILER),
-    pytest.param(lambda: NativeKernels(PARTS["high"]), 2e-5, id="high", marks=WITH_AVX512),
-    pytest.param(lambda: NativeKernels(PARTS["medium"]), 0.02, id="medium", marks=WITH_AVX512),
+    pytest.param(lambda: NativeKernels(NUM_PARTS["high"]), 2e-5, id="high", marks=WITH_AVX512),
+    pytest.param(lambda: NativeKernels(NUM_PARTS["medium"]), 0.02, id="medium", marks=WITH_AVX512),
 ]
 # Rows, hidden, width: one block; blocks of the vocabulary that are not full; stretches of rows; one of each.
 SIZES = [(37, 48, 300), (70, 32, 5000), (2500, 16, 2049), (1, 5, 3)]

@@ -28,7 +28,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library
 from mindgrpo.backend.matmul_precision import (
-    PARTS,
+    NUM_PARTS,
     MatmulPrecision,
     has_amx,
     packed_bytes,
@@ -112,7 +112,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(parts: int) -> None:
 @pytest.mark.parametrize("name", PRECISIONS)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: bool) -> None:
-    kernels, parts = kernels_named(name), PARTS[name]
+    kernels, parts = kernels_named(name), NUM_PARTS[name]
     x, w, dy = random(40, 24), random(24, 56), random(40, 56)
 
     class Weighed(nn.Cell):

@@ -14,9 +14,10 @@ import numpy as np
 import psutil
 import pytest
 
-from mindgrpo.backend import copies, host_pool
+from mindgrpo.backend import copies, host_pool, pages
 from mindgrpo.backend.copies import Copies
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
+from mindgrpo.backend.pages import SparePages
 
 SIZE = 5_000_001  # floats: more than one large page, and no whole number of small ones
 
@@ -32,9 +33,7 @@ def test_what_was_offloaded_comes_back_and_is_not_on_the_device_meanwhile(
     can_move: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_move:
-        monkeypatch.setattr(
-            host_pool, "LEAVE_MAPPED", 1 << 20
-        )  # as a system that knows no such flag
+        monkeypatch.setattr(pages, "LEAVE_MAPPED", 1 << 20)  # as a system that knows no such flag
     pool = HostPool(SIZE)
     view = filled(pool)
     kept = view.copy()
@@ -55,6 +54,35 @@ def test_released_pages_leave_the_process() -> None:
         pool.release()
         assert process.memory_info().rss - before < 0.2 * SIZE
         assert not view.any()
+
+
+@pytest.mark.parametrize("can_move", [True, False])
+@pytest.mark.parametrize("sizes", [(SIZE, SIZE + 77, 3 * SIZE, 2 * SIZE), (5000, 1025, 1, 70_000)])
+def test_pools_that_take_turns_are_zero_when_loaded_and_need_no_more_pages_than_at_one_time(
+    sizes: tuple[int, ...], can_move: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_move:
+        monkeypatch.setattr(pages, "LEAVE_MAPPED", 1 << 20)
+    rng, spare = np.random.default_rng(0), SparePages()
+    pools = [HostPool(size) for size in sizes]
+    for pool in pools:
+        pool.take_turns(spare, is_empty=True)
+    loaded: dict[int, np.ndarray] = {}
+    most = kept = 0
+    for _ in range(60):
+        number = int(rng.integers(len(pools)))
+        if number in loaded:
+            np.testing.assert_array_equal(loaded.pop(number), number + 1)
+            pools[number].release()
+        else:
+            pools[number].load()
+            view = loaded[number] = pools[number].view(0, (sizes[number],))
+            assert not view.any()
+            view[...] = number + 1
+        held = sum(host_pool.whole_pages(4 * sizes[each]) for each in loaded)
+        most, kept = max(most, held), max(kept, spare.num_bytes)
+        assert held + spare.num_bytes <= most
+    assert (kept > 0) == can_move
 
 
 def test_offloading_takes_no_second_copy() -> None:

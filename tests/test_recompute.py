@@ -58,11 +58,11 @@ class Backward(nn.Cell):
 PARTS = [None, pytest.param(1, marks=WITH_AVX512)]
 
 
-def products(recompute: Recompute, folder: Path, parts: int | None) -> dict[str, int]:
+def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
     """How often the compiled backward pass makes a product of each shape."""
     config = decoder_config(RAW, "here")
     layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
-    backend = CpuBackend({}, parts=parts)
+    backend = CpuBackend({}, num_parts=num_parts)
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)
     shard = Shard(config, weights, backend)
@@ -77,7 +77,7 @@ def products(recompute: Recompute, folder: Path, parts: int | None) -> dict[str,
         ms.set_context(save_graphs=0)
     (last,) = folder.glob("*_validate_*.ir")
     lines = last.read_text().splitlines()
-    product = "MatMul(" if parts is None else 'bf16_product"'
+    product = "MatMul(" if num_parts is None else 'bf16_product"'
     made = [lines[i + 1] for i, line in enumerate(lines[:-1]) if product in line]
     shapes = [re.findall(r"\(\d+, \d+\)", line)[-1] for line in made]
     return {shape: shapes.count(shape) for shape in (QKV, GATE_UP)}
@@ -85,13 +85,13 @@ def products(recompute: Recompute, folder: Path, parts: int | None) -> dict[str,
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], dict[str, int]]:
-    def of(parts: int | None) -> dict[str, int]:
-        return products(Recompute(), tmp_path_factory.mktemp("kept"), parts)
+    def of(num_parts: int | None) -> dict[str, int]:
+        return products(Recompute(), tmp_path_factory.mktemp("kept"), num_parts)
 
     return cache(of)
 
 
-@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("num_parts", PARTS)
 @pytest.mark.parametrize(
     ("settings", "again"),
     [
@@ -107,16 +107,16 @@ def test_what_was_asked_for_and_nothing_else_is_computed_again(
     tmp_path: Path,
     settings: dict[str, object],
     again: tuple[int, int],
-    parts: int | None,
+    num_parts: int | None,
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    found = products(Recompute(config.modules, config.every), tmp_path, parts)
-    before = kept(parts)
+    found = products(Recompute(config.modules, config.every), tmp_path, num_parts)
+    before = kept(num_parts)
     assert (found[QKV] - before[QKV], found[GATE_UP] - before[GATE_UP]) == again
 
 
 @pytest.mark.parametrize(
-    ("settings", "parts", "every"),
+    ("settings", "num_parts", "every"),
     [
         ({}, set(), 1),
         ({"recompute": True}, {"attention", "mlp"}, 1),
@@ -126,7 +126,7 @@ def test_what_was_asked_for_and_nothing_else_is_computed_again(
     ],
 )
 def test_settings_as_parts_and_layers(
-    settings: dict[str, object], parts: set[str], every: int
+    settings: dict[str, object], num_parts: set[str], every: int
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    assert (config.modules, config.every) == (parts, every)
+    assert (config.modules, config.every) == (num_parts, every)

@@ -67,21 +67,26 @@ def test_a_parameter_sees_its_weights_again_after_they_were_away(backend: CpuBac
     np.testing.assert_array_equal(parameter.asnumpy(), np.arange(view.size))
 
 
-def test_a_rebuilt_role_is_absent_after_its_phases_and_its_memory_is_given_back(
+def test_memory_of_a_rebuilt_role_goes_to_the_next_and_to_the_system_where_that_is_elsewhere(
     backend: CpuBackend,
 ) -> None:
     size = 64 * MIB
     residency = Residency()
     pool, view = filled(backend, size)
     small, _ = filled(backend, MIB)
+    gradients = backend.pool(size // 4)
     residency.register("kv_cache", [pool], rebuilt=True, filled=True)
     residency.register("policy", [small], rebuilt=False, filled=True)
+    residency.register("gradients", [gradients], rebuilt=True, filled=False)
     before = rss()
     residency.activate("update")
-    fallen = before - rss()
     assert residency.roles["kv_cache"].location is Location.RELEASED
-    assert fallen == pytest.approx(size, abs=4 * MIB)
-    assert not view.any(), "the bytes are still kept somewhere"
+    assert not view.any() and not gradients.view(0, (size // 4,)).any()
+    gradients.view(0, (size // 4,))[...] = 1
+    assert rss() - before == pytest.approx(0, abs=4 * MIB)
+    residency.register("generator", [CountedPool(size)], rebuilt=True, filled=False)
+    residency.activate("reshard")
+    assert before - rss() == pytest.approx(size, abs=4 * MIB)
 
 
 def test_a_role_on_the_host_does_not_stay_on_the_device_too(backend: CpuBackend) -> None:

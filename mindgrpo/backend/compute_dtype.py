@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.matmul_precision import KEY as PRECISION
-from mindgrpo.backend.matmul_precision import PARTS, MatmulPrecision
+from mindgrpo.backend.matmul_precision import NUM_PARTS, MatmulPrecision
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.errors import UserError
 
@@ -56,6 +56,6 @@ def resolve(
     return "bfloat16" if asked == "bfloat16" else "float16"
 
 
-def product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
+def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
     """Of how many products of bfloat16 a matrix product is made on processors; None: of one of float32."""
-    return PARTS["medium"] if dtype == "bfloat16" else PARTS.get(precision)
+    return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mindgrpo.backend.compute_dtype import product_parts
+from mindgrpo.backend.compute_dtype import num_product_parts
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.runtime import RuntimeSettings, apply
@@ -30,8 +30,8 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
 def _cpu_backend(environment: dict[str, str], settings: RuntimeSettings) -> Backend:
     from mindgrpo.backend.cpu.backend import CpuBackend
 
-    parts = product_parts(settings.compute_dtype, settings.matmul_precision)
-    return CpuBackend(environment, settings.compiled, parts)
+    num_parts = num_product_parts(settings.compute_dtype, settings.matmul_precision)
+    return CpuBackend(environment, settings.compiled, num_parts)
 
 
 def _device_backend(device: str, environment: dict[str, str], settings: RuntimeSettings) -> Backend:

@@ -18,6 +18,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.matmul_precision import MatmulPrecision
+from mindgrpo.backend.pages import SparePages
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.health.rank_health import RankHealth
 
@@ -124,6 +125,13 @@ class Pool(ABC):
 
     @abstractmethod
     def release(self) -> None: ...
+
+    def take_turns(self, spare: SparePages, is_empty: bool) -> None:
+        """From now on a pool may leave the memory that it gives up to others that take turns with it.
+
+        `is_empty`: nothing is in it yet.
+        """
+        return None
 
 
 class PeerView(HostArrays, Protocol):

@@ -1,13 +1,11 @@
 """A pool of pages: device memory where the device is the host itself.
 
 Offloading and loading move pages from one address to another, and nothing is copied: device and host are one memory
-here. Released pages go back to the system at once, so memory that the ledger counts as given up is given up in the
-process too.
+here. Released pages go to the pools that are loaded next (SparePages), or back to the system at once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
@@ -18,38 +16,13 @@ from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
-
-ALIGN_BYTES = 4096
-# Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
-HUGE_BYTES = 2 << 20
-HUGE_FROM_BYTES = 8 * HUGE_BYTES
-MAY_MOVE, FIXED, LEAVE_MAPPED = 1, 2, 4  # mremap(2)
-FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mremap.restype = ctypes.c_void_p
-
-
-def _private_pages(num_bytes: int) -> mmap.mmap:
-    # Python's default is shared pages: given up, they would leave the process and still be kept by the system.
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_FROM_BYTES:
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
+from mindgrpo.backend.pages import SparePages, move_pages, private_pages, whole_pages
 
 
 def _view(pages: mmap.mmap, dtype: Dtype, offset: int, shape: Sequence[int]) -> np.ndarray:
     count = int(np.prod(shape, dtype=np.int64))
     start = ITEM_BYTES[dtype] * offset
     return np.frombuffer(pages, numpy_dtype(dtype), count, start).reshape(shape)
-
-
-def _address(pages: mmap.mmap) -> int:
-    return int(np.frombuffer(pages, np.uint8).ctypes.data)
 
 
 class HostPool(Pool):
@@ -60,12 +33,14 @@ class HostPool(Pool):
         self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._ranges: set[tuple[int, int]] = set()
         self._is_offloaded = False
-        self._length = _whole_pages(self.num_bytes)
+        self._length = whole_pages(self.num_bytes)
         self._device = self._pages()
         self._host: mmap.mmap | None = None
+        self._spare: SparePages | None = None
+        self._is_released = False
 
     def _pages(self) -> mmap.mmap:
-        return _private_pages(self._length)
+        return private_pages(self._length)
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
         return _view(self._device, self.dtype, offset, shape)
@@ -95,19 +70,24 @@ class HostPool(Pool):
         if self._is_offloaded and self._host is not None:
             self._move(self._host, self._device)
             self._is_offloaded = False
+        if self._is_released and self._spare is not None:
+            self._spare.take(self._device, self._length)
+        self._is_released = False
 
     def release(self) -> None:
-        self._is_offloaded = False
-        self._device.madvise(mmap.MADV_DONTNEED)
-        if self._host is not None:
+        if self._is_offloaded and self._host is not None:
             self._host.madvise(mmap.MADV_DONTNEED)
+        elif self._spare is not None and not self._is_released:
+            self._spare.put(self._device, self._length)
+        else:
+            self._device.madvise(mmap.MADV_DONTNEED)
+        self._is_offloaded, self._is_released = False, True
+
+    def take_turns(self, spare: SparePages, is_empty: bool) -> None:
+        self._spare, self._is_released = spare, is_empty
 
     def _move(self, source: mmap.mmap, target: mmap.mmap) -> None:
-        length = ctypes.c_size_t(self._length)
-        places = ctypes.c_void_p(_address(source)), ctypes.c_void_p(_address(target))
-        flags = ctypes.c_int(MAY_MOVE | FIXED | LEAVE_MAPPED)
-        moved = _libc.mremap(places[0], length, length, flags, places[1])
-        if moved == FAILED:  # a system that cannot leave the source mapped (before Linux 5.7)
+        if not move_pages(source, 0, target, 0, self._length):
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
             source.madvise(mmap.MADV_DONTNEED)
 
@@ -129,6 +109,9 @@ class SharedPool(HostPool):
     def load(self) -> None:
         """The pages are still there."""
 
+    def take_turns(self, spare: SparePages, is_empty: bool) -> None:
+        """They are the file's."""
+
     def release(self) -> None:
         self._device.madvise(mmap.MADV_REMOVE)
 
@@ -138,7 +121,7 @@ class PeerPool:
 
     def __init__(self, process: int, descriptor: int, num_bytes: int, dtype: Dtype) -> None:
         self.num_bytes, self._dtype = num_bytes, dtype
-        length = _whole_pages(num_bytes)
+        length = whole_pages(num_bytes)
         handle = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY)
         try:
             self._pages = mmap.mmap(handle, length, prot=mmap.PROT_READ)

@@ -17,7 +17,7 @@ from mindgrpo.errors import UserError
 MatmulPrecision = Literal["highest", "high", "medium"]
 KEY = "context.float32_matmul_precision"
 # Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
-PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
+NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
 # oneDNN's own variable, and the processor's flags.
 ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -42,9 +42,9 @@ def resolve(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
     raise UserError(f"{KEY} is '{asked}', which {why}; or set it to highest.")
 
 
-def packed_bytes(k: int, n: int, parts: int) -> int:
+def packed_bytes(k: int, n: int, num_parts: int) -> int:
     """At most, of a matrix [k, n] that is packed for products of bfloat16: whole blocks of 32 x 64."""
-    return 2 * parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
+    return 2 * num_parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
 
 
 def has_amx(environment: Mapping[str, str]) -> bool:

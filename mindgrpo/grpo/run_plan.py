@@ -19,7 +19,7 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.settings import compute_dtype, dtype_notices, product_parts
+from mindgrpo.grpo.settings import compute_dtype, dtype_notices, num_product_parts
 from mindgrpo.grpo.vllm_settings import worker_cache_bytes
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -205,7 +205,7 @@ class RunPlan:
         """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
         if self.config.generate_config.uses_vllm or not self.keeps_slots:
             return 0
-        return self._generator_shape.packed_bytes(product_parts(self.config))
+        return self._generator_shape.packed_bytes(num_product_parts(self.config))
 
     def layout_lines(self) -> list[str]:
         lines = [

@@ -94,9 +94,9 @@ def loss_scale(config: Config) -> float:
     return 1.0
 
 
-def product_parts(config: Config) -> int | None:
-    """See compute_dtype.product_parts."""
-    return compute_dtypes.product_parts(compute_dtype(config), matmul_precision(config))
+def num_product_parts(config: Config) -> int | None:
+    """See compute_dtype.num_product_parts."""
+    return compute_dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
 
 
 def _has_kernels(config: Config) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.pages import SparePages
 from mindgrpo.memory.account import PHASES, PhaseMemory, by_phase, check_budget
 
 
@@ -68,12 +69,15 @@ class Residency:
         self.ledger = Ledger()
         self._budget, self._keeps = budget_bytes, keeps
         self._reserved = reserved or {}
+        self._spare = SparePages()
 
     def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
         """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
         location = Location.DEVICE if filled else Location.RELEASED
-        if filled:
-            for pool in pools:
+        for pool in pools:
+            if rebuilt:
+                pool.take_turns(self._spare, not filled)
+            if filled:
                 pool.load()
         self.roles[name] = Role(name, tuple(pools), rebuilt, location)
 
@@ -121,6 +125,11 @@ class Residency:
         for role in moving:
             if role.name in needed:
                 self._bring(role)
+        if not all(
+            pool.is_host_memory for role in moving if role.name in needed for pool in role.pools
+        ):
+            # Another process, such as vLLM's, needs the memory now.
+            self._spare.give_up()
         self.ledger.transfer_seconds += time.perf_counter() - started
         peak = self.ledger.peak_by_phase.get(phase, 0)
         self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)

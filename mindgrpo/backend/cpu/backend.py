@@ -126,9 +126,9 @@ class CpuBackend(Backend):
         self,
         environment: dict[str, str],
         compiled: bool = True,
-        parts: int | None = None,
+        num_parts: int | None = None,
     ) -> None:
-        """`parts`: see NativeKernels."""
+        """`num_parts`: see NativeKernels."""
         self.compile_log = CompileLog()
         self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
@@ -140,7 +140,7 @@ class CpuBackend(Backend):
         ms.set_device("CPU")
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
-        self.kernels = self._choose_kernels(compiled, parts)
+        self.kernels = self._choose_kernels(compiled, num_parts)
         self.notices = _notices()
         self._host = self._make_host(environment)
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
@@ -158,8 +158,8 @@ class CpuBackend(Backend):
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
-    def _choose_kernels(compiled: bool, parts: int | None) -> Kernels:
-        if parts is not None and library_path() is None:
+    def _choose_kernels(compiled: bool, num_parts: int | None) -> Kernels:
+        if num_parts is not None and library_path() is None:
             raise UserError(
                 f"{KEY} high and medium, and context.compute_dtype bfloat16, need the C kernels: {_notices()[0]}; or "
                 "set them to highest and float32."
@@ -171,7 +171,7 @@ class CpuBackend(Backend):
             return PlainKernels()
         from mindgrpo.backend.kernels.native.kernels import NativeKernels
 
-        return NativeKernels(parts)
+        return NativeKernels(num_parts)
 
     def _make_host(self, environment: dict[str, str]) -> Host:
         if self.world_size == 1:

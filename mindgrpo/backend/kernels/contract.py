@@ -87,7 +87,7 @@ class Kernels(ABC):
     # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
     has_adamw: bool
     # Of how many bfloat16 numbers a product's factors are sums (matmul_precision.py); None where they are float32.
-    parts: int | None = None
+    num_parts: int | None = None
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots: bool
 

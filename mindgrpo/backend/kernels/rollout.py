@@ -45,9 +45,9 @@ class LocalModelShape:
         ]
         return self.layers * layer + [(hidden, self.vocabulary.width)]
 
-    def packed_bytes(self, parts: int | None) -> int:
+    def packed_bytes(self, num_parts: int | None) -> int:
         """Of all matrices as the generator keeps them for products of bfloat16; 0 for those of float32."""
-        return sum(packed_bytes(k, n, parts) for k, n in self.matrices) if parts else 0
+        return sum(packed_bytes(k, n, num_parts) for k, n in self.matrices) if num_parts else 0
 
 
 @dataclass

@@ -188,7 +188,7 @@ class SlotDecoder:
             keys_and_values = memory_of_cache.view(0, (sizes.cache,))
             scratch, inputs, starts, seen, parked = _views(memory_of_work, sizes.beside_cache)
             memory = Memory(keys_and_values, scratch, inputs, starts, seen, None, parked)
-        packed_bytes = model_shape.packed_bytes(shard.kernels.parts)
+        packed_bytes = model_shape.packed_bytes(shard.kernels.num_parts)
         if packed_bytes:
             size = packed_bytes // ITEM_BYTES["bfloat16"]
             packed = backend.pool(size, dtype="bfloat16")

@@ -192,24 +192,26 @@ class NativeKernels(PlainKernels):
     has_adamw = True
     has_slots = True
 
-    def __init__(self, parts: int | None = None) -> None:
-        """With `parts`, the factors of matrix products are sums of so many bfloat16 numbers (bf16_gemm.h)."""
+    def __init__(self, num_parts: int | None = None) -> None:
+        """With `num_parts`, the factors of matrix products are sums of so many bfloat16 numbers (bf16_gemm.h)."""
         if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-        if parts is not None and not has_bfloat16():
+        if num_parts is not None and not has_bfloat16():
             raise UserError(
                 f"{KEY} high and medium, and context.compute_dtype bfloat16, need oneDNN's products of bfloat16, which "
                 "it does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
-        self.parts = parts
+        self.num_parts = num_parts
 
     def matmul(self, transpose_b: bool = False) -> Any:
-        if self.parts is None:
+        if self.num_parts is None:
             return super().matmul(transpose_b)
-        return MatMul(self.parts, transpose_b)
+        return MatMul(self.num_parts, transpose_b)
 
     def matmul_gradient(self) -> Any:
-        return super().matmul_gradient() if self.parts is None else MatMulGradient(self.parts)
+        return (
+            super().matmul_gradient() if self.num_parts is None else MatMulGradient(self.num_parts)
+        )
 
     def rms_norm(self, eps: float) -> nn.Cell:
         return _RmsNorm(eps)
@@ -268,14 +270,14 @@ class NativeKernels(PlainKernels):
         return LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        if self.parts is None:
+        if self.num_parts is None:
             return super().linear_log_prob_stats(vocabulary, rows)
-        return LinearLogProbStats(vocabulary, self.parts)
+        return LinearLogProbStats(vocabulary, self.num_parts)
 
     def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        if self.parts is None:
+        if self.num_parts is None:
             return super().linear_log_prob_grad(vocabulary, rows)
-        return LinearLogProbGrad(vocabulary, self.parts)
+        return LinearLogProbGrad(vocabulary, self.num_parts)
 
     def slots(
         self,
@@ -286,4 +288,6 @@ class NativeKernels(PlainKernels):
         prompt_rows: int,
         memory: Memory,
     ) -> NativeSlots:
-        return NativeSlots(model_shape, sampling, rotary, slots, prompt_rows, memory, self.parts)
+        return NativeSlots(
+            model_shape, sampling, rotary, slots, prompt_rows, memory, self.num_parts
+        )

@@ -45,25 +45,25 @@ class LogProbGrad(nn.Cell):
 
 
 class _LinearLogProbs(nn.Cell):
-    def __init__(self, vocabulary: Vocabulary, parts: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
         super().__init__()
         self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
         self.scale = Tensor([vocabulary.scale], ms.float32)
-        self.parts = Tensor([parts], ms.int32)
+        self.num_parts = Tensor([num_parts], ms.int32)
 
 
 class LinearLogProbStats(_LinearLogProbs):
-    def __init__(self, vocabulary: Vocabulary, parts: int) -> None:
-        super().__init__(vocabulary, parts)
+    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
+        super().__init__(vocabulary, num_parts)
         self.run = operation("linear_log_prob_stats", _four_a_row, as_first)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
-        return self.run(x, table, labels, self.sizes, self.scale, self.parts)
+        return self.run(x, table, labels, self.sizes, self.scale, self.num_parts)
 
 
 class LinearLogProbGrad(_LinearLogProbs):
-    def __init__(self, vocabulary: Vocabulary, parts: int) -> None:
-        super().__init__(vocabulary, parts)
+    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
+        super().__init__(vocabulary, num_parts)
         self.run = operation("linear_log_prob_grad", as_first_two, _float32_twice)
 
     def construct(
@@ -77,4 +77,4 @@ class LinearLogProbGrad(_LinearLogProbs):
         dentropy: Any,
     ) -> Any:
         numbers = totals, entropy, dlogp, dentropy
-        return self.run(x, table, labels, self.sizes, self.scale, self.parts, *numbers)
+        return self.run(x, table, labels, self.sizes, self.scale, self.num_parts, *numbers)

@@ -26,7 +26,7 @@ def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
 class MatMul(nn.Cell):
     """A product of bfloat16 parts, whose gradients are such products."""
 
-    def __init__(self, parts: int, transpose_b: bool) -> None:
+    def __init__(self, num_parts: int, transpose_b: bool) -> None:
         super().__init__()
         straight = ("bf16_product", _product)
         turned = ("bf16_product_turned", _turned_product)
@@ -34,23 +34,27 @@ class MatMul(nn.Cell):
         back = operation(*backward, as_first)
         gradient = operation("bf16_product_gradient", _gradient_product, as_first)
 
-        def bprop(x: Any, weight: Any, parts: Any, out: Any, dout: Any) -> Any:
+        def bprop(x: Any, weight: Any, num_parts: Any, out: Any, dout: Any) -> Any:
             rows, columns = (dout, x) if transpose_b else (x, dout)
-            return back(dout, weight, parts), gradient(rows, columns, parts), ops.zeros_like(parts)
+            return (
+                back(dout, weight, num_parts),
+                gradient(rows, columns, num_parts),
+                ops.zeros_like(num_parts),
+            )
 
         # The operation's and not the cell's own: of these MindSpore computes nothing again.
         self.run = operation(*forward, as_first, bprop)
-        self.parts = Tensor([parts], ms.int32)
+        self.num_parts = Tensor([num_parts], ms.int32)
 
     def construct(self, x: Any, weight: Any) -> Any:
-        return self.run(x, weight, self.parts)
+        return self.run(x, weight, self.num_parts)
 
 
 class MatMulGradient(nn.Cell):
-    def __init__(self, parts: int) -> None:
+    def __init__(self, num_parts: int) -> None:
         super().__init__()
         self.run = operation("bf16_product_gradient", _gradient_product, as_first)
-        self.parts = Tensor([parts], ms.int32)
+        self.num_parts = Tensor([num_parts], ms.int32)
 
     def construct(self, x: Any, dy: Any) -> Any:
-        return self.run(x, dy, self.parts)
+        return self.run(x, dy, self.num_parts)

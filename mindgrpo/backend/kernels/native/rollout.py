@@ -86,10 +86,10 @@ class NativeSlots(Slots):
         slots: int,
         prompt_rows: int,
         memory: Memory,
-        parts: int | None = None,
+        num_parts: int | None = None,
     ) -> None:
-        """`parts`: see NativeKernels."""
-        self._parts = parts or 0
+        """`num_parts`: see NativeKernels."""
+        self._num_parts = num_parts or 0
         self._model_shape, self._sampling, self._capacity = model_shape, sampling, slots
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
@@ -113,25 +113,25 @@ class NativeSlots(Slots):
         arrays |= {
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
-        sizes = [packed_bytes(k, n, self._parts) for k, n in model_shape.matrices]
+        sizes = [packed_bytes(k, n, self._num_parts) for k, n in model_shape.matrices]
         room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
         self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
-        self._table["parts"] = self._parts
+        self._table["parts"] = self._num_parts
         self._table["cache_itemsize"] = memory.cache.itemsize
         for name, array in arrays.items():
             self._table[name] = array
         self.users = arrays["users"]
 
     def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
-        if not self._parts:
+        if not self._num_parts:
             return
         *layers, head = zip(matrices, self._packed, strict=True)
-        parts = np.array([self._parts], np.int32)
+        num_parts = np.array([self._num_parts], np.int32)
         for matrix, packed in layers:
-            call_kernel("bf16_pack", matrix, parts, packed)
-        call_kernel("bf16_pack_turned", head[0], parts, head[1])
+            call_kernel("bf16_pack", matrix, num_parts, packed)
+        call_kernel("bf16_pack_turned", head[0], num_parts, head[1])
 
     def use(self, sampling: SamplingParams) -> None:
         if sampling.repetition_penalty != 1.0 and not self._has_seen:
