@@ -51,8 +51,8 @@ class Context(Section):
     float32_matmul_precision: Annotated[
         Literal["auto", "highest", "high", "medium"], BEFORE_TEXT
     ] = "auto"
-    """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: three bfloat16
-    products, nearly as accurate, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
+    """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: six bfloat16
+    products, as accurate, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
     sums; auto: high on processors with AMX, else highest"""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BEFORE_TEXT] = (
         "auto"
