@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from mindgrpo.backend import copies, host_pool, pages
+from mindgrpo.backend import copies, pages
 from mindgrpo.backend.copies import Copies
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.pages import SparePages
@@ -79,10 +79,31 @@ def test_pools_that_take_turns_are_zero_when_loaded_and_need_no_more_pages_than_
             view = loaded[number] = pools[number].view(0, (sizes[number],))
             assert not view.any()
             view[...] = number + 1
-        held = sum(host_pool.whole_pages(4 * sizes[each]) for each in loaded)
+        held = sum(4 * sizes[each] for each in loaded)
         most, kept = max(most, held), max(kept, spare.num_bytes)
         assert held + spare.num_bytes <= most
-    assert (kept > 0) == can_move
+    assert (kept > 0) == (can_move and max(sizes) >= SIZE)
+
+
+def test_what_a_pool_never_filled_takes_no_pages_in_later_turns() -> None:
+    spare, large, small = SparePages(), HostPool(8 * SIZE), HostPool(SIZE)
+    for pool in (large, small):
+        pool.take_turns(spare, is_empty=True)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(4):
+        large.load()
+        view = large.view(0, (8 * SIZE,))
+        part = view[2 * SIZE : 3 * SIZE]
+        assert not part.any()
+        part[...] = 1
+        large.release()
+        small.load()
+        filled(small)
+        small.release()
+    assert process.memory_info().rss - before < 1.2 * 4 * SIZE
+    spare.give_up()
+    assert process.memory_info().rss - before < 0.2 * SIZE
 
 
 def test_offloading_takes_no_second_copy() -> None:

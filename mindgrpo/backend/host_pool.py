@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
-from mindgrpo.backend.pages import SparePages, move_pages, private_pages, whole_pages
+from mindgrpo.backend.pages import SparePages, chunks_of, move_pages, private_pages, whole_pages
 
 
 def _view(pages: mmap.mmap, dtype: Dtype, offset: int, shape: Sequence[int]) -> np.ndarray:
@@ -38,6 +38,8 @@ class HostPool(Pool):
         self._host: mmap.mmap | None = None
         self._spare: SparePages | None = None
         self._is_released = False
+        # What will be filled in the next turn, as in the last: most of a cache may never be.
+        self._chunks = chunks_of(self._device, self._length)
 
     def _pages(self) -> mmap.mmap:
         return private_pages(self._length)
@@ -71,14 +73,14 @@ class HostPool(Pool):
             self._move(self._host, self._device)
             self._is_offloaded = False
         if self._is_released and self._spare is not None:
-            self._spare.take(self._device, self._length)
+            self._spare.take(self._device, self._chunks)
         self._is_released = False
 
     def release(self) -> None:
         if self._is_offloaded and self._host is not None:
             self._host.madvise(mmap.MADV_DONTNEED)
         elif self._spare is not None and not self._is_released:
-            self._spare.put(self._device, self._length)
+            self._chunks = self._spare.put(self._device, self._length)
         else:
             self._device.madvise(mmap.MADV_DONTNEED)
         self._is_offloaded, self._is_released = False, True

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 
 ALIGN_BYTES = 4096
 # Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
 HUGE_BYTES = 2 << 20
-HUGE_FROM_BYTES = 8 * HUGE_BYTES
+HUGE_FROM_BYTES = CHUNK_BYTES = 8 * HUGE_BYTES
 MAY_MOVE, FIXED, LEAVE_MAPPED = 1, 2, 4  # mremap(2)
 FAILED = ctypes.c_void_p(-1).value
 
@@ -21,14 +22,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_void_p
 
 
-def page_bytes(num_bytes: int) -> int:
-    """Of the pages that so many bytes lie in."""
-    return ALIGN_BYTES if num_bytes < HUGE_FROM_BYTES else HUGE_BYTES
-
-
 def whole_pages(num_bytes: int) -> int:
-    unit = page_bytes(num_bytes)
-    return max(unit, -(-num_bytes // unit) * unit)
+    return max(ALIGN_BYTES, -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES)
 
 
 def private_pages(num_bytes: int) -> mmap.mmap:
@@ -55,42 +50,63 @@ def move_pages(source: mmap.mmap, start: int, target: mmap.mmap, to: int, num_by
     return bool(moved != FAILED)
 
 
+def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
+    """Where whole chunks of huge pages begin."""
+    first = -address_of(pages) % HUGE_BYTES
+    return list(range(first, num_bytes - CHUNK_BYTES + 1, CHUNK_BYTES))
+
+
+def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
+    """Those of which the system has given out every page."""
+    has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
+    place, answer = address_of(pages), has_page.ctypes.data
+    length = ctypes.c_size_t(num_bytes)
+    if _libc.mincore(ctypes.c_void_p(place), length, ctypes.c_void_p(answer)) != 0:
+        return []
+    starts = chunks_of(pages, num_bytes)
+    first, size = -place % HUGE_BYTES // ALIGN_BYTES, CHUNK_BYTES // ALIGN_BYTES
+    of_chunks = has_page[first : first + len(starts) * size].reshape(-1, size) & 1
+    return [
+        start for start, is_filled in zip(starts, of_chunks.all(axis=1), strict=True) if is_filled
+    ]
+
+
 class SparePages:
-    """Pages that released pools leave to the pools that are loaded next.
+    """Pages that released pools leave to the pools that are loaded next, in chunks of one size.
 
     The system clears every page that it gives out, which took an eighth of a step with bfloat16 products. Roles that
     take turns need no fresh ones, and no more are kept than they had at one time.
     """
 
     def __init__(self) -> None:
-        # Each with where its pages begin and end; by the size of a page, as a huge one stays whole when it moves.
-        self._kept: dict[int, list[tuple[mmap.mmap, int, int]]] = {ALIGN_BYTES: [], HUGE_BYTES: []}
+        # Each with where its chunk begins.
+        self._kept: list[tuple[mmap.mmap, int]] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(end - start for kept in self._kept.values() for _, start, end in kept)
+        return CHUNK_BYTES * len(self._kept)
 
-    def put(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Takes all of `pages`, whose bytes are zero afterwards."""
-        to = private_pages(num_bytes)
-        if move_pages(pages, 0, to, 0, num_bytes):
-            self._kept[page_bytes(num_bytes)].append((to, 0, num_bytes))
-        else:
-            pages.madvise(mmap.MADV_DONTNEED)
+    def put(self, pages: mmap.mmap, num_bytes: int) -> list[int]:
+        """Takes the filled chunks of `pages`, which are zero afterwards; returns where these are."""
+        starts = filled_chunks(pages, num_bytes)
+        for start in starts:
+            try:
+                to = private_pages(CHUNK_BYTES + HUGE_BYTES)
+            except OSError:  # a limit on the address space
+                break
+            first = chunks_of(to, CHUNK_BYTES + HUGE_BYTES)[0]
+            if move_pages(pages, start, to, first, CHUNK_BYTES):
+                self._kept.append((to, first))
+        pages.madvise(mmap.MADV_DONTNEED)
+        return starts
 
-    def take(self, pages: mmap.mmap, num_bytes: int) -> None:
-        """Moves up to `num_bytes` to the beginning of `pages`, whose bytes are zero before and after."""
-        kept, filled = self._kept[page_bytes(num_bytes)], 0
-        while kept and filled < num_bytes:
-            source, start, end = kept.pop()
-            size = min(end - start, num_bytes - filled)
-            move_pages(source, start, pages, filled, size)
-            filled += size
-            if start + size < end:
-                kept.append((source, start + size, end))
-        np.frombuffer(pages, np.uint8, filled).fill(0)
+    def take(self, pages: mmap.mmap, starts: Sequence[int]) -> None:
+        """Moves chunks to `starts` of `pages`, as long as there are some. `pages` are zero before and after."""
+        for start in starts[: len(self._kept)]:
+            kept, first = self._kept.pop()
+            if move_pages(kept, first, pages, start, CHUNK_BYTES):
+                np.frombuffer(pages, np.uint8, CHUNK_BYTES, start).fill(0)
 
     def give_up(self) -> None:
         """To the system."""
-        for kept in self._kept.values():
-            kept.clear()
+        self._kept.clear()

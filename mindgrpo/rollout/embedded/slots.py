@@ -32,8 +32,11 @@ from mindgrpo.rollout.embedded.kept import KeptSample, ResumedBatch, fits, kept_
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
-# Tokens that one call of the decoding graph makes; a call costs as much as two thirds of a token of a small model.
+# Tokens that one call of the decoding graph makes, at most; a call costs two thirds of what a small model's token does.
 DECODE_STEPS = 8
+# Layers that it computes, but for one token at least: those of a large model hide the cost of a call, and take long to
+# compile.
+DECODE_LAYERS = 64
 # Of a layer, as LocalModelShape.matrices has them.
 MATRICES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
@@ -230,9 +233,9 @@ class SlotDecoder:
         for made_with, graph in self._decoders:
             if self._slots.serves(made_with):
                 return graph
-        graph = self._backend.graph(
-            _Decode(self._shard.sharing_cells(), self._slots, DECODE_STEPS), "decode"
-        )
+        steps = max(1, min(DECODE_STEPS, DECODE_LAYERS // len(self._shard.layers)))
+        decode = _Decode(self._shard.sharing_cells(), self._slots, steps)
+        graph = self._backend.graph(decode, "decode")
         self._decoders.append((sampling, graph))
         return graph
 
