@@ -50,7 +50,7 @@ GENERATORS = (
     Contestant("vllm", "vllm", "peers/vllm_generate.py"),
 )
 CONTESTS = {
-    "step": Contest((OURS, Contestant("trl", "trl", "peers/trl_step.py")), {"trl": 0.67}, True),
+    "step": Contest((OURS, Contestant("trl", "trl", "peers/trl_step.py")), {"trl": 0.33}, True),
     "generate": Contest(GENERATORS, {"transformers": 1.5, "vllm": 1.2}, False),
     "ragged": Contest(
         tuple(Contestant(g.name, g.environment, g.program, ("--ragged",)) for g in GENERATORS),
@@ -58,7 +58,7 @@ CONTESTS = {
         False,
     ),
     "ranks": Contest(
-        (Contestant("mindgrpo 8 ranks", "", "step.py", RANKS), OURS), {"mindgrpo": 2.0}, True
+        (Contestant("mindgrpo 8 ranks", "", "step.py", RANKS), OURS), {"mindgrpo": 1.6}, True
     ),
 }
 
