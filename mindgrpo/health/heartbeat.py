@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,6 @@ class HeartbeatFile:
     """Writes one rank's heartbeats. A file that cannot be made or written must not end a run, and is left out."""
 
     def __init__(self, path: Path) -> None:
-        self._num_writes = 0
         self._descriptor: int | None = None
         with suppress(OSError):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -78,21 +78,25 @@ class HeartbeatFile:
     def write(self, heartbeat: Heartbeat) -> None:
         if self._descriptor is None:
             return
-        self._num_writes += 1
         names = {"phase": heartbeat.phase[:LONGEST_NAME], "graph": heartbeat.graph[:LONGEST_NAME]}
-        # The number at both ends shows a reader that it has read one write and not parts of two.
-        text = json.dumps([self._num_writes, vars(heartbeat) | names, self._num_writes])
+        fields = json.dumps(vars(heartbeat) | names).encode()
         with suppress(OSError):
-            os.pwrite(self._descriptor, text.encode().ljust(FILE_BYTES), 0)
+            os.pwrite(self._descriptor, (_checksum(fields) + fields).ljust(FILE_BYTES), 0)
+
+
+def _checksum(fields: bytes) -> bytes:
+    """Shows a reader that it has read one write and not parts of two, wherever the writer was meanwhile."""
+    return b"%08x" % zlib.crc32(fields)
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """The last heartbeat written; None if there is none."""
     for _ in range(NUM_READ_ATTEMPTS):
         try:
-            first, fields, last = json.loads(path.read_bytes())
-            if first == last:
-                return Heartbeat(**fields)
+            written = path.read_bytes().rstrip()
+            checksum, fields = written[:8], written[8:]
+            if checksum == _checksum(fields):
+                return Heartbeat(**json.loads(fields))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError):
