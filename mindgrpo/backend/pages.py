@@ -59,12 +59,12 @@ def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
 def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
     """Those of which the system has given out every page."""
     has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
-    place, answer = address_of(pages), has_page.ctypes.data
-    length = ctypes.c_size_t(num_bytes)
-    if _libc.mincore(ctypes.c_void_p(place), length, ctypes.c_void_p(answer)) != 0:
+    address, length = address_of(pages), ctypes.c_size_t(num_bytes)
+    answer = ctypes.c_void_p(has_page.ctypes.data)
+    if _libc.mincore(ctypes.c_void_p(address), length, answer) != 0:
         return []
     starts = chunks_of(pages, num_bytes)
-    first, size = -place % HUGE_BYTES // ALIGN_BYTES, CHUNK_BYTES // ALIGN_BYTES
+    first, size = -address % HUGE_BYTES // ALIGN_BYTES, CHUNK_BYTES // ALIGN_BYTES
     of_chunks = has_page[first : first + len(starts) * size].reshape(-1, size) & 1
     return [
         start for start, is_filled in zip(starts, of_chunks.all(axis=1), strict=True) if is_filled
