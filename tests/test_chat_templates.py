@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 from data_sets import MODEL, change, copy_tokenizer, examples_of
+from packaging.version import Version
 
 from mindgrpo.data import rendering
 from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
@@ -101,6 +102,9 @@ def test_the_constructs_are_many_and_few_of_them_raise(ours: Tokenizer) -> None:
 def test_tokens_of_generation_blocks_are_marked_as_transformers_marks_them(
     ours: Tokenizer, theirs: Any, name: str
 ) -> None:
+    transformers = pytest.importorskip("transformers")
+    if name == "generation at the start" and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("before 5.24 a block whose last token is the first of all marked all tokens")
     tokenizer = with_text(ours, TEMPLATES[name])
     marked = 0
     for conversation in CONVERSATIONS.values():

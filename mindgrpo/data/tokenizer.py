@@ -78,19 +78,19 @@ class Tokenizer:
     ) -> tuple[list[int], list[int]]:
         """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
 
-        The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)`. Raises UserError.
+        The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)` of transformers 5.24: a token that
+        is partly a block's is the block's. Raises UserError.
         """
         variables = {"add_generation_prompt": False} | variables
         text, spans = self._rendered(messages, variables, with_spans=True)
         with self._encoding():
             encoding = self.codec.encode(text, add_special_tokens=False)
-        mask = [0] * len(encoding.ids)
-        for start, stop in spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-            if first is None:
-                break
-            end = last + 1 if last else len(mask)
-            mask[first:end] = [1] * (end - first)
+        mask, later = [], iter(spans)
+        span = next(later, None)
+        for start, stop in encoding.offsets:
+            while span is not None and start >= span[1]:
+                span = next(later, None)
+            mask.append(int(span is not None and stop > span[0]))
         return list(encoding.ids), mask
 
     def _rendered(
