@@ -57,5 +57,5 @@ def resolve(
 
 
 def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
-    """Of how many products of bfloat16 a matrix product is made on processors; None: of one of float32."""
+    """Of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
     return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)

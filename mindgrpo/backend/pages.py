@@ -1,7 +1,4 @@
-"""Pages of the process's own memory that move from one address to another, so that nothing is copied.
-
-Refuses to know what is in them.
-"""
+"""Pages of the process's own memory that move from one address to another, so that nothing is copied."""
 
 from __future__ import annotations
 
@@ -59,15 +56,14 @@ def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
 def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
     """Those of which the system has given out every page."""
     has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
-    address, length = address_of(pages), ctypes.c_size_t(num_bytes)
-    answer = ctypes.c_void_p(has_page.ctypes.data)
-    if _libc.mincore(ctypes.c_void_p(address), length, answer) != 0:
+    address, answer = ctypes.c_void_p(address_of(pages)), ctypes.c_void_p(has_page.ctypes.data)
+    if _libc.mincore(address, ctypes.c_size_t(num_bytes), answer) != 0:
         return []
-    starts = chunks_of(pages, num_bytes)
-    first, size = -address % HUGE_BYTES // ALIGN_BYTES, CHUNK_BYTES // ALIGN_BYTES
-    of_chunks = has_page[first : first + len(starts) * size].reshape(-1, size) & 1
+    has_page &= 1
     return [
-        start for start, is_filled in zip(starts, of_chunks.all(axis=1), strict=True) if is_filled
+        start
+        for start in chunks_of(pages, num_bytes)
+        if has_page[start // ALIGN_BYTES : (start + CHUNK_BYTES) // ALIGN_BYTES].all()
     ]
 
 

@@ -20,23 +20,26 @@ def _four_a_row(logits: Any, *others: Any) -> Any:
     return [logits[0], 4]
 
 
-class LogProbStats(nn.Cell):
+class _LogProbs(nn.Cell):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.run = operation("log_prob_stats", _four_a_row, as_first)
         self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
         self.scale = Tensor([vocabulary.scale], ms.float32)
+
+
+class LogProbStats(_LogProbs):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self.run = operation("log_prob_stats", _four_a_row, as_first)
 
     def construct(self, logits: Any, labels: Any) -> Any:
         return self.run(logits, labels, self.sizes, self.scale)
 
 
-class LogProbGrad(nn.Cell):
+class LogProbGrad(_LogProbs):
     def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__()
+        super().__init__(vocabulary)
         self.run = operation("log_prob_grad", as_first, as_first)
-        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
-        self.scale = Tensor([vocabulary.scale], ms.float32)
 
     def construct(
         self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
@@ -44,11 +47,9 @@ class LogProbGrad(nn.Cell):
         return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
 
 
-class _LinearLogProbs(nn.Cell):
+class _LinearLogProbs(_LogProbs):
     def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
-        super().__init__()
-        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
-        self.scale = Tensor([vocabulary.scale], ms.float32)
+        super().__init__(vocabulary)
         self.num_parts = Tensor([num_parts], ms.int32)
 
 
