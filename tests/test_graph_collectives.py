@@ -38,7 +38,7 @@ def _group(host: Host, size: int) -> SharedGroup:
 def _as_a_graph_calls(symbol: str, group: SharedGroup, x: np.ndarray, out: np.ndarray) -> int:
     """Kernel `symbol` with the arguments that MindSpore gives to an operation compiled ahead of time."""
     assert isinstance(group, NativeGroup)
-    arrays = [x, np.array([group.graph_id], np.int32), out]
+    arrays = [x, np.array([group.kernel_id], np.int32), out]
     shapes = [np.array(array.shape, np.int64) for array in arrays]
     pointers = ctypes.c_void_p * len(arrays)
     kernel = getattr(native(), symbol)

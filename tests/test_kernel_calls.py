@@ -153,14 +153,11 @@ class Rollout:
         for row in range(self.rows):
             self.slots.enqueue(row, row)
 
-    def attend(self, x: np.ndarray, is_prompt: bool) -> KernelCall:
+    def layer(self, x: np.ndarray, is_prompt: bool) -> KernelCall:
         none = self.nothing
-        inputs = [x, none, self.norm, self.qkv, none, none, none, self.out]
-        return self.call(self.slots.attend(0, is_prompt, False), *inputs)
-
-    def mlp(self, x: np.ndarray, added: np.ndarray) -> KernelCall:
-        inputs = [x, added, self.nothing, self.norm, self.gate_up, self.down]
-        return self.call(self.slots.mlp(0, False), *inputs)
+        attention = [x, none, self.norm, self.qkv, none, none, none, self.out]
+        mlp = [none, self.norm, self.gate_up, self.down]
+        return self.call(self.slots.layer(0, is_prompt, False), *attention, *mlp)
 
     def head(self, x: np.ndarray, added: np.ndarray) -> KernelCall:
         return self.call(self.slots.head(), x, added, self.norm, self.head_table)
@@ -174,16 +171,14 @@ class Rollout:
         self.slots.set_prompt_rows(
             prefixes, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
         )
-        yield self.attend(floats(rng, 16, self.hidden), True)
+        yield self.layer(floats(rng, 16, self.hidden), True)
         begin = self.call(self.slots.begin(), np.zeros(1, np.int32))
         yield begin
         x = begin.outputs[0]
         for _ in range(3):
-            attend = self.attend(x, False)
-            yield attend
-            mlp = self.mlp(*attend.outputs)
-            yield mlp
-            head = self.head(*mlp.outputs)
+            layer = self.layer(x, False)
+            yield layer
+            head = self.head(*layer.outputs)
             yield head
             logits, stats = head.outputs
             draw = self.call(self.slots.draw(), logits, stats[None], stats[None], self.head_table)
@@ -231,7 +226,7 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
             assert_refused(call.symbol, wrong)
         call.run()
         seen.add(call.symbol)
-    assert len(seen) == 6
+    assert len(seen) == 5
 
 
 @pytest.mark.parametrize(
@@ -257,8 +252,19 @@ def test_a_table_that_does_not_hold_what_its_numbers_say_is_refused(
     begin = made.call(made.slots.begin(), np.zeros(1, np.int32))
     begin.run()
     made.table[name] = value
-    call = made.attend(begin.outputs[0], False)
+    call = made.layer(begin.outputs[0], False)
     assert_refused(call.symbol, call.arrays, match)
+
+
+def test_a_layer_that_ranks_share_needs_their_group() -> None:
+    made = Rollout(default_rng(7))
+    begin = made.call(made.slots.begin(), np.zeros(1, np.int32))
+    begin.run()
+    made.table["tp_size"] = 2
+    call = made.layer(begin.outputs[0], False)
+    assert_refused(call.symbol, call.arrays, "knows no group")
+    made.table["group"] = 12345
+    assert_refused(call.symbol, call.arrays, "group's status is 1")
 
 
 def test_a_number_that_no_generator_has_is_refused() -> None:

@@ -38,6 +38,8 @@ class Group(ABC):
 
     ranks: tuple[int, ...]
     index: int
+    # By which C kernels find it (native/collective.h); -1 where they have no need to, or cannot.
+    kernel_id: int = -1
 
     @property
     def size(self) -> int:

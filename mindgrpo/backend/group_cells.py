@@ -38,7 +38,7 @@ class NativeSum(nn.Cell):
 
     def __init__(self, group: NativeGroup) -> None:
         super().__init__()
-        self.group = Tensor([group.graph_id], ms.int32)
+        self.group = Tensor([group.kernel_id], ms.int32)
         self.call = native_library.operation("shared_sum", _same_as_first, _same_as_first)
 
     def construct(self, x: Any) -> Any:
@@ -48,7 +48,7 @@ class NativeSum(nn.Cell):
 class NativeGather(nn.Cell):
     def __init__(self, group: NativeGroup) -> None:
         super().__init__()
-        self.group = Tensor([group.graph_id], ms.int32)
+        self.group = Tensor([group.kernel_id], ms.int32)
         size = len(group.ranks)
 
         def stacked(x: Any, group: Any) -> Any:

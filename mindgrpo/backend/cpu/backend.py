@@ -50,6 +50,8 @@ class CpuGroup(Group):
         self.ranks = tuple(ranks)
         self.index = index
         self._shared = shared
+        if isinstance(shared, NativeGroup):
+            self.kernel_id = shared.kernel_id
 
     def sum_cell(self) -> nn.Cell:
         if self._shared is None:
@@ -107,7 +109,9 @@ class CpuLink(Link):
     def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
         if outgoing is not None:
             self._outgoing.send(outgoing.asnumpy())
-        return Tensor(self._incoming.receive(self._shape, np.float32)) if receives else None
+        return (
+            Tensor.from_numpy(self._incoming.receive(self._shape, np.float32)) if receives else None
+        )
 
 
 def _notices() -> tuple[str, ...]:

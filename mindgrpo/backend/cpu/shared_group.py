@@ -56,20 +56,20 @@ class SharedGroup(ABC):
 
 
 class NativeGroup(SharedGroup):
-    """`graph_id` is what a graph's kernel finds this group by: it depends on the ranks alone."""
+    """`kernel_id` is what a graph's kernel finds this group by: it depends on the ranks alone."""
 
     def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
         assert host.library is not None
         self._library = host.library
         _declare(self._library)
-        self.graph_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
+        self.kernel_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
         size = len(self.ranks)
         slot_bytes = -(-buffer_bytes // 64) * 64
         control = self._library.group_control_bytes(size)
         segment = Segment(host, self._segment_name, self.ranks, control + 2 * size * slot_bytes)
         status = self._library.group_register(
-            self.graph_id,
+            self.kernel_id,
             segment.address,
             slot_bytes,
             self.index,
@@ -80,7 +80,7 @@ class NativeGroup(SharedGroup):
         if status:
             raise RuntimeError("more groups than the C library has places for")
         # The segment lives as long as the library may look into it.
-        weakref.finalize(self, _forget, self._library, self.graph_id, segment)
+        weakref.finalize(self, _forget, self._library, self.kernel_id, segment)
 
     def _done(self, status: int) -> None:
         if status == LOST:
@@ -91,13 +91,13 @@ class NativeGroup(SharedGroup):
             raise RuntimeError(f"group {self.ranks}: two calls at a time (status {status})")
 
     def barrier(self) -> None:
-        self._done(self._library.group_barrier(self.graph_id))
+        self._done(self._library.group_barrier(self.kernel_id))
 
     def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
         kind = KINDS[source.dtype.name]
         self._done(
             self._library.group_sum_of(
-                self.graph_id, kind, _address(source), source.size, _address(out)
+                self.kernel_id, kind, _address(source), source.size, _address(out)
             )
         )
 
@@ -105,14 +105,14 @@ class NativeGroup(SharedGroup):
         whole = np.empty(int(sizes.sum()), np.uint8)
         self._done(
             self._library.group_gather_bytes(
-                self.graph_id, _address(mine), _address(sizes), _address(whole)
+                self.kernel_id, _address(mine), _address(sizes), _address(whole)
             )
         )
         return np.split(whole, np.cumsum(sizes)[:-1])
 
 
-def _forget(library: ctypes.CDLL, graph_id: int, segment: Segment) -> None:
-    library.group_forget(graph_id, segment.address)
+def _forget(library: ctypes.CDLL, kernel_id: int, segment: Segment) -> None:
+    library.group_forget(kernel_id, segment.address)
 
 
 def _address(array: np.ndarray) -> int:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalModelShape:
-    """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`."""
+    """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`.
+
+    `group` is what kernels know these ranks by (Group.kernel_id).
+    """
 
     layers: int
     hidden: int
@@ -32,6 +35,7 @@ class LocalModelShape:
     norm_eps: float
     tp_size: int
     tp_rank: int
+    group: int = -1
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
@@ -131,8 +135,8 @@ class Memory:
 class Slots(ABC):
     """Letters: B rows of a graph, H hidden, W a projection's width, I inner, V local vocabulary, C stats of a row.
 
-    The cells do nothing for rows that are not in use. Those of layers take and give (x, what is to be added to it), so
-    that the caller sums over ranks between them. Where weights are optional, any tensor [1] says that there is none.
+    The cells do nothing for rows that are not in use. Those of layers take and give (x, what is to be added to it).
+    Where weights are optional, any tensor [1] says that there is none.
     """
 
     # Samples that wait for a slot and rows in use; prefix blocks with no sample left have 0 users.
@@ -193,15 +197,12 @@ class Slots(ABC):
         """(anything) -> x [B, H], the inputs of the next token."""
 
     @abstractmethod
-    def attend(self, layer: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
-        """(x [B, H], added [B, H] or [1], norm [H], qkv [H, W], its bias, q_norm, k_norm, out [Q D, H]) -> the pair.
+    def layer(self, number: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
+        """(x [B, H], added [B, H] or [1], norm [H], qkv [H, W], its bias, q_norm, k_norm, out [Q D, H], its bias, norm
+        of the MLP [H], gate and up [H, 2 I], down [I, H]) -> the pair, summed over the ranks.
 
-        With `keeps_only` it only keeps keys and values, and the pair means nothing.
+        With `keeps_only` it only keeps keys and values, and the pair means nothing; what comes after k_norm can be [1].
         """
-
-    @abstractmethod
-    def mlp(self, layer: int, is_prompt: bool) -> nn.Cell:
-        """(x, added, bias of what is added, norm [H], gate and up [H, 2 I], down [I, H]) -> the pair."""
 
     @abstractmethod
     def head(self) -> nn.Cell:

@@ -52,7 +52,6 @@ class _Layer(nn.Cell):
         name = prefix + "self_attn."
         heads = shard.heads()
         nothing = Tensor([0.0], ms.float32)
-        self.keeps_only = keeps_only
         self.float32 = shard.float32()
         self.norm_in = shard[f"{prefix}{norms.attention_in}.weight"]
         self.qkv = shard[name + "qkv_proj.weight"]
@@ -66,12 +65,10 @@ class _Layer(nn.Cell):
         self.norm_mlp = shard[f"{prefix}{norms.mlp_in}.weight"]
         self.gate_up = shard[prefix + "mlp.gate_up_proj.weight"]
         self.down = shard[prefix + "mlp.down_proj.weight"]
-        self.attend = slots.attend(index - shard.layers.start, is_prompt, keeps_only)
-        self.mlp = slots.mlp(index - shard.layers.start, is_prompt)
-        self.total = shard.cell(shard.group.sum_cell)
+        self.run = slots.layer(index - shard.layers.start, is_prompt, keeps_only)
 
     def construct(self, x: Any, added: Any) -> Any:
-        x, added = self.attend(
+        return self.run(
             x,
             added,
             self.float32(self.norm_in),
@@ -80,28 +77,18 @@ class _Layer(nn.Cell):
             self.float32(self.q_norm),
             self.float32(self.k_norm),
             self.out,
-        )
-        if self.keeps_only:
-            return x, added
-        x, added = self.mlp(
-            x,
-            self.total(added),
             self.float32(self.out_bias),
             self.float32(self.norm_mlp),
             self.gate_up,
             self.down,
         )
-        return x, self.total(added)
 
 
-# In the phases "prefill" and "increment" MindSpore runs a compiled cell again without looking for its graph by the
-# inputs' shapes, of which these two have one each.
 class _Prompts(nn.Cell):
     """tokens int32 [N], -1 where there is none: keys and values of prompts, and first inputs, to prefix blocks."""
 
     def __init__(self, shard: Shard, slots: Slots) -> None:
         super().__init__()
-        self.phase = "prefill"
         self.table = shard["model.embed_tokens.weight"]
         self.embed = shard.embedding()
         self.total = shard.group.sum_cell()
@@ -124,7 +111,6 @@ class _Decode(nn.Cell):
 
     def __init__(self, shard: Shard, slots: Slots, steps: int) -> None:
         super().__init__()
-        self.phase = "increment"
         self.steps = steps
         self.begin = slots.begin()
         self.layers = nn.CellList(
@@ -329,6 +315,7 @@ def _model_shape(shard: Shard) -> LocalModelShape:
         config.rms_norm_eps,
         shard.group.size,
         shard.group.index,
+        shard.group.kernel_id,
     )
 
 

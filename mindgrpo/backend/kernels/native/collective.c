@@ -9,7 +9,6 @@
 
 #include <time.h>
 
-#include "kernel.h"
 #include "futex.h"
 
 #define MAX_GROUPS 256
@@ -262,6 +261,10 @@ static int reported(const Call *call, int status) {
     if (status == GROUP_PEER_LOST)
         return refuse(call, "process %ld of this job has ended; its log says why", lost_pid);
     return status ? refuse(call, "the group's status is %d (collective.h)", status) : 0;
+}
+
+int sum_over_ranks(const Call *call, int64_t group, float *x, int64_t count) {
+    return group < 0 ? 0 : reported(call, group_sum((int32_t)group, x, count, x));
 }
 
 KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {

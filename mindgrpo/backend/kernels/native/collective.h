@@ -6,7 +6,7 @@
 #ifndef MINDGRPO_COLLECTIVE_H
 #define MINDGRPO_COLLECTIVE_H
 
-#include <stdint.h>
+#include "kernel.h"
 
 enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4 };
 
@@ -15,6 +15,9 @@ void group_tell_waits_at(double *place);
 
 /* out = the members' sum, added in member order: the same bits on every member. `out` may be `mine`. */
 int group_sum(int32_t group, const float *mine, int64_t count, float *out);
+
+/* The same in place, in a kernel, which ends with what is returned; nothing to do for group -1. */
+int sum_over_ranks(const Call *call, int64_t group, float *x, int64_t count);
 
 /* Member i's floats at all + i * count. */
 int group_gather(int32_t group, const float *mine, int64_t count, float *all);

@@ -1,8 +1,10 @@
 /* The layers of a decoder for rows of a rollout: rows of slots decode, rows of prompts fill prefix blocks. See rollout.h.
  *
- * Between two sums over ranks there is one kernel. Attention as in arXiv:1706.03762, section 3.2.1, of each row over
- * exactly the keys that it sees; rows that follow each other in one prefix read its keys together.
+ * A layer is one kernel, its two sums over ranks included: MindSpore takes longer to start a kernel than a small one
+ * takes. Attention as in arXiv:1706.03762, section 3.2.1, of each row over exactly the keys that it sees; rows that follow
+ * each other in one prefix read its keys together.
  */
+#include "collective.h"
 #include "rollout.h"
 
 enum { RUN_ROWS = 8 };
@@ -14,7 +16,9 @@ typedef struct {
     const int32_t *prefix, *shared, *own;
     int64_t layer, rows, width, member_floats;
     float *normed, *qkv, *mixed, *memory; /* of `memory` `member_floats` for each member */
-    const float *x, *added, *added_bias, *norm, *first, *bias, *q_norm, *k_norm, *second;
+    const float *x, *added, *added_bias, *norm; /* what comes in */
+    const float *first, *second;                /* matrices */
+    const float *bias, *q_norm, *k_norm;
     float *total, *delta;
 } Work;
 
@@ -207,34 +211,38 @@ static void keep_starts(const Rollout *g, const float *x) {
                g->hidden * sizeof(float));
 }
 
-/* total = x + added; delta: what attention adds before the sum over ranks. Without `out` it ends when keys and values
- * are kept, and the outputs mean nothing. */
-KERNEL(rollout_attend,
-       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, "
-       "k_norm f32[D]?, out f32|bf16[M, H]?, meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
+/* The sum over ranks of what `part` of the layer adds. */
+static int run_part(const Call *call, void (*part)(void *task, Member member), Work *w) {
+    int status = run_products(call, part, w);
+    return status ? status : sum_over_ranks(call, w->g->group, w->delta, w->rows * w->g->hidden);
+}
+
+/* total = x + added + what attention adds; delta: what the MLP adds. Without `out` the layer ends when keys and values are
+ * kept, and the outputs mean nothing. */
+KERNEL(rollout_layer,
+       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, "
+       "out f32|bf16[M, H]?, out_bias f32[H]?, norm_mlp f32[H]?, gate_up f32|bf16[H, 2I]?, down f32|bf16[I, H]?, "
+       "meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
     Work w;
-    int status = work_of(call, call->params[8], &w);
+    void **p = call->params;
+    int status = work_of(call, p[12], &w);
     if (status) return status;
-    w.x = call->params[0], w.added = optional(call, 1), w.norm = call->params[2], w.first = call->params[3];
-    w.bias = optional(call, 4), w.q_norm = optional(call, 5), w.k_norm = optional(call, 6),
-    w.second = optional(call, 7);
-    w.total = w.second ? optional(call, 9) : w.mixed, w.delta = optional(call, 10);
-    if (!w.q_norm != !w.k_norm || !w.total || (w.second && !w.delta))
-        return refuse(call, "a norm or an output is missing");
+    w.x = p[0], w.added = optional(call, 1), w.norm = p[2], w.first = p[3];
+    w.bias = optional(call, 4), w.q_norm = optional(call, 5), w.k_norm = optional(call, 6), w.second = optional(call, 7);
+    w.total = optional(call, 13), w.delta = optional(call, 14);
+    const float *norm = optional(call, 9), *gate_up = optional(call, 10), *down = optional(call, 11);
+    if (!w.q_norm != !w.k_norm || (w.second && !(w.total && w.delta && norm && gate_up && down)))
+        return refuse(call, "a norm, a matrix or an output is missing");
+    if (w.g->tp_size > 1 && w.g->group < 0 && w.second) return refuse(call, "ranks share the layer, but it knows no group of theirs");
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
     if (!w.own && w.layer == 0) keep_starts(w.g, w.x);
-    return w.rows ? run_products(call, attend, &w) : 0;
-}
-
-/* total = x + added + bias; delta: what the MLP adds before the sum over ranks. */
-KERNEL(rollout_mlp,
-       "x f32[B, H], added f32[B, H], bias f32[H]?, norm f32[H], gate_up f32|bf16[H, 2I], down f32|bf16[I, H], "
-       "meta i32[3] -> total f32[B, H], delta f32[B, H]") {
-    Work w;
-    int status = work_of(call, call->params[6], &w);
-    if (status) return status;
-    w.x = call->params[0], w.added = call->params[1], w.added_bias = optional(call, 2), w.norm = call->params[3];
-    w.first = call->params[4], w.second = call->params[5], w.total = call->params[7], w.delta = call->params[8];
-    return w.rows ? run_products(call, mlp, &w) : 0;
+    if (!w.rows) return 0;
+    if (!w.second) {
+        w.total = w.mixed;
+        return run_products(call, attend, &w);
+    }
+    if ((status = run_part(call, attend, &w))) return status;
+    w.x = w.total, w.added = w.delta, w.added_bias = optional(call, 8), w.norm = norm, w.first = gate_up, w.second = down;
+    return run_part(call, mlp, &w);
 }

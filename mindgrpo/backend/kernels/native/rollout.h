@@ -26,6 +26,8 @@
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
     NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) ARRAY(float, rotary, 2 * g->dim)                \
     NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)             \
+    /* the ranks that share it, by their number in collective.h; -1 for none */                                      \
+    NUMBER(int64_t, group)                                                                                           \
     /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
     NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \

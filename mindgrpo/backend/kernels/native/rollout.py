@@ -151,6 +151,7 @@ class NativeSlots(Slots):
             "first_token": vocab.first,
             "tp_size": model_shape.tp_size,
             "tp_rank": model_shape.tp_rank,
+            "group": model_shape.group,
             "greedy": int(sampling.greedy),
             "top_k": self._top_k_of(sampling),
             "candidates": self._candidates_of(sampling),
@@ -291,13 +292,10 @@ class NativeSlots(Slots):
 
         return _Kernel("rollout_begin", inputs, _float, [self._number])
 
-    def attend(self, layer: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
+    def layer(self, number: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
         shapes = _no_pair if keeps_only else _pair
-        meta = [self._number, layer, int(is_prompt)]
-        return _Kernel("rollout_attend", shapes, _two_floats, meta)
-
-    def mlp(self, layer: int, is_prompt: bool) -> nn.Cell:
-        return _Kernel("rollout_mlp", _pair, _two_floats, [self._number, layer, int(is_prompt)])
+        meta = [self._number, number, int(is_prompt)]
+        return _Kernel("rollout_layer", shapes, _two_floats, meta)
 
     def head(self) -> nn.Cell:
         columns = self._form_of(self._sampling).columns
