@@ -11,7 +11,8 @@ import numpy as np
 ALIGN_BYTES = 4096
 # Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
 HUGE_BYTES = 2 << 20
-HUGE_FROM_BYTES = CHUNK_BYTES = 8 * HUGE_BYTES
+CHUNK_BYTES = 8 * HUGE_BYTES
+HUGE_FROM_BYTES = HUGE_BYTES
 MAY_MOVE, FIXED, LEAVE_MAPPED = 1, 2, 4  # mremap(2)
 FAILED = ctypes.c_void_p(-1).value
 

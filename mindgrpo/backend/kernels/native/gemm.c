@@ -5,9 +5,10 @@
  * While it is turned, what is copied stays in the first cache. */
 enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12 };
 
-/* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. */
+/* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
+ * columns at `next` come to the caches, if there are any: a copy of them would wait for each row. */
 ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                        int64_t ldb, float *c, int64_t ldc, int keep) {
+                        int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc, int keep) {
     vec16 sum[MOST_ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -15,6 +16,7 @@ ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a
     for (int64_t p = 0; p < k; p++) {
         vec16 right[2];
         for (int v = 0; v < vecs; v++) right[v] = *(const vec16 *)(b + p * ldb + v * VEC);
+        for (int v = 0; next && v < vecs; v++) __builtin_prefetch(next + p * next_row + v * VEC, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vecs; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
@@ -27,10 +29,10 @@ ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a
 /* Up to 12 rows; returns how many. */
 ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                 const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
-#define ROWS(COUNT)                                                     \
-    if (m >= COUNT) {                                                   \
-        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, c, ldc, keep); \
-        return COUNT;                                                   \
+#define ROWS(COUNT)                                                              \
+    if (m >= COUNT) {                                                            \
+        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, NULL, 0, c, ldc, keep); \
+        return COUNT;                                                            \
     }
     ROWS(12)
     ROWS(8) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
@@ -38,12 +40,16 @@ ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, 
         return 0;
 }
 
-/* All rows of A with a panel of `width` columns. */
+/* All rows of A with a panel of `width` columns, of which there are 32 where a `next` one follows. */
 ALWAYS_INLINE void panel_product(int64_t m, int64_t width, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                 const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
+                                 const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
+                                 int keep) {
     float edge[MOST_ROWS * PANEL];
     for (int64_t i = 0, rows; i < m; i += rows, a += rows * a_row, c += rows * ldc) {
-        if (width == PANEL) {
+        if (i == 0 && next && m >= MOST_ROWS) {
+            tile(MOST_ROWS, 2, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
+            rows = MOST_ROWS;
+        } else if (width == PANEL) {
             rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, c, ldc, keep);
         } else if (width == VEC) {
             rows = some_rows(m - i, 1, k, a, a_row, a_column, b, ldb, c, ldc, keep);
@@ -98,11 +104,13 @@ void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_
         for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL)
             for (int64_t p = start; p == 0 || p < (k - start < stretch ? k : start + stretch); p += step) {
                 int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < step ? k - p : step, ld = ldb;
-                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j;
+                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j, *next = NULL;
                 if (transposed || m >= COPY_FROM || width % VEC) {
                     (transposed ? turn_panel : copy_panel)(depth, width, panel, ldb, copied);
+                    if (!transposed && width == PANEL) next = panel + PANEL;
                     panel = copied, ld = PANEL;
                 }
-                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, c + j, ldc, keep || p > 0);
+                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, next, ldb, c + j, ldc,
+                              keep || p > 0);
             }
 }
