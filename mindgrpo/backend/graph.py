@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from mindspore import nn
+
 
 class CompileLog:
     """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends.
@@ -36,16 +38,27 @@ class CompileLog:
         return result
 
 
+# In this phase MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs.
+PHASE = "increment"
+
+
 class Graph:
     """A cell that is compiled once a shape."""
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
         self._cell, self._name, self._log = cell, name, log
-        self._seen: set[tuple[Any, ...]] = set()
+        # MindSpore's names of the graphs by their inputs' shapes.
+        self._compiled: dict[tuple[Any, ...], dict[str, str]] = {}
+        self._names: dict[str, str] = {}
+        if isinstance(cell, nn.Cell):
+            cell.phase, self._names = PHASE, cell.phase_cache
 
     def __call__(self, *inputs: Any) -> Any:
         shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
-        if shapes in self._seen:
+        if shapes in self._compiled:
+            self._names |= self._compiled[shapes]
             return self._cell(*inputs)
-        self._seen.add(shapes)
-        return self._log.run(self._name, lambda: self._cell(*inputs))
+        self._names.clear()
+        result = self._log.run(self._name, lambda: self._cell(*inputs))
+        self._compiled[shapes] = dict(self._names)
+        return result
