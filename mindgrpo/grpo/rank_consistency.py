@@ -26,16 +26,20 @@ class RanksDisagree(RuntimeError):
 def digest(*values: object) -> str:
     """Of numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
     state = hashlib.blake2b(digest_size=8)
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            state.update(f"[{len(value)}".encode() + "".join(map(digest, value)).encode())
-        elif isinstance(value, np.ndarray):
-            state.update(
-                f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
-            )
-        else:
-            state.update(repr(value).encode())
+    _add(state, values)
     return state.hexdigest()
+
+
+def _add(state: hashlib.blake2b, value: object) -> None:
+    if isinstance(value, (list, tuple)):
+        state.update(f"[{len(value)}".encode())
+        for one in value:
+            _add(state, one)
+    elif isinstance(value, np.ndarray):
+        state.update(f"{value.dtype.str}{value.shape}".encode())
+        state.update(value.tobytes())
+    else:
+        state.update(f"{value!r};".encode())
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:

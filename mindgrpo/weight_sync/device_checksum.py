@@ -25,7 +25,7 @@ def device_sums(weights: Weights) -> dict[str, int]:
         factors = [factors_of(box.start[i], box.stop[i], i) for i in range(len(box.start))]
         if len(factors) == 1:
             factors = [factors_of(0, 1, 0), factors_of(box.start[0], box.stop[0], 1)]
-        rows, columns = (Tensor(f.astype(np.uint32).view(np.int32)) for f in factors)
+        rows, columns = (Tensor(f.view(np.int32)) for f in factors)
         if weights.is_transposed(name):
             rows, columns = columns, rows
         bits = _bits(part.reshape(rows.size, columns.size))

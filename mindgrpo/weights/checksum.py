@@ -7,6 +7,7 @@ were exchanged change the sum as well. The weights must be in memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -37,8 +38,6 @@ def box_sum(part: np.ndarray, box: Box) -> int:
         columns = factors_of(box.start[1], box.stop[1], 1)
         if bits.strides[0] < bits.strides[1]:
             bits, rows, columns = bits.T, columns, rows
-    # Products wrap, and so numbers of 32 bits give the sum's lower 32.
-    rows, columns = rows.astype(np.uint32), columns.astype(np.uint32)
     at_once = max(1, ELEMENTS_AT_ONCE // max(1, bits.shape[1]))
     total, room = 0, np.empty((min(at_once, len(bits)), bits.shape[1]), np.uint32)
     for start in range(0, len(bits), at_once):
@@ -53,11 +52,17 @@ def box_sum(part: np.ndarray, box: Box) -> int:
     return total % MODULUS
 
 
+@lru_cache(maxsize=64)
 def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
-    """uint64 [stop - start], all odd: a change of one element always shows."""
+    """uint32 [stop - start], all odd: a change of one element always shows.
+
+    Products wrap, and so numbers of 32 bits give the sum's lower 32.
+    """
     values = (np.arange(start, stop, dtype=np.uint64) + np.uint64(1 + (dim << 40))) * GOLDEN
     values ^= values >> np.uint64(29)
-    return values | np.uint64(1)
+    factors = (values | np.uint64(1)).astype(np.uint32)
+    factors.flags.writeable = False
+    return factors
 
 
 def total_sums(
