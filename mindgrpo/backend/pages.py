@@ -12,7 +12,6 @@ ALIGN_BYTES = 4096
 # Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
 HUGE_BYTES = 2 << 20
 CHUNK_BYTES = 8 * HUGE_BYTES
-HUGE_FROM_BYTES = HUGE_BYTES
 MAY_MOVE, FIXED, LEAVE_MAPPED = 1, 2, 4  # mremap(2)
 FAILED = ctypes.c_void_p(-1).value
 
@@ -27,7 +26,7 @@ def whole_pages(num_bytes: int) -> int:
 def private_pages(num_bytes: int) -> mmap.mmap:
     # Python's default is shared pages: given up, they would leave the process and still be kept by the system.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= HUGE_FROM_BYTES:
+    if num_bytes >= HUGE_BYTES:
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 

@@ -108,7 +108,8 @@ class NativeGroup(SharedGroup):
                 self.kernel_id, _address(mine), _address(sizes), _address(whole)
             )
         )
-        return np.split(whole, np.cumsum(sizes)[:-1])
+        ends = np.cumsum(sizes).tolist()
+        return [whole[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
 def _forget(library: ctypes.CDLL, kernel_id: int, segment: Segment) -> None:
