@@ -30,5 +30,5 @@ check "$MINDGRPO_PYTHON" -m mypy
 make_vllm
 [ "$status" -eq 0 ] || echo "== lint or types failed (above); the tests follow"
 # Last, so that pytest's closing line is the last line.
-check "$MINDGRPO_PYTHON" -m pytest -q tests -n 3 --no-loadscope-reorder "$@"
+check "$MINDGRPO_PYTHON" -m pytest -q tests -n 2 --no-loadscope-reorder "$@"
 exit "$status"
