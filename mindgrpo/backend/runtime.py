@@ -40,7 +40,7 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
     """Sets up this process for `target`; what the device cannot do, a sentence each. Raises UserError."""
     import mindspore as ms
 
-    _open(target)
+    open_device(target)
     if settings.deterministic:
         ms.set_deterministic(True)
     if settings.jit_level:
@@ -64,13 +64,17 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
     return slow + _set_precision(settings.precision_mode, target)
 
 
-def _open(target: str) -> None:
+def open_device(target: str) -> None:
+    """Raises UserError where MindSpore has no such device."""
     import mindspore as ms
 
     try:
         ms.set_device(target)
     except (RuntimeError, ValueError) as error:
         if target == "CPU":
+            # A program that has computed with MindSpore before has opened it.
+            if ms.get_context("device_target") == target:
+                return
             raise
         reason = str(error).strip().splitlines()[0].partition(". ")[0]
         raise UserError(

@@ -32,6 +32,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.matmul_precision import KEY
+from mindgrpo.backend.runtime import open_device
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
@@ -141,7 +142,7 @@ class CpuBackend(Backend):
             self.rank = own_rank(environment, self.world_size)
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._share_cores()
-        ms.set_device("CPU")
+        open_device("CPU")
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
         self.kernels = self._choose_kernels(compiled, num_parts)
