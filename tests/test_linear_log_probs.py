@@ -118,6 +118,28 @@ def stats_and_gradients(
     return [output.asnumpy() for output in (stats, *gradients)]
 
 
+@pytest.mark.parametrize(("make", "_"), KERNELS)
+def test_a_table_that_is_not_trained_gets_no_gradient_and_the_rest_is_the_same(
+    backend: CpuBackend, make: Any, _: float
+) -> None:
+    x, table, labels = inputs(*SIZES[0])
+    vocabulary = Vocabulary(0, len(table), len(table), 0.7)
+    sens = np.random.default_rng(0).normal(size=(2, len(x))).astype(np.float32)
+    of_both, of_x = (
+        in_a_graph(
+            TokenLogProbs(make(), vocabulary, backend.group((0,)), 4 * len(table) * 11, is_trained),
+            x,
+            table,
+            labels,
+            sens,
+        )
+        for is_trained in (True, False)
+    )
+    for one, other in zip(of_both[:-1], of_x[:-1], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert of_both[-1].any() and not of_x[-1].any()
+
+
 @WITH_AVX512
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("missing", [0, 2])

@@ -239,7 +239,11 @@ class LogProbStage(nn.Cell):
         self.table = shard.head_table
         self.exact = shard.exact()
         self.logprobs = TokenLogProbs(
-            shard.kernels, shard.vocabulary(temperature), shard.group, chunk_bytes
+            shard.kernels,
+            shard.vocabulary(temperature),
+            shard.group,
+            chunk_bytes,
+            is_trained=shard.trains_weights,
         )
 
     def construct(self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any) -> Any:

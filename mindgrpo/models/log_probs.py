@@ -19,17 +19,22 @@ class TokenLogProbs(nn.Cell):
     """(x [M, H], table [V, H], labels int32 [M]) -> (log p(label) [M], entropy [M]), in nats.
 
     log p = l_y - lse(l); H = lse(l) - sum_v p_v l_v, with l = x table^T * scale. `chunk_bytes` bounds the logits that
-    are there at a time.
+    are there at a time. A table that is not trained (`is_trained`) gets no gradient.
     """
 
     def __init__(
-        self, kernels: Kernels, vocabulary: Vocabulary, group: Group, chunk_bytes: int
+        self,
+        kernels: Kernels,
+        vocabulary: Vocabulary,
+        group: Group,
+        chunk_bytes: int,
+        is_trained: bool = True,
     ) -> None:
         super().__init__()
         self.rows = max(1, chunk_bytes // (4 * vocabulary.width))
         self.logits = kernels.matmul(transpose_b=True)
         self.whole = _Whole(kernels, vocabulary, group)
-        self.in_parts = _InParts(kernels, vocabulary, group, self.rows)
+        self.in_parts = _InParts(kernels, vocabulary, group, self.rows, is_trained)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         if x.shape[0] <= self.rows:
@@ -77,10 +82,13 @@ class _Whole(nn.Cell):
 class _InParts(nn.Cell):
     """As _Whole, from (x, table, labels): x is kept for the backward and not its logits."""
 
-    def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group, rows: int) -> None:
+    def __init__(
+        self, kernels: Kernels, vocabulary: Vocabulary, group: Group, rows: int, is_trained: bool
+    ) -> None:
         super().__init__()
+        self.is_trained = is_trained
         self.stats = kernels.linear_log_prob_stats(vocabulary, rows)
-        self.gradient = kernels.linear_log_prob_grad(vocabulary, rows)
+        self.gradient = kernels.linear_log_prob_grad(vocabulary, rows, is_trained)
         self.of_stats = _OfStats(group)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
@@ -88,4 +96,6 @@ class _InParts(nn.Cell):
 
     def bprop(self, x: Any, table: Any, labels: Any, out: Any, dout: Any) -> Any:
         dx, dtable = self.gradient(x, table, labels, out[2], out[1], dout[0], dout[1])
+        if not self.is_trained:
+            dtable = ops.zeros_like(table)
         return dx, dtable, ops.zeros_like(labels)

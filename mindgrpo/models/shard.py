@@ -65,6 +65,8 @@ class Shard:
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = weights.parameters
         self._adapters = adapters
+        # Adapters are trained in their place.
+        self.trains_weights = adapters is None
         self.adapter_parameters: dict[str, Any] = {}
         if adapters is not None:
             self.adapter_parameters = adapters.weights.parameters

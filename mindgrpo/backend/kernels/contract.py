@@ -197,9 +197,11 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+    def linear_log_prob_grad(
+        self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
+    ) -> nn.Cell:
         """(x, table, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> (dx [M, H], dtable float32
-        [V, H]), likewise.
+        [V, H], or [1] of a table that is not trained), likewise.
         """
 
     def slots(

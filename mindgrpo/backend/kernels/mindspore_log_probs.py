@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import nn, ops
+import mindspore as ms
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
 
@@ -31,11 +32,17 @@ class LinearLogProbStats(nn.Cell):
 
 
 class LinearLogProbGrad(nn.Cell):
-    """(x, table, labels, log-sum-exp, entropy, dlogp, dentropy) -> (dx, dtable); the logits are made again."""
+    """(x, table, labels, log-sum-exp, entropy, dlogp, dentropy) -> (dx, dtable); the logits are made again.
 
-    def __init__(self, kernels: Kernels, vocabulary: Vocabulary, rows: int) -> None:
+    A table that is not trained has dtable [1].
+    """
+
+    def __init__(
+        self, kernels: Kernels, vocabulary: Vocabulary, rows: int, is_trained: bool
+    ) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self.is_trained = rows, is_trained
+        self.nothing = Tensor([0.0], ms.float32)
         self.logits = kernels.matmul(transpose_b=True)
         self.gradient = kernels.log_prob_grad(vocabulary)
         self.to_x = kernels.matmul()
@@ -55,17 +62,19 @@ class LinearLogProbGrad(nn.Cell):
         # Not before its gradient is there: what is made again is not to be kept from the forward pass on.
         own = ops.depend(x[:rows], dlogp)
         dx, dtable = self.of_chunk(own, table, labels[:rows], [n[:rows] for n in numbers])
-        chunks = [dx]
+        chunks, last = [dx], dtable if self.is_trained else dx
         for start in range(rows, x.shape[0], rows):
             stop = start + rows
-            own = ops.depend(x[start:stop], dtable)
+            own = ops.depend(x[start:stop], last)
             dx, more = self.of_chunk(
                 own, table, labels[start:stop], [n[start:stop] for n in numbers]
             )
             dtable = dtable + more
             chunks.append(dx)
+            last = dtable if self.is_trained else dx
         return ops.concat(chunks, 0), dtable
 
     def of_chunk(self, x: Any, table: Any, labels: Any, numbers: Any) -> Any:
         dlogits = self.gradient(self.logits(x, table), labels, *numbers)
-        return self.to_x(dlogits, table), self.to_table(dlogits, x)
+        dx = self.to_x(dlogits, table)
+        return dx, self.to_table(dlogits, x) if self.is_trained else self.nothing

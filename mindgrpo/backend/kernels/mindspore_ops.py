@@ -212,5 +212,7 @@ class PlainKernels(Kernels):
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
         return LinearLogProbStats(self, vocabulary, rows)
 
-    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        return LinearLogProbGrad(self, vocabulary, rows)
+    def linear_log_prob_grad(
+        self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
+    ) -> nn.Cell:
+        return LinearLogProbGrad(self, vocabulary, rows, is_trained)

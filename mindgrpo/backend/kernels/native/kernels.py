@@ -274,10 +274,12 @@ class NativeKernels(PlainKernels):
             return super().linear_log_prob_stats(vocabulary, rows)
         return LinearLogProbStats(vocabulary, self.num_parts)
 
-    def linear_log_prob_grad(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
+    def linear_log_prob_grad(
+        self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
+    ) -> nn.Cell:
         if self.num_parts is None:
-            return super().linear_log_prob_grad(vocabulary, rows)
-        return LinearLogProbGrad(vocabulary, self.num_parts)
+            return super().linear_log_prob_grad(vocabulary, rows, is_trained)
+        return LinearLogProbGrad(vocabulary, self.num_parts, is_trained)
 
     def slots(
         self,

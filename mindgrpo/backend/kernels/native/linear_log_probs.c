@@ -96,6 +96,7 @@ static void backward_block(const Task *t, int64_t row, int64_t rows, int64_t sta
     pack_block(t, start, width, 0, own.packed);
     bf16_gemm(ALONE, rows, hidden, width, own.logits, width, 1, t->parts, own.packed, own.product, hidden);
     add(own.product, rows * hidden, own.outcome);
+    if (!t->dtable) return;
     float *dtable = t->dtable + start * hidden, *target = row ? own.product : dtable;
     bf16_gemm(ALONE, width, hidden, rows, own.logits, 1, width, t->parts, t->packed_x, target, hidden);
     if (row) add(target, width * hidden, dtable);
@@ -107,7 +108,7 @@ static void backward(void *task, Member member) {
     for (int64_t row = 0, begin, end; row < t->rows; row += t->stretch) {
         int64_t rows = least(t->rows - row, t->stretch), hidden = t->hidden;
         const float *x = t->x + row * hidden;
-        pack_matrix(member, rows, hidden, x, 0, hidden, 1, t->parts, t->packed_x);
+        if (t->dtable) pack_matrix(member, rows, hidden, x, 0, hidden, 1, t->parts, t->packed_x);
         memset(own.outcome, 0, rows * hidden * sizeof(float));
         pool_meet(member);
         for (int64_t start = member.index * t->block; start < t->vocab; start += member.size * t->block)
@@ -168,15 +169,15 @@ KERNEL(linear_log_prob_stats,
     return run(call, forward, &t);
 }
 
-/* `total` is the log-sum-exp */
+/* `total` is the log-sum-exp; a table that is not trained needs no gradient */
 KERNEL(linear_log_prob_grad,
        "x f32[N, H], table f32|bf16[V, H], labels i32[N], sizes i32[2], scale f32[1], parts i32[1], total f32[N], "
-       "entropy f32[N], dlogp f32[N], dentropy f32[N] -> dx f32[N, H], dtable f32[V, H]") {
+       "entropy f32[N], dlogp f32[N], dentropy f32[N] -> dx f32[N, H], dtable f32[V, H]?") {
     Task t;
     void **p = call->params;
     int status = read_inputs(call, &t, p[5], dim(call, 'H'));
     if (status) return status;
-    t.total = p[6], t.entropy = p[7], t.dlogp = p[8], t.dentropy = p[9], t.dx = p[10], t.dtable = p[11];
-    if (!t.rows) memset(t.dtable, 0, t.vocab * t.hidden * sizeof(float));
+    t.total = p[6], t.entropy = p[7], t.dlogp = p[8], t.dentropy = p[9], t.dx = p[10], t.dtable = optional(call, 11);
+    if (!t.rows && t.dtable) memset(t.dtable, 0, t.vocab * t.hidden * sizeof(float));
     return run(call, backward, &t);
 }

@@ -62,10 +62,15 @@ class LinearLogProbStats(_LinearLogProbs):
         return self.run(x, table, labels, self.sizes, self.scale, self.num_parts)
 
 
+def _first_alone(x: Any, *others: Any) -> Any:
+    return x, [1]
+
+
 class LinearLogProbGrad(_LinearLogProbs):
-    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, num_parts: int, is_trained: bool) -> None:
         super().__init__(vocabulary, num_parts)
-        self.run = operation("linear_log_prob_grad", as_first_two, _float32_twice)
+        shapes = as_first_two if is_trained else _first_alone
+        self.run = operation("linear_log_prob_grad", shapes, _float32_twice)
 
     def construct(
         self,
