@@ -233,7 +233,8 @@ KERNEL(rollout_layer,
     const float *norm = optional(call, 9), *gate_up = optional(call, 10), *down = optional(call, 11);
     if (!w.q_norm != !w.k_norm || (w.second && !(w.total && w.delta && norm && gate_up && down)))
         return refuse(call, "a norm, a matrix or an output is missing");
-    if (w.g->tp_size > 1 && w.g->group < 0 && w.second) return refuse(call, "ranks share the layer, but it knows no group of theirs");
+    if (w.second && w.g->tp_size > 1 && w.g->group < 0)
+        return refuse(call, "ranks share the layer, but it knows no group of theirs");
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
     if (!w.own && w.layer == 0) keep_starts(w.g, w.x);
