@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from mindgrpo.health.parent import is_alive
+
 ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!{python}
@@ -201,14 +203,6 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path, ranks: str, fork: str) 
     assert f"rank {last} was killed by signal 9" in ended.stderr.splitlines()[-1]
 
 
-def is_over(pid: int) -> bool:
-    """A dead process may stay listed until its new parent has asked for its status."""
-    try:
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-
-
 @BOTH_WAYS
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str, fork: str) -> None:
@@ -228,7 +222,7 @@ def test_ctrl_c_ends_the_processes_of_this_job_only(tmp_path: Path, ranks: str, 
     rank_0 = int(job.stdout.readline())
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=90) == 130
-    assert is_over(rank_0)
+    assert not is_alive(rank_0)
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
@@ -257,7 +251,7 @@ def test_a_forked_rank_ends_with_the_worker_that_stands_in_for_it(tmp_path: Path
     os.kill(worker, signal.SIGKILL)
     assert job.wait(timeout=90) == 1
     assert "rank 0 was killed by signal 9" in job.communicate()[1]
-    assert is_over(rank) and is_over(server)
+    assert not is_alive(rank) and not is_alive(server)
 
 
 def test_a_refused_configuration_leaves_no_process_and_no_folder(tmp_path: Path) -> None:

@@ -1,12 +1,22 @@
-"""Ends a process with the one that started it (Linux)."""
+"""Whether a process is there, and how it ends with the one that started it (Linux)."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+
+
+def is_alive(pid: int) -> bool:
+    """False for a process that has ended, also while nobody has collected its status."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def set_parent_death_signal(number: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.parent import end_with_parent, is_alive
 from mindgrpo.launch.plan import STATUS_VARIABLE, Process
 
 # Set for processes that end by themselves with their rank, and tidy up after what they have started.
@@ -87,7 +87,10 @@ class JobProcesses:
                 os.kill(pid, number)
 
     def end_all(self) -> None:
-        """Kills ranks and what holds them, and a moment later what has not ended with them."""
+        """Kills ranks and what holds them, and a moment later what has not ended with them.
+
+        Waits until they are gone: the system takes a moment to take their memory back, which whoever starts next needs.
+        """
         (self._folder / "ending").touch()  # what ends from here on is no cause
         processes = self.find()
         left_behind = shared_files_of(processes)
@@ -95,7 +98,8 @@ class JobProcesses:
             if not ends_with_rank:
                 self.signal(pid, signal.SIGKILL)
         until = time.monotonic() + TIDY_SECONDS
-        while (left := self.find()) and time.monotonic() < until:
+        # One that is ending has no environment any more.
+        while (left := {*self.find(), *filter(is_alive, processes)}) and time.monotonic() < until:
             time.sleep(TIDY_POLL_SECONDS)
         for pid in left:
             self.signal(pid, signal.SIGKILL)

@@ -29,6 +29,7 @@ from mindgrpo.backend.cpu.waiting import (
 )
 from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
 from mindgrpo.errors import UserError
+from mindgrpo.health.parent import is_alive
 from mindgrpo.health.rank_health import RankHealth
 
 PAGE_BYTES = 4096
@@ -62,15 +63,6 @@ def own_rank(environment: Mapping[str, str], world_size: int) -> int:
             "of one host only; set context.backend: device, which joins hosts through MindSpore's cluster."
         )
     return int(rank)
-
-
-def is_alive(pid: int) -> bool:
-    """False for a process that has ended, also while nobody has collected its status."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 class Host:
