@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from test_launch_script import BOTH_WAYS, ROOT, environment, is_over, launch, program
+from test_launch_script import BOTH_WAYS, ROOT, environment, launch, program
+
+from mindgrpo.health.parent import is_alive
 
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """
@@ -151,7 +153,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(sleeping: Started) -> None:
     assert len(sleeping.mine()) >= 3
     sleeping.launcher.kill()
     sleeping.wait_until_gone(90.0)
-    assert is_over(sleeping.rank_0)
+    assert not is_alive(sleeping.rank_0)
 
 
 @both
@@ -169,7 +171,7 @@ def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> 
     (server,) = [p for p in sleeping.mine("fork_server.py") if os.getsid(p) == p and has_child(p)]
     os.kill(server, signal.SIGKILL)
     assert sleeping.launcher.wait(timeout=90) == 1
-    assert sleeping.mine() == [] and is_over(sleeping.rank_0)
+    assert sleeping.mine() == [] and not is_alive(sleeping.rank_0)
     last = sleeping.launcher.communicate()[1].splitlines()[-1]
     assert last.startswith("mindgrpo: the process that forks the ranks has ended")
 
@@ -209,7 +211,7 @@ def test_ranks_have_time_to_end_and_a_second_ctrl_c_ends_them_at_once(
     job.launcher.send_signal(signal.SIGINT)
     assert job.launcher.stdout.readline() == "told\n"
     time.sleep(1.0)
-    assert job.launcher.poll() is None and not is_over(job.rank_0)
+    assert job.launcher.poll() is None and is_alive(job.rank_0)
     job.launcher.send_signal(signal.SIGINT)
     assert job.launcher.wait(timeout=90) == 130
     assert job.mine() == []
