@@ -164,8 +164,11 @@ STEPS = ("--rl_config.max_steps", "3", "--rl_config.save_ckpt_interval", "2")
 BFLOAT16 = ("--context.compute_dtype", "bfloat16")
 DEVICE = ("--context.backend", "device")
 # So little room that roles leave the device for others; the moments lie on the host.
-LITTLE_ROOM = ("--context.max_device_memory", "400KB", "--actor_config.optimizer.opt_offload")
-FLOAT16 = (*DEVICE, "--context.compute_dtype", "float16", *LITTLE_ROOM, "true")
+LITTLE_ROOM = (
+    *("--context.max_device_memory", "400KB"),
+    *("--actor_config.optimizer.opt_offload", "true"),
+)
+FLOAT16 = (*DEVICE, "--context.compute_dtype", "float16", *LITTLE_ROOM)
 LORA = ("--actor_config.lora.rank", "4")
 
 

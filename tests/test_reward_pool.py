@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.parent import is_alive
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
@@ -250,13 +251,6 @@ def end(pids: list[int], number: int = 0) -> None:
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < until, pids
         time.sleep(0.02)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def marked(mark: str) -> list[int]:

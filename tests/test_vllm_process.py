@@ -23,6 +23,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
+from mindgrpo.health.parent import is_alive
 from mindgrpo.launch.processes import JobProcesses
 from mindgrpo.rollout.engine import Request, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
@@ -312,11 +313,7 @@ def rank_with_engine(folder: Path, then: str = "time.sleep(60)") -> subprocess.P
 def has_ended(pid: int, within: float) -> bool:
     until = time.monotonic() + within
     while time.monotonic() < until:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
+        if not is_alive(pid):
             return True
         time.sleep(0.1)
     return False

@@ -62,16 +62,16 @@ class LinearLogProbGrad(nn.Cell):
         # Not before its gradient is there: what is made again is not to be kept from the forward pass on.
         own = ops.depend(x[:rows], dlogp)
         dx, dtable = self.of_chunk(own, table, labels[:rows], [n[:rows] for n in numbers])
-        chunks, last = [dx], dtable if self.is_trained else dx
+        chunks = [dx]
         for start in range(rows, x.shape[0], rows):
             stop = start + rows
-            own = ops.depend(x[start:stop], last)
+            before = dtable if self.is_trained else dx
+            own = ops.depend(x[start:stop], before)
             dx, more = self.of_chunk(
                 own, table, labels[start:stop], [n[start:stop] for n in numbers]
             )
             dtable = dtable + more
             chunks.append(dx)
-            last = dtable if self.is_trained else dx
         return ops.concat(chunks, 0), dtable
 
     def of_chunk(self, x: Any, table: Any, labels: Any, numbers: Any) -> Any:
