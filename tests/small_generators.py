@@ -19,15 +19,12 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
-# Compiles in a quarter of the time; test_slots.py shows that the number of tokens a call changes nothing.
-STEPS_IN_RUNS, slots.DECODE_STEPS = slots.DECODE_STEPS, 2
 VOCAB, GROUP, VERSION = 67, 4, 7
 MAX_PROMPT, MAX_TOKENS = 6, 10
 ROW = MAX_PROMPT + MAX_TOKENS  # the longest sample ends at the last column

@@ -14,14 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import slots_by_hand
-from kernel_calls import CALLS, KernelCall, attention_inputs, filled, floats, one, size
+from kernel_calls import CALLS, attention_inputs, filled, floats, one, size
 from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
-from mindgrpo.backend.kernels.rollout import GenerationBatch, KVCacheLayout, LocalModelShape, Memory
+from mindgrpo.backend.kernels.rollout import (
+    GenerationBatch,
+    KVCacheLayout,
+    LayerWeights,
+    LocalModelShape,
+    Memory,
+    TokenWeights,
+)
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
@@ -114,98 +121,113 @@ def test_a_span_that_leaves_its_cluster_is_refused(span: tuple[int, int, int]) -
 
 
 class Rollout:
-    """A generator of one layer with random sizes, its weights, and two samples of each of three prompts."""
+    """A generator of one layer with random sizes, its weights, and `rows` samples of a prompt each."""
 
     def __init__(self, rng: Generator, rows: int = 6) -> None:
         kv, dim, hidden, inner = size(rng, 2), 2 * size(rng, 20), size(rng, 70), size(rng, 90)
         self.heads = Heads(kv * size(rng, 3), kv, dim)
-        self.hidden, self.rows, vocab = hidden, rows, size(rng, 200)
-        self.room = 16
+        self.rows, vocab, self.room = rows, size(rng, 200), 16
         share = LocalModelShape(
             1, hidden, inner, self.heads, Vocabulary(0, vocab, vocab), 1e-6, 1, 0
         )
-        positions = 2 * rows * self.room
-        width = hidden + max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner)
+        positions, count = 2 * rows * self.room, max(rows, 16)
+        width = max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner, vocab)
         self.memory = Memory(
             cache=np.zeros(2 * positions * kv * dim, np.float32),
-            scratch=np.zeros(max(rows, 16) * width, np.float32),
+            scratch=np.zeros(count * (3 * hidden + width), np.float32),
             inputs=np.zeros(rows * hidden, np.float32),
             starts=np.zeros(rows * hidden, np.float32),
             seen=np.zeros(0, np.float32),
         )
-        settings = SamplingParams(temperature=1.0)
-        rotary = floats(rng, 2 * self.room, 2 * dim)
-        self.slots = NativeSlots(share, settings, rotary, rows, 16, self.memory)
+        settings = SamplingParams(temperature=1.0, max_tokens=4)
+        angles = floats(rng, 2 * self.room, dim // 2)
+        self.rotary = np.concatenate([f(angles) for f in (np.cos, np.cos, np.sin, np.sin)], axis=1)
+        self.slots = NativeSlots(share, settings, self.rotary, rows, 16, self.memory)
         self.table = self.slots._table
         mixed = self.heads.queries * dim
-        self.nothing = one(0)
-        self.norm, self.qkv = floats(rng, hidden), floats(rng, hidden, self.heads.width)
-        self.out, self.head_table = floats(rng, mixed, hidden), floats(rng, vocab, hidden)
-        self.gate_up, self.down = floats(rng, hidden, 2 * inner), floats(rng, inner, hidden)
-        self.start(rng)
-
-    def start(self, rng: Generator) -> None:
-        prompts = [np.zeros(size(rng, self.room), np.int32) for _ in range(self.rows)]
-        limits = [min(4, self.room)] * self.rows
+        self.layer = LayerWeights(
+            norm=floats(rng, hidden),
+            qkv=floats(rng, hidden, self.heads.width) / hidden**0.5,
+            bias=None,
+            q_norm=None,
+            k_norm=None,
+            out=floats(rng, mixed, hidden) / mixed**0.5,
+            out_bias=None,
+            norm_mlp=floats(rng, hidden),
+            gate_up=floats(rng, hidden, 2 * inner) / hidden**0.5,
+            down=floats(rng, inner, hidden) / inner**0.5,
+        )
+        table = floats(rng, vocab, hidden)
+        self.token = TokenWeights(floats(rng, hidden), table, table)
+        self.slots.take_weights([self.layer], self.token)
+        self.prompts = [
+            rng.integers(0, vocab, size(rng, self.room)).astype(np.int32) for _ in range(rows)
+        ]
         keys = rng.integers(0, 2**64, self.rows, np.uint64)
-        job = GenerationBatch.of(prompts, range(self.rows), limits, keys)
-        self.slots.start(job, KVCacheLayout(self.rows, self.room, self.rows, self.room))
-        for row in range(self.rows):
+        self.job = GenerationBatch.of(self.prompts, range(rows), [4] * rows, keys)
+        self.slots.start(self.job, KVCacheLayout(rows, self.room, rows, self.room))
+
+    def fill(self) -> None:
+        """16 rows a call, as the generator does it; its samples wait in the queue then."""
+        for row, prompt in enumerate(self.prompts):
+            count = len(prompt) - 1
+            seen = np.arange(1, count + 1, dtype=np.int32)
+            prefixes = np.full(count, row, np.int32)
+            start = np.array([row], np.int32)
+            self.slots.fill(prompt[:-1], prefixes, seen, start[:0])
+            self.slots.fill(prompt[-1:], prefixes[:0], seen[:0], start)
             self.slots.enqueue(row, row)
 
-    def layer(self, x: np.ndarray, is_prompt: bool) -> KernelCall:
-        none = self.nothing
-        attention = [x, none, self.norm, self.qkv, none, none, none, self.out]
-        mlp = [none, self.norm, self.gate_up, self.down]
-        return self.call(self.slots.layer(0, is_prompt, False), *attention, *mlp)
+    def decode(self) -> list[np.ndarray]:
+        return [np.array([self.table.number, 1], np.int32), np.zeros(1, np.int32)]
 
-    def head(self, x: np.ndarray, added: np.ndarray) -> KernelCall:
-        return self.call(self.slots.head(), x, added, self.norm, self.head_table)
 
-    def call(self, cell: object, *inputs: np.ndarray) -> KernelCall:
-        return KernelCall(*slots_by_hand.arrays_of(cell, *inputs))
+def numpys_log_probs(made: Rollout, tokens: np.ndarray) -> np.ndarray:
+    """float64 [len(tokens), vocabulary] after each token, of the layer as models/decoder.py describes it."""
 
-    def steps(self, rng: Generator) -> Iterator[KernelCall]:
-        """The calls of a rollout in their order, each of which has to run before the next is asked for."""
-        prefixes = np.repeat(np.arange(3, dtype=np.int32) % self.rows, 4)
-        self.slots.set_prompt_rows(
-            prefixes, np.tile(np.arange(1, 5, dtype=np.int32), 3), np.zeros(1, np.int32)
-        )
-        yield self.layer(floats(rng, 16, self.hidden), True)
-        begin = self.call(self.slots.begin(), np.zeros(1, np.int32))
-        yield begin
-        x = begin.outputs[0]
-        for _ in range(3):
-            layer = self.layer(x, False)
-            yield layer
-            head = self.head(*layer.outputs)
-            yield head
-            logits, stats = head.outputs
-            draw = self.call(self.slots.draw(), logits, stats[None], stats[None], self.head_table)
-            yield draw
-            commit = self.call(self.slots.commit(), draw.outputs[0])
-            yield commit
-            x = commit.outputs[0]
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+    heads, length = made.heads, len(tokens)
+    w = LayerWeights(*(None if a is None else a.astype(np.float64) for a in made.layer))
+    x = made.token.table.astype(np.float64)[tokens]
+    qkv = (norm(x, w.norm) @ w.qkv).reshape(length, -1, heads.dim)
+    ends = np.cumsum([heads.queries, heads.kv])
+    cos, sin = np.split(made.rotary.astype(np.float64)[:length, None], 2, -1)
+    low, high = np.split(qkv, 2, -1)
+    rotated = qkv * cos + np.concatenate([-high, low], -1) * sin
+    share = heads.queries // heads.kv
+    q, k = rotated[:, : ends[0]], np.repeat(rotated[:, ends[0] : ends[1]], share, 1)
+    v = np.repeat(qkv[:, ends[1] :], share, 1)
+    scores = np.einsum("ihd,jhd->hij", q, k) / heads.dim**0.5
+    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    masses = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("hij,jhd->ihd", masses / masses.sum(-1, keepdims=True), v)
+    x = x + mixed.reshape(length, -1) @ w.out
+    gate, up = np.split(norm(x, w.norm_mlp) @ w.gate_up, 2, -1)
+    x = x + (gate / (1 + np.exp(-gate)) * up) @ w.down
+    logits = norm(x, made.token.norm) @ made.token.head.T
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_rollouts_of_any_number_of_rows_give_numpys_logits(rows: int) -> None:
-    rng = default_rng(rows)
-    made = Rollout(rng, rows)
-    for call in made.steps(rng):
-        call.run()
-        if call.symbol == "rollout_head":
-            x, added = (a.astype(np.float64) for a in call.inputs[:2])
-            total = x + added
-            normed = total / np.sqrt((total**2).mean(1, keepdims=True) + 1e-6) * made.norm
-            running = int(made.table["num_rows"][0])
-            expected = (normed @ made.head_table.T)[:running]
-            np.testing.assert_allclose(call.outputs[0][:running], expected, rtol=1e-3, atol=1e-3)
+def test_rollouts_of_any_number_of_rows_give_numpys_log_probs(rows: int) -> None:
+    made = Rollout(default_rng(rows), rows)
+    made.fill()
+    while made.slots.decode(1):
+        pass
+    assert made.job.lengths.tolist() == [4] * rows
+    for row, prompt in enumerate(made.prompts):
+        tokens = np.concatenate([prompt, made.job.tokens[row]])
+        expected = numpys_log_probs(made, tokens)[len(prompt) - 1 : -1]
+        of_tokens = expected[np.arange(4), made.job.tokens[row]]
+        np.testing.assert_allclose(made.job.logps[row], of_tokens, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_the_head_writes_within_what_it_was_given(rows: int, tp_size: int) -> None:
+def test_what_is_drawn_is_written_within_what_was_given(rows: int, tp_size: int) -> None:
     ranks = slots_by_hand.Ranks(SamplingParams(top_k=5, top_p=0.9), 50, tp_size, rows, hidden=256)
     logits = floats(default_rng(0), rows, 50)
     keys = sample_keys(0, ROLLOUT, 0, range(rows))
@@ -214,65 +236,77 @@ def test_the_head_writes_within_what_it_was_given(rows: int, tp_size: int) -> No
 
 
 def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
-    rng = default_rng(2)
-    seen = set()
-    for call in Rollout(rng).steps(rng):
-        for wrong in wrong_calls(call.arrays):
-            assert_refused(call.symbol, wrong)
-        for index, array in enumerate(call.arrays):
-            if array.ndim < 2:
-                continue
-            wrong = [*call.arrays[:index], array[:, :-1].copy(), *call.arrays[index + 1 :]]
-            assert_refused(call.symbol, wrong)
-        call.run()
-        seen.add(call.symbol)
-    assert len(seen) == 5
+    made = Rollout(default_rng(2))
+    number = np.array([made.table.number], np.int32)
+    layer = [one(0) if array is None else array for array in made.layer]
+    calls = {
+        "rollout_layer_weights": [*layer, np.array([*number, 0], np.int32)],
+        "rollout_token_weights": [*made.token, number],
+        "rollout_prompts": [np.zeros(0, np.int32), number],
+        "rollout_decode": made.decode(),
+    }
+    for symbol, arrays in calls.items():
+        call_kernel(symbol, *arrays)
+        for wrong in wrong_calls(arrays):
+            assert_refused(symbol, wrong)
+        for index, array in enumerate(arrays):
+            if array.ndim == 2:
+                wrong = [*arrays[:index], array[:, :-1].copy(), *arrays[index + 1 :]]
+                assert_refused(symbol, wrong)
+    assert_refused("rollout_prompts", [np.zeros(1, np.int32), number], "1 tokens for 0 rows")
+    for index in (-1, 1):
+        wrong = [*layer, np.array([*number, index], np.int32)]
+        assert_refused("rollout_layer_weights", wrong, f"no layer {index}")
 
 
 @pytest.mark.parametrize(
     "name, value, match",
     [
         ("scratch", np.zeros(10, np.float32), "scratch has 10 elements, but needs"),
+        ("stats", np.zeros(10, np.float32), "stats has 10 elements, but needs"),
         ("cache", np.zeros(10, np.uint8), "cache has 10 elements, but needs"),
         ("row_own", np.zeros(5, np.int32), "row_own has 5 elements, but needs 6"),
         ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
         ("num_free", 1, "6 rows and 1 free slots are not 6"),
-        ("layers", 0, "layer 0"),
+        ("weights", np.zeros(12, np.int64), "weights has 12 elements, but needs 13"),
+        ("weights", np.zeros(13, np.int64), "not given all its weights"),
         ("slot_size", 4, "rooms"),
         ("row_prefix", np.full(6, 99, np.int32), "in prefix 99"),
         ("row_slot", np.full(6, -1, np.int32), "in slot -1"),
         ("row_own", np.full(6, 16, np.int32), "17 in slot"),
-        ("hidden", 5, "H is"),
     ],
 )
 def test_a_table_that_does_not_hold_what_its_numbers_say_is_refused(
     name: str, value: int | np.ndarray, match: str
 ) -> None:
     made = Rollout(default_rng(4))
-    begin = made.call(made.slots.begin(), np.zeros(1, np.int32))
-    begin.run()
+    made.fill()
+    made.slots.decode(0)
     made.table[name] = value
-    call = made.layer(begin.outputs[0], False)
-    assert_refused(call.symbol, call.arrays, match)
+    assert_refused("rollout_decode", made.decode(), match)
 
 
-def test_a_layer_that_ranks_share_needs_their_group() -> None:
+def test_weights_of_another_width_than_the_tables_are_refused() -> None:
+    made = Rollout(default_rng(4))
+    made.table["hidden"] = int(made.table["hidden"][0]) - 1
+    number = np.array([made.table.number], np.int32)
+    assert_refused("rollout_token_weights", [*made.token, number], "H is")
+
+
+def test_a_model_that_ranks_share_needs_their_group() -> None:
     made = Rollout(default_rng(7))
-    begin = made.call(made.slots.begin(), np.zeros(1, np.int32))
-    begin.run()
+    made.fill()
     made.table["tp_size"] = 2
-    call = made.layer(begin.outputs[0], False)
-    assert_refused(call.symbol, call.arrays, "knows no group")
+    made.table["stats"] = np.zeros(2 * made.table["stats"].size, np.float32)
+    assert_refused("rollout_decode", made.decode(), "knows no group")
     made.table["group"] = 12345
-    assert_refused(call.symbol, call.arrays, "group's status is 1")
+    assert_refused("rollout_decode", made.decode(), "group's status is 1")
 
 
 def test_a_number_that_no_generator_has_is_refused() -> None:
-    made = Rollout(default_rng(5))
-    call = made.call(made.slots.begin(), np.zeros(1, np.int32))
     for number in (-1, 1023, 1 << 30):
-        call.inputs[-1][0] = number
-        assert_refused(call.symbol, call.arrays, f"no generator {number}")
+        arrays = [np.array([number, 1], np.int32), np.zeros(1, np.int32)]
+        assert_refused("rollout_decode", arrays, f"no generator {number}")
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

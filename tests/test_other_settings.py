@@ -69,33 +69,6 @@ def test_what_is_drawn_is_what_a_generator_of_these_settings_draws(
     assert_same(run(one, requests_of()), before, atol=0)
 
 
-@WITH_C
-def test_numbers_are_no_part_of_a_graph_and_another_graph_is_made_where_top_p_begins(
-    backend: CpuBackend, weights: Weights
-) -> None:
-    def compiles() -> int:
-        return len(backend.compile_log.entries)
-
-    narrow = generator_with(weights, backend, kernels_named("native"))
-    run(narrow, requests_of())
-    before = compiles()
-    for name in ("greedy", "hot", "stops"):
-        run_by(narrow, OTHERS[name], requests_of())
-    assert compiles() == before
-    for _ in range(2):
-        run_by(narrow, OTHERS["top_p"], requests_of())
-        run(narrow, requests_of())
-    assert compiles() == before + 1
-    wide = generator_with(weights, backend, kernels_named("native"), WIDE)
-    run(wide, requests_of())
-    before = compiles()
-    for name, settings in OTHERS.items():
-        assert_same(
-            run_by(wide, settings, requests_of()), run_by(narrow, settings, requests_of()), atol=0
-        )
-        assert compiles() == before, name
-
-
 @pytest.mark.parametrize("kind", KERNELS)
 def test_settings_that_need_room_the_generator_has_not_are_refused(
     backend: CpuBackend, weights: Weights, kind: str
@@ -113,7 +86,7 @@ def test_settings_that_need_room_the_generator_has_not_are_refused(
 def test_greedy_takes_the_first_of_the_largest_on_whichever_rank_it_is(
     tp_size: int, made_with: str
 ) -> None:
-    """Rows with one largest logit, and with several that lie on different ranks, in graphs made for other rules."""
+    """Rows with one largest logit, and with several that lie on different ranks, in slots made for other rules."""
     made = {"plain": SETTINGS, "wide": WIDE, "top_k": replace(SETTINGS, top_k=7, top_p=0.5)}
     rows = 64
     rng = np.random.default_rng(tp_size)

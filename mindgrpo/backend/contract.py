@@ -220,6 +220,10 @@ class Backend(ABC):
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 
+    def check_ranks(self) -> None:
+        """Raises PeerLost if the end of another rank is why a kernel, called outside of graphs, has failed."""
+        return None
+
     def device_profile(
         self, folder: Path, settings: ProfileSettings
     ) -> AbstractContextManager[None]:

@@ -197,9 +197,8 @@ class RunPlan:
             plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
             return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
         penalty = self.config.generate_config.sampling_config.repetition_penalty
-        seen = shape.vocabulary.width if penalty != 1.0 else 0
-        sizes = (shape.layers, shape.hidden, shape.inner, heads, seen)
-        return KVCacheSizes.of(self.cache_config, *sizes).num_bytes(dtype)
+        sizes = (shape.layers, shape.hidden, shape.inner, heads, shape.vocabulary.width)
+        return KVCacheSizes.of(self.cache_config, *sizes, penalty != 1.0).num_bytes(dtype)
 
     def _packed_bytes(self) -> int:
         """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""

@@ -1,7 +1,7 @@
 """Microseconds that drawing a token takes a row, from the final norm to the next token's embedding, on one rank.
 
 draw.py [--vocabularies 2048,152064] [--rows 32] [--tokens 64] [--repeats 15] prints one JSON line: `us` has the median
-by vocabulary, logits and rules. The decoding graph is a run's but for its layers, of which there are none, and its
+by vocabulary, logits and rules. The generator is a run's but for its layers, of which there are none, and its
 hidden size, which is 1. Logits are normal, with a deviation of 1 (flat) or 6 (peaked).
 """
 
@@ -30,7 +30,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabularies", type=launching.degrees, default=(2048, 152064))
     parser.add_argument("--rows", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64, help="of every row, a graph call each")
+    parser.add_argument("--tokens", type=int, default=64, help="of every row")
     parser.add_argument("--repeats", type=int, default=15)
     return parser.parse_args()
 

@@ -210,7 +210,10 @@ class CpuBackend(Backend):
         return CpuLink(outgoing, incoming, shape)
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
-        return CpuGraph(cell, name, self.compile_log, self._host.check_failure)
+        return CpuGraph(cell, name, self.compile_log, self.check_ranks)
+
+    def check_ranks(self) -> None:
+        self._host.check_failure()
 
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
         readable = shared and self.world_size > 1

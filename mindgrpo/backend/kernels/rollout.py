@@ -1,6 +1,6 @@
-"""What a backend may offer the generator beside plain operations: samples decoded in slots, inside the graph.
+"""What a backend may offer the generator beside plain operations: samples decoded in slots, without a graph.
 
-The contract between the kernels, which keep the slots, and rollout/embedded/slots.py, which makes graphs of them.
+The contract between the kernels, which keep the slots, and rollout/embedded/slots.py, which brings them work.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.matmul_precision import packed_bytes
-
-if TYPE_CHECKING:
-    from mindspore import nn
 
 
 @dataclass(frozen=True)
@@ -132,31 +129,52 @@ class Memory:
     parked: np.ndarray | None = None
 
 
-class Slots(ABC):
-    """Letters: B rows of a graph, H hidden, W a projection's width, I inner, V local vocabulary, C stats of a row.
+class LayerWeights(NamedTuple):
+    """Letters as in Slots. Norms and biases float32; matrices of the compute dtype."""
 
-    The cells do nothing for rows that are not in use. Those of layers take and give (x, what is to be added to it).
-    Where weights are optional, any tensor [1] says that there is none.
+    norm: np.ndarray  # [H], before attention
+    qkv: np.ndarray  # [H, W]
+    bias: np.ndarray | None  # [W]
+    q_norm: np.ndarray | None  # [D]
+    k_norm: np.ndarray | None  # [D]
+    out: np.ndarray  # [Q D, H]
+    out_bias: np.ndarray | None  # [H]
+    norm_mlp: np.ndarray  # [H]
+    gate_up: np.ndarray  # [H, 2 I]
+    down: np.ndarray  # [I, H]
+
+    @property
+    def matrices(self) -> tuple[np.ndarray, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+
+class TokenWeights(NamedTuple):
+    """`norm` float32 [H] before the head [V, H]; `table` [V, H] of embeddings, which may be the head."""
+
+    norm: np.ndarray
+    head: np.ndarray
+    table: np.ndarray
+
+
+class Slots(ABC):
+    """Letters: H hidden, W a projection's width, D a head's dim, Q heads of queries, I inner, V local vocabulary.
+
+    All ranks of the group make the same calls.
     """
 
     # Samples that wait for a slot and rows in use; prefix blocks with no sample left have 0 users.
     users: np.ndarray
 
-    def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
-        """Has to be called when weights have changed: those of LocalModelShape.matrices [in, out], the head's
-        [out, in]. Kernels that read the weights themselves have nothing to do."""
-        return None
+    @abstractmethod
+    def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
+        """Has to be called when weights have changed; they are read where they lie."""
 
     @abstractmethod
     def use(self, sampling: SamplingParams) -> None:
-        """Draws by `sampling` from the next batch on; cells made from now on are such as they need.
+        """Draws by `sampling` from the next batch on.
 
         Raises ValueError where they have a penalty and those that the slots were made with have none.
         """
-
-    @abstractmethod
-    def serves(self, made_with: SamplingParams) -> bool:
-        """Whether cells that were made while `made_with` was in use can draw by the parameters in use now."""
 
     @abstractmethod
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None: ...
@@ -178,10 +196,21 @@ class Slots(ABC):
         """The sample takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
 
     @abstractmethod
-    def set_prompt_rows(
-        self, prefix_blocks: np.ndarray, seen: np.ndarray, start_prefixes: np.ndarray
+    def fill(
+        self,
+        tokens: np.ndarray,
+        prefix_blocks: np.ndarray,
+        seen: np.ndarray,
+        start_prefixes: np.ndarray,
     ) -> None:
-        """What the prompt graph's rows are: tokens for `prefix_blocks` that see `seen` keys, then first inputs."""
+        """Tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which see as
+        many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples of
+        `start_prefixes` int32 [m]."""
+
+    @abstractmethod
+    def decode(self, tokens: int) -> int:
+        """Up to so many tokens of every slot, which the next sample takes when it becomes free; gives the number of
+        samples that are running or waiting."""
 
     @property
     @abstractmethod
@@ -191,39 +220,3 @@ class Slots(ABC):
     @abstractmethod
     def steps(self) -> tuple[int, int]:
         """Decode steps of the batch with any row, and rows that they computed."""
-
-    @abstractmethod
-    def begin(self) -> nn.Cell:
-        """(anything) -> x [B, H], the inputs of the next token."""
-
-    @abstractmethod
-    def layer(self, number: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
-        """(x [B, H], added [B, H] or [1], norm [H], qkv [H, W], its bias, q_norm, k_norm, out [Q D, H], its bias, norm
-        of the MLP [H], gate and up [H, 2 I], down [I, H]) -> the pair, summed over the ranks.
-
-        With `keeps_only` it only keeps keys and values, and the pair means nothing; what comes after k_norm can be [1].
-        """
-
-    @abstractmethod
-    def head(self) -> nn.Cell:
-        """(x, added, norm [H], table [V, H]) -> (logits [B, V], stats [B, C])."""
-
-    @property
-    @abstractmethod
-    def num_truncation_rounds(self) -> int:
-        """How often `truncate` and a gathering must follow `head` before `draw`, by the parameters in use."""
-
-    @abstractmethod
-    def truncate(self, number: int) -> nn.Cell:
-        """(logits, gathered stats [tp_size, B, C], gathered answer of the round before) -> [B, ...]."""
-
-    @abstractmethod
-    def draw(self) -> nn.Cell:
-        """(logits, gathered stats, gathered answer of the last round, embeddings [V, H]) -> drawn [B, H + 2].
-
-        Zero on all ranks but one a row: their sum is what `commit` wants.
-        """
-
-    @abstractmethod
-    def commit(self) -> nn.Cell:
-        """(drawn [B, H + 2]) -> (x [B, H] of the next token, samples that are running or waiting int32 [1])."""

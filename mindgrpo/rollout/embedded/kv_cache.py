@@ -14,7 +14,7 @@ from mindgrpo.backend.kernels.rollout import KVCacheLayout
 
 # Rooms are whole vectors of the kernels.
 LANES = 16
-# Prompt tokens that one call of the prompt graph takes.
+# Prompt tokens that one call takes.
 PROMPT_ROWS = 512
 # And one of the plain decoder's, which takes whole prompts.
 PREFILL_TOKENS = 1024
@@ -106,19 +106,23 @@ class KVCacheSizes:
         hidden: int,
         inner: int,
         heads: tuple[int, int, int],
-        seen_tokens: int,
+        vocabulary: int,
+        penalised: bool,
     ) -> KVCacheSizes:
-        """`heads` are (queries, keys, dim) and `inner` the width of this rank; `seen_tokens` 0 without a penalty."""
+        """`heads` are (queries, keys, dim), `inner` and `vocabulary` the widths of this rank; `penalised` where tokens
+        that were seen have a penalty."""
         queries, kv, dim = heads
-        rows = padded(max(cache_config.slots, cache_config.prompt_rows))
+        slots = cache_config.slots
+        rows = padded(max(slots, cache_config.prompt_rows))
         attention = (queries + 2 * kv) * dim + max(queries * dim, hidden)
+        layers_need = rows * (3 * hidden + max(attention, 2 * inner))
         return cls(
             cache=2 * layers * kv * dim * cache_config.positions,
-            scratch=rows * (hidden + max(attention, 2 * inner)),
-            inputs=cache_config.slots * hidden,
+            scratch=max(layers_need, slots * (3 * hidden + vocabulary)),
+            inputs=slots * hidden,
             starts=cache_config.max_prefix_blocks * hidden,
-            seen=-(-cache_config.slots * seen_tokens // ITEM_BYTES["float32"]),
-            parked=cache_config.slots * hidden if cache_config.goes_on else 0,
+            seen=-(-slots * vocabulary // ITEM_BYTES["float32"]) if penalised else 0,
+            parked=slots * hidden if cache_config.goes_on else 0,
         )
 
     @classmethod

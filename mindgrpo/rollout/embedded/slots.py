@@ -1,19 +1,17 @@
-"""Continuous batching over the backend's slots: two graphs, one that fills prompts' prefix blocks and one that decodes.
+"""Continuous batching over the backend's slots, in calls that fill prompts' prefix blocks and calls that decode.
 
-A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the graph.
+A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the call.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES
@@ -21,9 +19,10 @@ from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KeptRow,
     KVCacheLayout,
+    LayerWeights,
     LocalModelShape,
     Memory,
-    Slots,
+    TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
@@ -32,117 +31,8 @@ from mindgrpo.rollout.embedded.kept import KeptSample, ResumedBatch, fits, kept_
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.stats import RolloutStats
 
-# Tokens that one call of the decoding graph makes, at most; a call costs two thirds of what a small model's token does.
+# Tokens that one call makes of every slot, at most: in between one hears of signals and shows how far it is.
 DECODE_STEPS = 8
-# Layers that it computes, but for one token at least: those of a large model hide the cost of a call, and take long to
-# compile.
-DECODE_LAYERS = 64
-# Of a layer, as LocalModelShape.matrices has them.
-MATRICES = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-
-
-class _Layer(nn.Cell):
-    """(x, what is to be added to it) -> the same after one layer."""
-
-    def __init__(
-        self, shard: Shard, slots: Slots, index: int, is_prompt: bool, keeps_only: bool
-    ) -> None:
-        super().__init__()
-        prefix, norms = f"model.layers.{index}.", shard.config.family.norms
-        name = prefix + "self_attn."
-        heads = shard.heads()
-        nothing = Tensor([0.0], ms.float32)
-        self.float32 = shard.float32()
-        self.norm_in = shard[f"{prefix}{norms.attention_in}.weight"]
-        self.qkv = shard[name + "qkv_proj.weight"]
-        self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
-        normed = heads.norm_eps is not None
-        self.q_norm = shard[name + "q_norm.weight"] if normed else nothing
-        self.k_norm = shard[name + "k_norm.weight"] if normed else nothing
-        self.out = nothing if keeps_only else shard[name + "o_proj.weight"]
-        out_bias = shard.get(name + "o_proj.bias")
-        self.out_bias = nothing if out_bias is None else out_bias
-        self.norm_mlp = shard[f"{prefix}{norms.mlp_in}.weight"]
-        self.gate_up = shard[prefix + "mlp.gate_up_proj.weight"]
-        self.down = shard[prefix + "mlp.down_proj.weight"]
-        self.run = slots.layer(index - shard.layers.start, is_prompt, keeps_only)
-
-    def construct(self, x: Any, added: Any) -> Any:
-        return self.run(
-            x,
-            added,
-            self.float32(self.norm_in),
-            self.qkv,
-            self.float32(self.bias),
-            self.float32(self.q_norm),
-            self.float32(self.k_norm),
-            self.out,
-            self.float32(self.out_bias),
-            self.float32(self.norm_mlp),
-            self.gate_up,
-            self.down,
-        )
-
-
-class _Prompts(nn.Cell):
-    """tokens int32 [N], -1 where there is none: keys and values of prompts, and first inputs, to prefix blocks."""
-
-    def __init__(self, shard: Shard, slots: Slots) -> None:
-        super().__init__()
-        self.table = shard["model.embed_tokens.weight"]
-        self.embed = shard.embedding()
-        self.total = shard.group.sum_cell()
-        last = shard.layers.stop - 1
-        self.layers = nn.CellList(
-            [_Layer(shard, slots, index, True, index == last) for index in shard.layers]
-        )
-        self.nothing = Tensor([0.0], ms.float32)
-
-    def construct(self, tokens: Any) -> Any:
-        x = self.total(self.embed(tokens, self.table))
-        added = self.nothing
-        for layer in self.layers:
-            x, added = layer(x, added)
-        return x
-
-
-class _Decode(nn.Cell):
-    """(anything) -> samples that are running or waiting int32 [1], after some tokens of every slot."""
-
-    def __init__(self, shard: Shard, slots: Slots, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-        self.begin = slots.begin()
-        self.layers = nn.CellList(
-            [_Layer(shard, slots, index, False, False) for index in shard.layers]
-        )
-        self.norm = shard["model.norm.weight"]
-        self.float32 = shard.float32()
-        self.head_table = shard.head_table
-        self.table = shard["model.embed_tokens.weight"]
-        self.head = slots.head()
-        self.truncate = nn.CellList([slots.truncate(i) for i in range(slots.num_truncation_rounds)])
-        self.draw = slots.draw()
-        self.commit = slots.commit()
-        self.gather = shard.group.gather_cell()
-        self.total = shard.group.sum_cell()
-        self.nothing = Tensor([0.0], ms.float32)
-
-    def construct(self, ticket: Any) -> Any:
-        x = self.begin(ticket)
-        left = ticket
-        for _ in range(self.steps):
-            added = self.nothing
-            for layer in self.layers:
-                x, added = layer(x, added)
-            logits, stats = self.head(x, added, self.float32(self.norm), self.head_table)
-            stats = self.gather(stats)
-            answer = stats
-            for truncate in self.truncate:
-                answer = self.gather(truncate(logits, stats, answer))
-            drawn = self.draw(logits, stats, answer, self.table)
-            x, left = self.commit(self.total(drawn))
-        return left
 
 
 class SlotDecoder:
@@ -165,7 +55,8 @@ class SlotDecoder:
             model_shape.hidden,
             model_shape.inner,
             heads,
-            model_shape.vocabulary.width if penalised else 0,
+            model_shape.vocabulary.width,
+            penalised,
         )
         cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
         work = backend.pool(sum(sizes.beside_cache))
@@ -185,16 +76,11 @@ class SlotDecoder:
             with packed.on_host() as memory_of_packed:
                 memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
         rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
-        slots = shard.kernels.slots(
+        self._slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )
-        self._slots = slots
-        self._prompts = backend.graph(_Prompts(shard.sharing_cells(), slots), "prompts")
         self._shard, self._backend = shard, backend
         self._progress = partial(backend.health.progress, "samples")
-        self._decoders: list[tuple[SamplingParams, Any]] = []
-        self._decode = self._decoder_for(sampling)
-        self._ticket = Tensor([0], ms.int32)
         # By number, the samples that may go on from their keys, in slots of `_kept_slot_size`.
         self._kept: dict[int, KeptSample] = {}
         self._kept_slot_size = 0
@@ -202,31 +88,12 @@ class SlotDecoder:
     def weights_changed(self) -> None:
         """Has to be called before it generates with other weights."""
         self._kept = {}
-        if not self.weight_pools:
-            return
-        keys = [
-            f"model.layers.{index}.{name}.weight"
-            for index in self._shard.layers
-            for name in MATRICES
-        ]
         with self._shard.weights.on_host() as arrays:
-            matrices = [arrays.tensors[key] for key in (*keys, self._shard.head_key)]
-            self._slots.take_weights(matrices)
-
-    def _decoder_for(self, sampling: SamplingParams) -> Any:
-        """A graph that is there already, wherever one can draw by `sampling`: the numbers in them are no part of it."""
-        self._slots.use(sampling)
-        for made_with, graph in self._decoders:
-            if self._slots.serves(made_with):
-                return graph
-        steps = max(1, min(DECODE_STEPS, DECODE_LAYERS // len(self._shard.layers)))
-        decode = _Decode(self._shard.sharing_cells(), self._slots, steps)
-        graph = self._backend.graph(decode, "decode")
-        self._decoders.append((sampling, graph))
-        return graph
+            layers = [_layer_weights(self._shard, i, arrays.tensors) for i in self._shard.layers]
+            self._slots.take_weights(layers, _token_weights(self._shard, arrays.tensors))
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
-        self._decode = self._decoder_for(sampling)
+        self._slots.use(sampling)
         again = resumed(self._kept, batch, self._kept_slot_size)
         self._kept = {}
         if again is not None:
@@ -261,9 +128,16 @@ class SlotDecoder:
 
     def _decode_some(self, batch: GenerationBatch, num_waiting: int) -> int:
         """Samples that are left, but for those that wait for their prompts."""
-        left = int(self._decode(self._ticket).asnumpy()[0])
+        left = self._call(self._slots.decode, DECODE_STEPS)
         self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
         return left
+
+    def _call(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return kernel(*arguments)
+        except RuntimeError:
+            self._backend.check_ranks()
+            raise
 
     def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:
         steps, rows = self._slots.steps
@@ -296,12 +170,39 @@ class SlotDecoder:
         for begin in range(0, len(tokens), size):
             end = min(begin + size, len(tokens))
             rows = slice(begin, min(end, keys))
-            self._slots.set_prompt_rows(
-                prefix_blocks[rows], seen[rows], starts[max(0, begin - keys) : max(0, end - keys)]
+            first_inputs = starts[max(0, begin - keys) : max(0, end - keys)]
+            self._call(
+                self._slots.fill, tokens[begin:end], prefix_blocks[rows], seen[rows], first_inputs
             )
-            padded_tokens = np.full(size, -1, np.int32)
-            padded_tokens[: end - begin] = tokens[begin:end]
-            self._prompts(Tensor(padded_tokens)).asnumpy()
+
+
+def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) -> LayerWeights:
+    layer, norms = f"model.layers.{index}.", shard.config.family.norms
+    attention = layer + "self_attn."
+
+    def vector(key: str) -> np.ndarray | None:
+        return tensors[key].astype(np.float32, copy=False) if key in tensors else None
+
+    def norm(name: str) -> np.ndarray:
+        return tensors[f"{layer}{name}.weight"].astype(np.float32, copy=False)
+
+    return LayerWeights(
+        norm(str(norms.attention_in)),
+        tensors[attention + "qkv_proj.weight"],
+        vector(attention + "qkv_proj.bias"),
+        vector(attention + "q_norm.weight"),
+        vector(attention + "k_norm.weight"),
+        tensors[attention + "o_proj.weight"],
+        vector(attention + "o_proj.bias"),
+        norm(str(norms.mlp_in)),
+        tensors[layer + "mlp.gate_up_proj.weight"],
+        tensors[layer + "mlp.down_proj.weight"],
+    )
+
+
+def _token_weights(shard: Shard, tensors: Mapping[str, np.ndarray]) -> TokenWeights:
+    norm = tensors["model.norm.weight"].astype(np.float32, copy=False)
+    return TokenWeights(norm, tensors[shard.head_key], tensors["model.embed_tokens.weight"])
 
 
 def _model_shape(shard: Shard) -> LocalModelShape:

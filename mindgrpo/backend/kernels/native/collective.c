@@ -272,10 +272,13 @@ KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {
     return reported(call, group_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }
 
+int gather_over_ranks(const Call *call, int64_t group, int64_t size, const float *mine, int64_t count, float *all) {
+    const Group *g = find((int32_t)group);
+    if (g && g->size != size) return refuse(call, "%ld parts for the %d members of group %ld", size, g->size, group);
+    return reported(call, group_gather((int32_t)group, mine, count, all));
+}
+
 KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
     int32_t id = *(const int32_t *)call->params[1];
-    const Group *g = find(id);
-    if (g && g->size != dim(call, 'S'))
-        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
-    return reported(call, group_gather(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
+    return gather_over_ranks(call, id, dim(call, 'S'), call->params[0], call->dims[ANY_SHAPE], call->params[2]);
 }

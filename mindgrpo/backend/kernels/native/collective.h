@@ -22,4 +22,7 @@ int sum_over_ranks(const Call *call, int64_t group, float *x, int64_t count);
 /* Member i's floats at all + i * count. */
 int group_gather(int32_t group, const float *mine, int64_t count, float *all);
 
+/* The same in a kernel, of a group that must have `size` members. */
+int gather_over_ranks(const Call *call, int64_t group, int64_t size, const float *mine, int64_t count, float *all);
+
 #endif

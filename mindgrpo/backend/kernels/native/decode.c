@@ -1,15 +1,14 @@
 /* The layers of a decoder for rows of a rollout: rows of slots decode, rows of prompts fill prefix blocks. See rollout.h.
  *
- * A layer is one kernel, its two sums over ranks included: MindSpore takes longer to start a kernel than a small one
- * takes. Attention as in arXiv:1706.03762, section 3.2.1, of each row over exactly the keys that it sees; rows that follow
- * each other in one prefix read its keys together.
+ * Attention as in arXiv:1706.03762, section 3.2.1, of each row over exactly the keys that it sees; rows that follow each
+ * other in one prefix read its keys together.
  */
 #include "collective.h"
 #include "rollout.h"
 
 enum { RUN_ROWS = 8 };
 
-/* What a kernel of layers works on. A row sees `shared` keys in its prefix, and with `own` as many in its slot and the
+/* What a part of a layer works on. A row sees `shared` keys in its prefix, and with `own` as many in its slot and the
  * one of its own token; a row of a prompt has no slot. */
 typedef struct {
     const Rollout *g;
@@ -25,19 +24,14 @@ typedef struct {
 /* Keys that the row sees in its slot, the one of its own token included. */
 static int64_t own_of(const Work *w, int64_t row) { return w->own ? w->own[row] + 1 : 0; }
 
-/* meta: number, layer, is prompt. Whether the rows point into the cache; then what members need to attend. */
-static int work_of(const Call *call, const int32_t *meta, Work *w) {
-    const Rollout *g = rollout_of(call, meta);
-    if (!g) return KERNEL_REFUSED;
+/* Whether the rows point into the cache; then what members need to attend. */
+static int work_of(const Call *call, const Rollout *g, int64_t layer, int is_prompt, Work *w) {
     int64_t positions = g->layer_elements / (2 * g->kv * g->dim), most = 0, most_own = 0;
     int64_t prefix_blocks = g->prefix_block_size ? (positions - g->slots * g->slot_size) / g->prefix_block_size : g->users_count;
-    *w = (Work){g, g->row_prefix, g->row_shared, g->row_own, meta[1], g->num_rows};
-    if (meta[2]) *w = (Work){g, g->prompt_row_prefix, g->prompt_row_seen, NULL, meta[1], g->prompt_rows};
-    if (check_rows(call, w->rows + (meta[2] ? g->prompt_starts : 0))) return KERNEL_REFUSED;
-    if (w->layer < 0 || w->layer >= g->layers || g->prefix_block_size % VEC || g->slot_size % VEC ||
-        g->slots * g->slot_size > positions)
-        return refuse(call, "layer %ld, or rooms of %ld and %ld positions, are not in the cache", w->layer,
-                      g->slot_size, g->prefix_block_size);
+    *w = (Work){g, g->row_prefix, g->row_shared, g->row_own, layer, g->num_rows};
+    if (is_prompt) *w = (Work){g, g->prompt_row_prefix, g->prompt_row_seen, NULL, layer, g->prompt_rows};
+    if (g->prefix_block_size % VEC || g->slot_size % VEC || g->slots * g->slot_size > positions)
+        return refuse(call, "rooms of %ld and %ld positions are not in the cache", g->slot_size, g->prefix_block_size);
     for (int64_t i = 0; i < w->rows; i++) {
         int64_t prefix = w->prefix[i], shared = w->shared[i], own = own_of(w, i), slot = w->own ? g->row_slot[i] : 0;
         if (prefix < 0 || prefix >= prefix_blocks || shared < 0 || shared > g->prefix_block_size || own < 0 || own > g->slot_size ||
@@ -48,14 +42,11 @@ static int work_of(const Call *call, const int32_t *meta, Work *w) {
         most = shared > most ? shared : most;
         most_own = own > most_own ? own : most_own;
     }
-    for (int64_t i = 0; meta[2] && i < g->prompt_starts; i++)
-        if (g->start_prefix[i] < 0 || g->start_prefix[i] >= g->users_count)
-            return refuse(call, "no prefix %d", g->start_prefix[i]);
     w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + 2 * g->dim));
     /* And keys or values in float32, where they are kept in less. */
-    if (g->cache_itemsize < (int64_t)sizeof(float)) w->member_floats += g->dim * padded(most > most_own ? most : most_own);
+    if (g->itemsize < (int64_t)sizeof(float)) w->member_floats += g->dim * padded(most > most_own ? most : most_own);
     w->width = (g->queries + 2 * g->kv) * g->dim;
-    w->normed = g->scratch;
+    w->normed = g->scratch + 2 * (w->rows + (is_prompt ? g->prompt_starts : 0)) * g->hidden;
     w->qkv = w->normed + w->rows * g->hidden;
     w->mixed = w->qkv + w->rows * w->width;
     return 0;
@@ -204,46 +195,26 @@ static void mlp(void *task, Member member) {
              w->delta, hidden);
 }
 
-/* Rows of prompts may bring first inputs along: they follow those that layers work on. */
-static void keep_starts(const Rollout *g, const float *x) {
-    for (int64_t i = 0; i < g->prompt_starts; i++)
-        memcpy(g->starts + g->start_prefix[i] * g->hidden, x + (g->prompt_rows + i) * g->hidden,
-               g->hidden * sizeof(float));
-}
-
 /* The sum over ranks of what `part` of the layer adds. */
 static int run_part(const Call *call, void (*part)(void *task, Member member), Work *w) {
     int status = run_products(call, part, w);
     return status ? status : sum_over_ranks(call, w->g->group, w->delta, w->rows * w->g->hidden);
 }
 
-/* total = x + added + what attention adds; delta: what the MLP adds. Without `out` the layer ends when keys and values are
- * kept, and the outputs mean nothing. */
-KERNEL(rollout_layer,
-       "x f32[B, H], added f32[B, H]?, norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, "
-       "out f32|bf16[M, H]?, out_bias f32[H]?, norm_mlp f32[H]?, gate_up f32|bf16[H, 2I]?, down f32|bf16[I, H]?, "
-       "meta i32[3] -> total f32[B, H]?, delta f32[B, H]?") {
+int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, int keeps_only, float *x, float *delta,
+              int adds) {
+    const LayerWeights *weights = layer_weights(g, layer);
     Work w;
-    void **p = call->params;
-    int status = work_of(call, p[12], &w);
-    if (status) return status;
-    w.x = p[0], w.added = optional(call, 1), w.norm = p[2], w.first = p[3];
-    w.bias = optional(call, 4), w.q_norm = optional(call, 5), w.k_norm = optional(call, 6), w.second = optional(call, 7);
-    w.total = optional(call, 13), w.delta = optional(call, 14);
-    const float *norm = optional(call, 9), *gate_up = optional(call, 10), *down = optional(call, 11);
-    if (!w.q_norm != !w.k_norm || (w.second && !(w.total && w.delta && norm && gate_up && down)))
-        return refuse(call, "a norm, a matrix or an output is missing");
-    if (w.second && w.g->tp_size > 1 && w.g->group < 0)
-        return refuse(call, "ranks share the layer, but it knows no group of theirs");
+    int status = work_of(call, g, layer, is_prompt, &w);
+    if (status || !w.rows) return status;
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
-    if (!w.own && w.layer == 0) keep_starts(w.g, w.x);
-    if (!w.rows) return 0;
-    if (!w.second) {
-        w.total = w.mixed;
-        return run_products(call, attend, &w);
-    }
+    w.x = w.total = x, w.added = adds ? delta : NULL, w.delta = delta;
+    w.norm = weights->norm, w.first = weights->qkv, w.second = keeps_only ? NULL : weights->out;
+    w.bias = weights->bias, w.q_norm = weights->q_norm, w.k_norm = weights->k_norm;
+    if (keeps_only) return run_products(call, attend, &w);
     if ((status = run_part(call, attend, &w))) return status;
-    w.x = w.total, w.added = w.delta, w.added_bias = optional(call, 8), w.norm = norm, w.first = gate_up, w.second = down;
+    w.added = delta, w.added_bias = weights->out_bias, w.norm = weights->norm_mlp;
+    w.first = weights->gate_up, w.second = weights->down;
     return run_part(call, mlp, &w);
 }

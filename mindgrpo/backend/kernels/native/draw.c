@@ -3,20 +3,8 @@
  * All ranks decide alike on what was gathered: the threshold below which no logit is kept, and whose token has the
  * largest score.
  */
+#include "collective.h"
 #include "winner.h"
-
-/* Inputs of a kernel: logits, gathered stats, gathered answer of the round before, and more. */
-typedef struct {
-    const Rollout *g;
-    const Call *call;
-    void **params;
-    int64_t *const *shapes;
-    int round;
-    float *out, *memory;
-    int64_t own_floats; /* of `memory` for each member */
-} Task;
-
-static float *memory_of(const Task *t, Member member) { return t->memory + member.index * t->own_floats; }
 
 /* What was gathered for a row: `stats` and `bins` [tp_size], each so many floats after the other. */
 typedef struct {
@@ -38,12 +26,12 @@ static double mass_in(const Rollout *g, const Gathered *all, int round, int64_t 
     return mass;
 }
 
-/* `bins` of the row and what is from one rank's to the next; NULL where none were gathered. */
-static Gathered gathered_of(const Task *t, int64_t row, const float *bins, int64_t next_bins) {
-    const int64_t *shape = t->shapes[1];
-    Gathered all = {(const float *)t->params[1] + row * shape[2], bins, shape[1] * shape[2], next_bins, NONE, 0.0};
-    for (int64_t r = 0; r < t->g->tp_size; r++) all.top = fmaxf(all.top, stats_of(&all, r)[TOP]);
-    for (int64_t r = 0; r < t->g->tp_size && has_nucleus(t->g); r++) {
+static Gathered gathered_of(const Token *t, int64_t row) {
+    const Rollout *g = t->g;
+    Gathered all = {t->all_stats + row * t->columns, t->answers + row * BINS, g->num_rows * t->columns,
+                    g->num_rows * BINS, NONE, 0.0};
+    for (int64_t r = 0; r < g->tp_size; r++) all.top = fmaxf(all.top, stats_of(&all, r)[TOP]);
+    for (int64_t r = 0; r < g->tp_size && has_nucleus(g); r++) {
         double mass = 0.0;
         for (int64_t bin = 0; bin < BINS; bin++) mass += stats_of(&all, r)[FIRST + bin];
         all.mass += mass * share_of(&all, r);
@@ -73,52 +61,17 @@ static void settle_digit(const Rollout *g, int64_t row, const Gathered *all, int
     above[1] = (double)(((uint64_t)prefix_of(g, row) << BITS) | chosen);
 }
 
-static Row task_row(const Task *t, int64_t i) { return row_of(t->g, i, t->params[0], t->shapes[0][1]); }
-
-/* With the bins that were gathered in the round before. */
-static Gathered with_bins(const Task *t, int64_t i) {
-    return gathered_of(t, i, (const float *)t->params[2] + i * BINS, t->shapes[1][1] * BINS);
-}
-
+/* Bins of round `round` from those of the round before; round 1 takes `stats` for bins. */
 static void top_p_round(void *task, Member member) {
-    const Task *t = task;
+    const Token *t = task;
     int64_t begin, end;
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        Row row = task_row(t, i);
-        Gathered all = with_bins(t, i);
+        Row row = row_of(t, i);
+        Gathered all = gathered_of(t, i);
         settle_digit(t->g, i, &all, t->round - 1);
-        histogram(&row, t->round, prefix_of(t->g, i), all.top, t->out + i * BINS);
+        histogram(&row, t->round, prefix_of(t->g, i), all.top, t->answer + i * BINS);
     }
-}
-
-/* Zeroes the answer [B, .] and runs `work` on the rows in use, if there is `any` to do. */
-static int run_rows(const Call *call, const Rollout *g, int round, void (*work)(void *, Member), int any) {
-    int last = call->num_params - 1;
-    int64_t least = FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
-    if (g->num_rows > dim(call, 'B') || g->vocab > dim(call, 'V') || dim(call, 'R') != g->tp_size ||
-        dim(call, 'C') < least)
-        return refuse(call, "B = %ld, V = %ld, R = %ld or C = %ld do not fit %ld rows of %ld tokens on %ld ranks",
-                      dim(call, 'B'), dim(call, 'V'), dim(call, 'R'), dim(call, 'C'), g->num_rows, g->vocab, g->tp_size);
-    Task t = {g, call, call->params, call->shapes, round, call->params[last], NULL, 0};
-    int64_t blocks = num_blocks(g), candidates = g->tp_size * g->candidates;
-    t.own_floats = padded(candidates > blocks ? candidates : blocks);
-    t.memory = scratch(call, pool_size() * t.own_floats);
-    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
-    memset(t.out, 0, dim(call, 'B') * call->shapes[last][1] * sizeof(float));
-    if (g->num_rows && any) pool_run(work, &t);
-    return 0;
-}
-
-/* Bins of this round; round 1 takes `stats` for bins. meta: number, round. */
-KERNEL(rollout_top_p, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], meta i32[2] -> next f32[B, 256]") {
-    const int32_t *meta = call->params[3];
-    const Rollout *g = rollout_of(call, meta);
-    if (!g) return KERNEL_REFUSED;
-    if (meta[1] < 1 || meta[1] >= ROUNDS || (meta[1] > 1 && dim(call, 'A') != BINS))
-        return refuse(call, "round %d of %ld bins", meta[1], dim(call, 'A'));
-    /* A graph with rounds of top-p also serves parameters without top-p. */
-    return run_rows(call, g, meta[1], top_p_round, has_nucleus(g));
 }
 
 /* A rank's smallest candidate. */
@@ -203,26 +156,16 @@ static Winner best_of_ranks(const Rollout *g, const float *scores, int64_t next)
     return winner;
 }
 
+/* The best score of what is kept on this rank and its token, for rules whose stats do not tell it. */
 static void give_scores(void *task, Member member) {
-    const Task *t = task;
+    const Token *t = task;
     int64_t begin, end;
-    float *room = memory_of(t, member);
     share_out(member, t->g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        Row row = task_row(t, i);
-        Gathered all = with_bins(t, i);
-        give_winner(own_winner(&row, threshold_of(&row, &all, NULL), room), t->out + 2 * i);
+        Row row = row_of(t, i);
+        Gathered all = gathered_of(t, i);
+        give_winner(own_winner(&row, threshold_of(&row, &all, NULL), memory_of(t, member)), t->answer + 2 * i);
     }
-}
-
-/* The best score of what is kept on this rank and its token, for rules whose stats do not tell it. `bins` are those of
- * the last round, if there was one. */
-KERNEL(rollout_score, "logits f32[B, V], stats f32[R, B, C], bins f32[R, B, A], number i32[1] -> scores f32[B, 2]") {
-    const Rollout *g = rollout_of(call, call->params[3]);
-    if (!g) return KERNEL_REFUSED;
-    if (g->tp_size > 1 && has_nucleus(g) && dim(call, 'A') != BINS) return refuse(call, "%ld bins", dim(call, 'A'));
-    /* A graph that scores also serves rules whose stats tell it. */
-    return run_rows(call, g, 0, give_scores, !g->top_k && !decides_alone(g));
 }
 
 /* Log of the sum of the plain distribution's masses. */
@@ -236,7 +179,7 @@ static float plain_log_sum(const Rollout *g, const Gathered *all) {
 }
 
 /* (embedding, token, log-prob), zero on all ranks but the token's. */
-static void give_drawn(const Task *t, const Row *row, const Gathered *all, Winner winner, float *out) {
+static void give_drawn(const Row *row, const Gathered *all, Winner winner, float *out) {
     const Rollout *g = row->g;
     int64_t at = winner.token - g->first_token;
     memset(out, 0, (g->hidden + 2) * sizeof(float));
@@ -244,36 +187,36 @@ static void give_drawn(const Task *t, const Row *row, const Gathered *all, Winne
         /* Logits that are no numbers must show. */
         out[g->hidden + 1] = NAN;
     } else if (at >= 0 && at < g->vocab) {
-        table_row(t->call, 3, at, g->hidden, out);
+        embed_token(g, winner.token, out);
         out[g->hidden] = winner.token;
         out[g->hidden + 1] = row->logits[at] * (float)g->scale - plain_log_sum(g, all);
     }
 }
 
 /* The same of a token that is there already, with a log-prob of 0. */
-static void give_known(const Task *t, const Row *row, float *out) {
+static void give_known(const Row *row, float *out) {
     const Rollout *g = row->g;
     int32_t token = g->tokens[g->row_sample[row->number] * g->longest + g->row_own[row->number]];
     int64_t at = token - g->first_token;
-    memset(out, 0, (g->hidden + 2) * sizeof(float));
-    if (at < 0 || at >= g->vocab) return;
-    table_row(t->call, 3, at, g->hidden, out);
-    out[g->hidden] = token;
+    embed_token(g, token, out);
+    out[g->hidden] = at >= 0 && at < g->vocab ? token : 0;
+    out[g->hidden + 1] = 0.0f;
 }
 
 static void draw(void *task, Member member) {
-    const Task *t = task;
+    const Token *t = task;
     const Rollout *g = t->g;
-    int64_t begin, end, capacity = t->shapes[1][1];
+    int64_t begin, end;
     float *room = memory_of(t, member);
     share_out(member, g->num_rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        Row row = task_row(t, i);
+        Row row = row_of(t, i);
+        float *out = t->drawn + i * (g->hidden + 2);
         if (row.at < 0) {
-            give_known(t, &row, t->out + i * (g->hidden + 2));
+            give_known(&row, out);
             continue;
         }
-        Gathered all = gathered_of(t, i, NULL, 0);
+        Gathered all = gathered_of(t, i);
         Winner winner;
         if (decides_alone(g))
             winner = best_of_ranks(g, all.stats + SCORE, all.next_stats);
@@ -282,19 +225,59 @@ static void draw(void *task, Member member) {
         else if (g->tp_size == 1)
             winner = own_winner(&row, threshold_of(&row, &all, NULL), room);
         else
-            winner = best_of_ranks(g, (const float *)t->params[2] + 2 * i, 2 * capacity);
-        give_drawn(t, &row, &all, winner, t->out + i * (g->hidden + 2));
+            winner = best_of_ranks(g, t->answers + 2 * i, 2 * g->num_rows);
+        give_drawn(&row, &all, winner, out);
     }
 }
 
-/* `answer`: the scores of all ranks, or the stats where there was no round. */
-KERNEL(rollout_draw,
-       "logits f32[B, V], stats f32[R, B, C], answer f32[R, B, A], table f32|bf16[V, H], number i32[1] "
-       "-> drawn f32[B, E]") {
-    const Rollout *g = rollout_of(call, call->params[4]);
-    if (!g) return KERNEL_REFUSED;
-    if (dim(call, 'E') != g->hidden + 2) return refuse(call, "E is %ld for H + 2", dim(call, 'E'));
-    if (g->tp_size > 1 && !g->top_k && !decides_alone(g) && dim(call, 'A') != 2)
-        return refuse(call, "%ld scores a row", dim(call, 'A'));
-    return run_rows(call, g, 0, draw, 1);
+/* Whether any row's next token is drawn. */
+static int draws(const Rollout *g) {
+    for (int64_t i = 0; i < g->num_rows; i++)
+        if (g->row_own[i] >= g->first_drawn[g->row_sample[i]]) return 1;
+    return 0;
+}
+
+static int gather(const Call *call, const Token *t, const float *mine, int64_t a_row, float *all) {
+    return gather_over_ranks(call, t->g->group, t->g->tp_size, mine, t->g->num_rows * a_row, all);
+}
+
+/* What ranks that share the vocabulary must agree on beside the stats. */
+static int truncate(const Call *call, Token *t) {
+    const Rollout *g = t->g;
+    int status = 0;
+    for (t->round = 1; t->round < ROUNDS && has_nucleus(g) && !status; t->round++) {
+        pool_run(top_p_round, t);
+        status = gather(call, t, t->answer, BINS, t->answers);
+    }
+    if (status || g->top_k || decides_alone(g)) return status;
+    pool_run(give_scores, t);
+    return gather(call, t, t->answer, 2, t->answers);
+}
+
+int64_t stats_floats(const Rollout *g) {
+    return g->slots * ((1 + g->tp_size) * (num_columns(g) + BINS) + g->hidden + 2);
+}
+
+int draw_tokens(const Call *call, const Rollout *g, const float *x, const float *delta, float **drawn) {
+    int64_t rows = g->num_rows, blocks = num_blocks(g), candidates = g->tp_size * g->candidates;
+    Token t = {.g = g, .x = x, .delta = delta, .columns = num_columns(g)};
+    int status;
+    t.normed = g->scratch + 2 * rows * g->hidden;
+    t.logits = t.normed + rows * g->hidden;
+    t.drawn = *drawn = g->stats;
+    t.answer = t.drawn + rows * (g->hidden + 2);
+    t.answers = t.answer + rows * BINS;
+    t.stats = t.answers + g->tp_size * rows * BINS;
+    t.all_stats = g->tp_size > 1 ? t.stats + rows * t.columns : t.stats;
+    int is_drawn = draws(g);
+    if (is_drawn && (status = make_logits(call, &t))) return status;
+    t.own_floats = padded(candidates > blocks ? candidates : blocks);
+    t.memory = scratch(call, pool_size() * t.own_floats);
+    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
+    if (is_drawn && g->tp_size > 1) {
+        if ((status = gather(call, &t, t.stats, t.columns, t.all_stats))) return status;
+        if ((status = truncate(call, &t))) return status;
+    }
+    pool_run(draw, &t);
+    return sum_over_ranks(call, g->group, t.drawn, rows * (g->hidden + 2));
 }

@@ -1,6 +1,6 @@
 /* Logits of the next token of every row, and what the other ranks must know of this rank's. See logits.h.
  *
- * The vocabulary itself never leaves a rank: the caller gathers the stats, a few numbers a row.
+ * The vocabulary itself never leaves a rank: draw.c gathers the stats, a few numbers a row.
  */
 #include "winner.h"
 
@@ -46,17 +46,10 @@ static void find_candidates(const Row *row, float *stats, float *room) {
     for (; listed < wanted; listed++) stats[FIRST + listed] = NONE;
 }
 
-typedef struct {
-    const Rollout *g;
-    const float *x, *added, *norm, *table;
-    float *logits, *stats, *memory;
-    int64_t width, columns, own_floats; /* of `memory` for each member */
-} Task;
-
-static void write_stats(const Task *t, int64_t number, float *room) {
+static void write_stats(const Token *t, int64_t number, float *room) {
     const Rollout *g = t->g;
     float *stats = t->stats + number * t->columns;
-    Row row = row_of(g, number, t->logits, t->width), raw = row;
+    Row row = row_of(t, number), raw = row;
     raw.seen = NULL;
     raw.is_banned = 0;
     double mass = 0.0;
@@ -64,7 +57,7 @@ static void write_stats(const Task *t, int64_t number, float *room) {
     stats[RAW_TOP] = stats[TOP] = find_largest(&raw, room);
     if (!is_raw) stats[TOP] = find_largest(&row, room);
     if (!is_raw || !decides) mass = mass_of(&raw, stats[RAW_TOP]);
-    /* There may be more columns than these rules fill; what is gathered must be numbers. */
+    /* What is gathered must be numbers. */
     memset(stats + MORE, 0, (t->columns - MORE) * sizeof(float));
     if (g->top_k)
         find_candidates(&row, stats, room);
@@ -77,44 +70,24 @@ static void write_stats(const Task *t, int64_t number, float *room) {
 }
 
 static void head(void *task, Member member) {
-    const Task *t = task;
+    const Token *t = task;
     const Rollout *g = t->g;
+    const TokenWeights *weights = token_weights(g);
     int64_t hidden = g->hidden, begin, end;
     share_out(member, g->num_rows, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-        float *normed = g->scratch + i * hidden;
-        add_and_norm(t->x + i * hidden, t->added + i * hidden, NULL, t->norm, g->eps, hidden, normed, normed);
-    }
+    for (int64_t at = begin * hidden; at < end * hidden; at += hidden)
+        add_and_norm(t->x + at, t->delta ? t->delta + at : NULL, NULL, weights->norm, g->eps, hidden, t->normed + at,
+                     t->normed + at);
     pool_meet(member);
     /* Packed are all rows of the table, otherwise only tokens are computed. */
-    multiply(g, member, MATRICES * g->layers, g->num_rows, g->parts ? t->width : g->vocab, hidden, g->scratch, hidden,
-             t->table, 1, t->logits, t->width);
+    multiply(g, member, MATRICES * g->layers, g->num_rows, g->parts ? g->vocab_rows : g->vocab, hidden, t->normed, hidden,
+             weights->head, 1, t->logits, g->vocab_rows);
     pool_meet(member);
-    for (int64_t i = begin; i < end; i++) write_stats(t, i, t->memory + member.index * t->own_floats);
+    for (int64_t i = begin; i < end; i++) write_stats(t, i, memory_of(t, member));
 }
 
-/* Whether any row's next token is drawn. */
-static int draws(const Rollout *g) {
-    for (int64_t i = 0; i < g->num_rows; i++)
-        if (g->row_own[i] >= g->first_drawn[g->row_sample[i]]) return 1;
-    return 0;
-}
-
-KERNEL(rollout_head,
-       "x f32[B, H], added f32[B, H], norm f32[H], table f32|bf16[V, H], number i32[1] "
-       "-> logits f32[B, V], stats f32[B, C]") {
-    const Rollout *g = rollout_of(call, call->params[4]);
-    if (!g || check_rows(call, g->num_rows)) return KERNEL_REFUSED;
-    void **p = call->params;
-    Task t = {g, p[0], p[1], p[2], p[3], p[5], p[6], NULL, dim(call, 'V'), dim(call, 'C'), 0};
-    if (g->vocab > t.width || t.columns < FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0))
-        return refuse(call, "V = %ld or C = %ld is too small for %ld tokens", t.width, t.columns, g->vocab);
-    t.own_floats = 3 * num_blocks(g) * BLOCK;
-    t.memory = scratch(call, pool_size() * t.own_floats);
-    if (!t.memory) return KERNEL_OUT_OF_MEMORY;
-    /* Zero where no row is, so that what is gathered are numbers. */
-    int64_t rows = draws(g) ? g->num_rows : 0;
-    memset(t.stats + rows * t.columns, 0, (dim(call, 'B') - rows) * t.columns * sizeof(float));
-    if (!rows) memset(t.logits, 0, g->num_rows * t.width * sizeof(float));
-    return rows ? run_products(call, head, &t) : 0;
+int make_logits(const Call *call, Token *t) {
+    t->own_floats = 3 * num_blocks(t->g) * BLOCK;
+    t->memory = scratch(call, pool_size() * t->own_floats);
+    return t->memory ? run_products(call, head, t) : KERNEL_OUT_OF_MEMORY;
 }

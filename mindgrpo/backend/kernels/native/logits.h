@@ -21,6 +21,22 @@ enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
 #define NONE (-FLT_MAX)
 enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
 
+/* The next token of every row: this rank's logits [rows, vocab_rows] and stats [rows, columns], the stats of all ranks
+ * [tp_size, rows, columns]; in `answer` what a round of truncation gives, [rows, BINS] or [rows, 2], and in `answers` that of
+ * all ranks; what is drawn [rows, hidden + 2]. `memory`: own_floats for each member. */
+typedef struct {
+    const Rollout *g;
+    const float *x, *delta;
+    float *normed, *logits, *stats, *all_stats, *answer, *answers, *drawn, *memory;
+    int64_t columns, own_floats;
+    int round;
+} Token;
+
+static inline float *memory_of(const Token *t, Member member) { return t->memory + member.index * t->own_floats; }
+
+/* Fills in logits and stats. 0 if it went well. */
+int make_logits(const Call *call, Token *t);
+
 typedef struct {
     const Rollout *g;
     const float *logits;
@@ -38,14 +54,19 @@ static inline int decides_alone(const Rollout *g) {
     return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->tp_size == 1);
 }
 
+static inline int64_t num_columns(const Rollout *g) {
+    return FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
+}
+
 /* Of min-p alone; minus infinity where it is off. */
 static inline float min_p_threshold(const Rollout *g, float top) {
     return g->min_p > 0.0 ? top + logf(g->min_p) : -INFINITY;
 }
 
-static inline Row row_of(const Rollout *g, int64_t number, const float *logits, int64_t width) {
+static inline Row row_of(const Token *t, int64_t number) {
+    const Rollout *g = t->g;
     int64_t at = g->row_own[number] - g->first_drawn[g->row_sample[number]];
-    Row row = {.g = g, .number = number, .logits = logits + number * width, .at = at};
+    Row row = {.g = g, .number = number, .logits = t->logits + number * g->vocab_rows, .at = at};
     row.seen = g->penalty == 1.0 ? NULL : g->seen + g->row_slot[number] * g->vocab;
     row.is_banned = row.at < g->min_tokens;
     row.key = position_key(g->keys[g->row_sample[number]], row.at);

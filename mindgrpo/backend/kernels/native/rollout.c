@@ -7,11 +7,14 @@ enum { MAX_ROLLOUTS = 1024 };
 
 static Rollout *rollouts[MAX_ROLLOUTS];
 
-/* Of the layers' kernels, which need the most: normed rows, their projection, and what attention mixes. */
+/* x and what is added to it, normed rows, and then either what attention and MLP need or the rows' logits. */
 static int64_t scratch_floats(const Rollout *g) {
-    int64_t rows = g->num_rows > g->prompt_rows ? g->num_rows : g->prompt_rows, mixed = g->queries * g->dim;
+    int64_t prompt_rows = g->prompt_rows + g->prompt_starts, rows = g->slots > prompt_rows ? g->slots : prompt_rows;
+    int64_t mixed = g->queries * g->dim, inner = 2 * g->inner;
     int64_t attention = mixed + 2 * g->kv * g->dim + (mixed > g->hidden ? mixed : g->hidden);
-    return rows * (g->hidden + (attention > 2 * g->inner ? attention : 2 * g->inner));
+    int64_t layers = rows * (3 * g->hidden + (attention > inner ? attention : inner));
+    int64_t head = g->slots * (3 * g->hidden + g->vocab_rows);
+    return layers > head ? layers : head;
 }
 
 /* What Python needs to fill the table by name, in order and up to one without a name. */
@@ -37,8 +40,8 @@ int32_t rollout_register(Rollout *g) {
 void rollout_forget(int32_t number) { rollouts[number] = NULL; }
 
 static int check_table(const Call *call, const Rollout *g) {
-    if (g->cache_itemsize != 2 && g->cache_itemsize != 4)
-        return refuse(call, "a cache of elements of %ld bytes", g->cache_itemsize);
+    if (g->itemsize != 2 && g->itemsize != 4)
+        return refuse(call, "elements of %ld bytes", g->itemsize);
 #define NO_CHECK(TYPE, NAME)
 #define CHECK_ARRAY(TYPE, NAME, LEAST) \
     if (g->NAME##_count < (LEAST))     \
@@ -55,6 +58,7 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
     const int64_t dims[][2] = {{'H', g->hidden},
                                {'I', g->inner},
                                {'D', g->dim},
+                               {'V', g->vocab_rows},
                                {'W', (g->queries + 2 * g->kv) * g->dim},
                                {'M', g->queries * g->dim}};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
@@ -64,8 +68,9 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
         return NULL;
     }
     for (int i = 0; i < call->num_params; i++)
-        if (is_bf16(call, i) && g->parts != 1) {
-            refuse(call, "tensor %d is bfloat16, for products of %ld parts", i, g->parts);
+        if (is_bf16(call, i) && (g->parts != 1 || g->itemsize != 2)) {
+            refuse(call, "tensor %d is bfloat16, for products of %ld parts and elements of %ld bytes", i, g->parts,
+                   g->itemsize);
             return NULL;
         }
     return g;
@@ -77,7 +82,10 @@ int run_products(const Call *call, void (*work)(void *task, Member member), void
     return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
 }
 
-int check_rows(const Call *call, int64_t rows) {
-    if (rows >= 0 && rows <= dim(call, 'B')) return 0;
-    return refuse(call, "there are %ld rows, but tensors for %ld", rows, dim(call, 'B'));
+int check_ready(const Call *call, const Rollout *g) {
+    int is_complete = token_weights(g)->norm != NULL;
+    for (int64_t i = 0; i < g->layers; i++) is_complete &= layer_weights(g, i)->norm != NULL;
+    if (!is_complete) return refuse(call, "the generator was not given all its weights");
+    if (g->tp_size > 1 && g->group < 0) return refuse(call, "ranks share the model, but it knows no group of theirs");
+    return 0;
 }

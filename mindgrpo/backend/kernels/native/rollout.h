@@ -1,14 +1,9 @@
 /* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
- * A graph carries the table's number, never an address. A slot holds the keys and values that one sample has made; an
- * prefix those of a prompt, which all samples of the prompt read. Rows are what a kernel works on: the slots in use, in
- * order, or the tokens of prompts.
- *
- * These kernels change the table and what it points to, but the graph compiler takes every operation for a pure
- * function: it merges two calls with the same inputs, drops a call whose outputs nobody reads, and runs calls that do
- * not need each other's outputs in any order. So every such call takes an output of the call before it, and its own
- * output goes into the next, up to what the graph returns: begin -> layers -> head -> draw -> commit -> layers and so
- * on. Whoever adds an operation on the table puts it into this chain (tests/test_kernels_in_graphs.py).
+ * A slot holds the keys and values that one sample has made; a prefix those of a prompt, which all samples of the prompt
+ * read. Rows are what is computed: the slots in use, in order, or the tokens of prompts. Python calls the kernels of
+ * generate.c, a few tokens of every slot at a time: MindSpore takes longer to start a kernel of a graph than a small layer
+ * takes, and longer to compile the graph than a short run does.
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
@@ -25,9 +20,12 @@
     /* this rank's share of the model */                                                                         \
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
     NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) ARRAY(float, rotary, 2 * g->dim)                \
-    NUMBER(int64_t, vocab) NUMBER(int64_t, first_token) NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)             \
+    NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
+    NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
     /* the ranks that share it, by their number in collective.h; -1 for none */                                      \
     NUMBER(int64_t, group)                                                                                           \
+    /* where its weights lie (LayerWeights for each layer, then TokenWeights), of `itemsize` bytes an element */        \
+    NUMBER(int64_t, itemsize) ARRAY(int64_t, weights, WEIGHTS * g->layers + TOKEN_WEIGHTS)                             \
     /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
     NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
@@ -38,9 +36,9 @@
     ARRAY(int64_t, packed_at, g->parts ? MATRICES * g->layers + 1 : 0)                                           \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size)                                \
-    NUMBER(int64_t, layer_elements) NUMBER(int64_t, cache_itemsize)                                              \
-    ARRAY(uint8_t, cache, g->layers * g->layer_elements * g->cache_itemsize)                                     \
-    ARRAY(float, scratch, scratch_floats(g))                                                                     \
+    NUMBER(int64_t, layer_elements)                                                                              \
+    ARRAY(uint8_t, cache, g->layers * g->layer_elements * g->itemsize)                                           \
+    ARRAY(float, scratch, scratch_floats(g)) ARRAY(float, stats, stats_floats(g))                                \
     /* the job, by sample: `longest` columns in each of its [samples, longest] arrays */                         \
     NUMBER(int64_t, longest) ARRAY(int32_t, limit, 0) ARRAY(int32_t, prompt_tokens, 0)                           \
     ARRAY(int64_t, prompt_at, g->limit_count) ARRAY(int32_t, prompt_length, g->limit_count)                      \
@@ -65,7 +63,7 @@
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
     ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
 
-/* Of a layer; after all layers' comes the head's. */
+/* Matrices of a layer; after all layers' comes the head's. */
 enum { QKV, OUT, GATE_UP, DOWN, MATRICES };
 
 #define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
@@ -76,10 +74,64 @@ typedef struct {
     ROLLOUT_FIELDS(DECLARE_NUMBER, DECLARE_ARRAY)
 } Rollout;
 
+typedef struct {
+    const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down;
+} LayerWeights;
+
+typedef struct {
+    const float *norm, *head;
+    const void *table;
+} TokenWeights;
+
+enum { WEIGHTS = sizeof(LayerWeights) / sizeof(int64_t), TOKEN_WEIGHTS = sizeof(TokenWeights) / sizeof(int64_t) };
+
+static inline LayerWeights *layer_weights(const Rollout *g, int64_t layer) {
+    return (LayerWeights *)(g->weights + WEIGHTS * layer);
+}
+
+static inline TokenWeights *token_weights(const Rollout *g) {
+    return (TokenWeights *)(g->weights + WEIGHTS * g->layers);
+}
+
 /* The table whose number `meta` begins with. NULL, and a sentence kept, where there is none, where it does not hold
- * what its numbers say, or where the call's letters are not the table's: H hidden, I inner, D head dim, W and M the
- * widths of the projection and of what attention mixes. */
+ * what its numbers say, or where the call's letters are not the table's: H hidden, I inner, D head dim, V rows of the
+ * vocabulary, W and M the widths of the projection and of what attention mixes. */
 Rollout *rollout_of(const Call *call, const int32_t *meta);
+
+/* 0 if the table has all weights, and a group where ranks share the model. */
+int check_ready(const Call *call, const Rollout *g);
+
+/* -- the parts of a token, in their order; each returns 0 if it went well -------------------------------------------- */
+
+/* x [rows, hidden] += `delta`, if `adds`, and what attention adds; `delta`: what the MLP adds. With `keeps_only`, for the last
+ * layer of prompts, keys and values are kept and x and `delta` mean nothing after. */
+int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, int keeps_only, float *x, float *delta,
+              int adds);
+
+/* `drawn` [rows, hidden + 2], the same on all ranks: embedding, token and log-prob of the next token of every row. Takes the
+ * scratch from `delta` on. */
+int draw_tokens(const Call *call, const Rollout *g, const float *x, const float *delta, float **drawn);
+
+/* Elements of `stats` that draw_tokens needs. */
+int64_t stats_floats(const Rollout *g);
+
+/* Rows for as many samples of the queue as there are free slots. */
+void admit(Rollout *g);
+
+/* What was drawn becomes the rows' tokens and next inputs; whose sample has ended makes room for the next. */
+void commit(Rollout *g, const float *drawn);
+
+/* The row of the embeddings; zero for a token that is not this rank's. */
+static inline void embed_token(const Rollout *g, int64_t token, float *row) {
+    int64_t at = token - g->first_token, size = g->hidden;
+    const TokenWeights *w = token_weights(g);
+    if (at < 0 || at >= g->vocab)
+        memset(row, 0, size * sizeof(float));
+    else if (g->itemsize == sizeof(float))
+        memcpy(row, (const float *)w->table + at * size, size * sizeof(float));
+    else
+        widen((const uint16_t *)w->table + at * size, size, row);
+}
 
 /* The member's share of y [m, n] = x [m, k] w: w [k, n], or [n, k] where `turned`, is matrix number `matrix`. */
 static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t m, int64_t n, int64_t k,
@@ -93,9 +145,6 @@ static inline void multiply(const Rollout *g, Member member, int64_t matrix, int
 /* Runs `work` in all members. 0 if all its products went well. */
 int run_products(const Call *call, void (*work)(void *task, Member member), void *task);
 
-/* 0 if the call's tensors have so many of their B rows. */
-int check_rows(const Call *call, int64_t rows);
-
 /* Head by head: keys [dim, room], so that scores are sums of rows, and values [room, dim]; float, or bfloat16 where an
  * element of the cache has two bytes. */
 typedef struct {
@@ -104,8 +153,8 @@ typedef struct {
 } Region;
 
 static inline Region region_at(const Rollout *g, int64_t layer, int64_t position, int64_t room) {
-    uint8_t *base = g->cache + (layer * g->layer_elements + position * g->kv * g->dim) * g->cache_itemsize;
-    return (Region){base, base + g->layer_elements / 2 * g->cache_itemsize, room};
+    uint8_t *base = g->cache + (layer * g->layer_elements + position * g->kv * g->dim) * g->itemsize;
+    return (Region){base, base + g->layer_elements / 2 * g->itemsize, room};
 }
 
 static inline Region slot_region(const Rollout *g, int64_t layer, int64_t slot) {
@@ -118,7 +167,7 @@ static inline Region prefix_region(const Rollout *g, int64_t layer, int64_t pref
 
 /* Element `at` of keys or values becomes `x`. */
 static inline void keep(const Rollout *g, void *cached, int64_t at, float x) {
-    if (g->cache_itemsize == sizeof(float))
+    if (g->itemsize == sizeof(float))
         ((float *)cached)[at] = x;
     else
         ((uint16_t *)cached)[at] = to_bf16(x);
@@ -128,7 +177,7 @@ static inline void keep(const Rollout *g, void *cached, int64_t at, float x) {
  * in `room`, and then `ld` is `columns`. */
 static inline const float *cached_floats(const Rollout *g, const void *cached, int64_t at, int64_t rows,
                                          int64_t columns, int64_t *ld, float *room) {
-    if (g->cache_itemsize == sizeof(float)) return (const float *)cached + at;
+    if (g->itemsize == sizeof(float)) return (const float *)cached + at;
     for (int64_t i = 0; i < rows; i++)
         widen((const uint16_t *)cached + at + i * *ld, columns, room + i * columns);
     *ld = columns;

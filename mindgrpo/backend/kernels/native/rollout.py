@@ -1,80 +1,33 @@
-"""The generator's slots in C (native/rollout.h): the table that all its kernels read, and the kernels as cells."""
+"""The generator's slots in C (native/rollout.h): the table that all its kernels read, and their calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.native.library import call_kernel, operation
+from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KeptRow,
     KVCacheLayout,
+    LayerWeights,
     LocalModelShape,
     Memory,
     Slots,
+    TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.matmul_precision import packed_bytes
 
-# native/logits.h: numbers before the candidates of a row, ranges of logits in a histogram, and rounds of them.
-FIRST, BINS, ROUNDS = 6, 256, 4
+# native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
+FIRST, BINS = 6, 256
+# native/rollout.h: addresses of weights, for each layer and beside the layers.
+LAYER_WEIGHTS, TOKEN_WEIGHTS = 10, 3
+NOTHING = np.zeros(1, np.float32)
 # What the kernels fill in of each sample.
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What of a graph depends on how tokens are drawn."""
-
-    columns: int
-    has_nucleus: bool
-    needs_scores: bool
-
-    def serves(self, other: _Form, tp_size: int) -> bool:
-        enough = self.columns >= other.columns
-        if tp_size == 1:
-            return enough
-        nucleus = self.has_nucleus or not other.has_nucleus
-        return enough and nucleus and (self.needs_scores or not other.needs_scores)
-
-
-class _Kernel(nn.Cell):
-    """One operation; its last input is `meta`, which begins with the entry's number."""
-
-    def __init__(self, symbol: str, out_shape: Any, out_dtype: Any, meta: list[int]) -> None:
-        super().__init__()
-        self.run = operation(symbol, out_shape, out_dtype)
-        self.meta = Tensor(meta, ms.int32)
-
-    def construct(self, *inputs: Any) -> Any:
-        return self.run(*inputs, self.meta)
-
-
-def _float(*types: Any) -> Any:
-    return ms.float32
-
-
-def _two_floats(*types: Any) -> Any:
-    return ms.float32, ms.float32
-
-
-def _float_and_int(*types: Any) -> Any:
-    return ms.float32, ms.int32
-
-
-def _pair(x: Any, *others: Any) -> Any:
-    return x, x
-
-
-def _no_pair(*shapes: Any) -> Any:
-    return [1], [1]
 
 
 class NativeSlots(Slots):
@@ -90,10 +43,12 @@ class NativeSlots(Slots):
     ) -> None:
         """`num_parts`: see NativeKernels."""
         self._num_parts = num_parts or 0
-        self._model_shape, self._sampling, self._capacity = model_shape, sampling, slots
+        self._model_shape, self._capacity = model_shape, slots
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
-        self._number = self._table.number
+        self._number = np.array([self._table.number], np.int32)
+        # Whose addresses the table has.
+        self._weights: list[np.ndarray] = []
         self.use(sampling)
         arrays = {
             "cache": memory.cache.view(np.uint8),
@@ -103,6 +58,7 @@ class NativeSlots(Slots):
             "seen": memory.seen.view(np.uint8),
             "parked": np.zeros(0, np.float32) if memory.parked is None else memory.parked,
             "rotary": rotary,
+            "weights": np.zeros(LAYER_WEIGHTS * model_shape.layers + TOKEN_WEIGHTS, np.int64),
             "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
@@ -119,24 +75,32 @@ class NativeSlots(Slots):
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
         self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
         self._table["parts"] = self._num_parts
-        self._table["cache_itemsize"] = memory.cache.itemsize
+        self._table["itemsize"] = memory.cache.itemsize
         for name, array in arrays.items():
             self._table[name] = array
         self.users = arrays["users"]
 
-    def take_weights(self, matrices: Sequence[np.ndarray]) -> None:
+    def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
+        self._weights = []
+        for index, weights in enumerate(layers):
+            tensors = [NOTHING if array is None else array for array in weights]
+            meta = np.array([*self._number, index], np.int32)
+            call_kernel("rollout_layer_weights", *tensors, meta)
+            self._weights += tensors
+        call_kernel("rollout_token_weights", *token, self._number)
+        self._weights += token
         if not self._num_parts:
             return
-        *layers, head = zip(matrices, self._packed, strict=True)
+        *packed_layers, packed_head = self._packed
+        matrices = [matrix for weights in layers for matrix in weights.matrices]
         num_parts = np.array([self._num_parts], np.int32)
-        for matrix, packed in layers:
+        for matrix, packed in zip(matrices, packed_layers, strict=True):
             call_kernel("bf16_pack", matrix, num_parts, packed)
-        call_kernel("bf16_pack_turned", head[0], num_parts, head[1])
+        call_kernel("bf16_pack_turned", token.head, num_parts, packed_head)
 
     def use(self, sampling: SamplingParams) -> None:
         if sampling.repetition_penalty != 1.0 and not self._has_seen:
             raise ValueError("these slots have no room for the tokens that a penalty has to know")
-        self._sampling = sampling
         self._table["stops"] = np.array(sampling.stop_ids, np.int32)
         model_shape = self._model_shape
         vocab = model_shape.vocabulary
@@ -148,6 +112,7 @@ class NativeSlots(Slots):
             "kv": model_shape.heads.kv,
             "dim": model_shape.heads.dim,
             "vocab": vocab.real,
+            "vocab_rows": vocab.width,
             "first_token": vocab.first,
             "tp_size": model_shape.tp_size,
             "tp_rank": model_shape.tp_rank,
@@ -164,6 +129,9 @@ class NativeSlots(Slots):
         }
         for name, value in numbers.items():
             self._table[name] = value
+        columns = FIRST + max(2 * self._candidates_of(sampling), BINS)
+        a_slot = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
+        self._table["stats"] = np.empty(self._capacity * a_slot, np.float32)
 
     def _top_k_of(self, sampling: SamplingParams) -> int:
         vocab = self._model_shape.vocabulary.width * self._model_shape.tp_size
@@ -172,16 +140,6 @@ class NativeSlots(Slots):
     def _candidates_of(self, sampling: SamplingParams) -> int:
         """Any of the k largest of all is among the k largest of its own rank."""
         return min(self._top_k_of(sampling), self._model_shape.vocabulary.width)
-
-    def _form_of(self, sampling: SamplingParams) -> _Form:
-        free = not sampling.greedy and not self._top_k_of(sampling)
-        nucleus = free and sampling.top_p < 1.0
-        columns = FIRST + (2 * self._candidates_of(sampling) or (BINS if nucleus else 0))
-        return _Form(columns, nucleus, nucleus or (free and sampling.min_p > 0.0))
-
-    def serves(self, made_with: SamplingParams) -> bool:
-        made, wanted = self._form_of(made_with), self._form_of(self._sampling)
-        return made.serves(wanted, self._model_shape.tp_size)
 
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None:
         table, heads = self._table, self._model_shape.heads
@@ -265,16 +223,24 @@ class NativeSlots(Slots):
         self.users[prefix] += 1
         tail[0] += 1
 
-    def set_prompt_rows(
-        self, prefix_blocks: np.ndarray, seen: np.ndarray, start_prefixes: np.ndarray
+    def fill(
+        self,
+        tokens: np.ndarray,
+        prefix_blocks: np.ndarray,
+        seen: np.ndarray,
+        start_prefixes: np.ndarray,
     ) -> None:
-        self._table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
-        self._table["prompt_row_seen"][: len(prefix_blocks)] = seen
-        self._table["start_prefix"][: len(start_prefixes)] = start_prefixes
-        self._table["prompt_rows"], self._table["prompt_starts"] = (
-            len(prefix_blocks),
-            len(start_prefixes),
-        )
+        table = self._table
+        table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
+        table["prompt_row_seen"][: len(prefix_blocks)] = seen
+        table["start_prefix"][: len(start_prefixes)] = start_prefixes
+        table["prompt_rows"], table["prompt_starts"] = len(prefix_blocks), len(start_prefixes)
+        call_kernel("rollout_prompts", tokens, self._number)
+
+    def decode(self, tokens: int) -> int:
+        left = np.zeros(1, np.int32)
+        call_kernel("rollout_decode", np.array([*self._number, tokens], np.int32), left)
+        return int(left[0])
 
     @property
     def waiting(self) -> int:
@@ -283,58 +249,3 @@ class NativeSlots(Slots):
     @property
     def steps(self) -> tuple[int, int]:
         return int(self._table["steps"][0]), int(self._table["row_steps"][0])
-
-    def begin(self) -> nn.Cell:
-        shape = [self._capacity, self._model_shape.hidden]
-
-        def inputs(*shapes: Any) -> Any:
-            return shape
-
-        return _Kernel("rollout_begin", inputs, _float, [self._number])
-
-    def layer(self, number: int, is_prompt: bool, keeps_only: bool) -> nn.Cell:
-        shapes = _no_pair if keeps_only else _pair
-        meta = [self._number, number, int(is_prompt)]
-        return _Kernel("rollout_layer", shapes, _two_floats, meta)
-
-    def head(self) -> nn.Cell:
-        columns = self._form_of(self._sampling).columns
-
-        def shapes(x: Any, added: Any, norm: Any, table: Any, meta: Any) -> Any:
-            return [x[0], table[0]], [x[0], columns]
-
-        return _Kernel("rollout_head", shapes, _two_floats, [self._number])
-
-    @property
-    def num_truncation_rounds(self) -> int:
-        if self._model_shape.tp_size == 1:
-            return 0
-        form = self._form_of(self._sampling)
-        return (ROUNDS - 1) * form.has_nucleus + form.needs_scores
-
-    def truncate(self, number: int) -> nn.Cell:
-        if self._form_of(self._sampling).needs_scores and number == self.num_truncation_rounds - 1:
-            return _Kernel("rollout_score", _two_a_row, _float, [self._number])
-        return _Kernel("rollout_top_p", _bins_a_row, _float, [self._number, number + 1])
-
-    def draw(self) -> nn.Cell:
-        width = self._model_shape.hidden + 2
-
-        def drawn(logits: Any, *others: Any) -> Any:
-            return [logits[0], width]
-
-        return _Kernel("rollout_draw", drawn, _float, [self._number])
-
-    def commit(self) -> nn.Cell:
-        def shapes(drawn: Any, meta: Any) -> Any:
-            return [drawn[0], drawn[1] - 2], [1]
-
-        return _Kernel("rollout_commit", shapes, _float_and_int, [self._number])
-
-
-def _two_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 2]
-
-
-def _bins_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], BINS]

@@ -1,6 +1,6 @@
 /* Which sample sits in which slot, from one token to the next. See rollout.h.
  *
- * A slot that becomes free takes the next sample of the queue at once, inside the graph; the queue holds samples whose
+ * A slot that becomes free takes the next sample of the queue at once; the queue holds samples whose
  * prompts are in their prefix blocks. Every rank of a group decides alike, as all have the same tokens.
  */
 #include "rollout.h"
@@ -10,8 +10,7 @@ static void mark_seen(const Rollout *g, int64_t slot, int32_t token) {
     if (at >= 0 && at < g->vocab) g->seen[slot * g->vocab + at] = 1;
 }
 
-/* Rows for as many samples of the queue as there are free slots; their first inputs go to `next`. */
-static void admit(Rollout *g) {
+void admit(Rollout *g) {
     while (g->num_free > 0 && g->queue_head < g->queue_tail) {
         int32_t sample = g->queue_sample[g->queue_head], prefix = g->queue_prefix[g->queue_head];
         int32_t slot = g->free_slots[--g->num_free];
@@ -32,21 +31,6 @@ static void admit(Rollout *g) {
     }
 }
 
-/* x of the rows in use; the others are zero, so that sums over ranks add numbers. */
-static void give_next(const Rollout *g, float *x, int64_t capacity) {
-    memcpy(x, g->next, g->num_rows * g->hidden * sizeof(float));
-    memset(x + g->num_rows * g->hidden, 0, (capacity - g->num_rows) * g->hidden * sizeof(float));
-}
-
-/* x: the inputs of the first step of a call */
-KERNEL(rollout_begin, "ticket i32[1], number i32[1] -> x f32[B, H]") {
-    Rollout *g = rollout_of(call, call->params[1]);
-    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
-    admit(g);
-    give_next(g, call->params[2], dim(call, 'B'));
-    return 0;
-}
-
 /* 1 where the row's sample has ended with this token. */
 static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     int32_t sample = g->row_sample[row];
@@ -61,14 +45,8 @@ static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     return g->stopped[sample] || at + 1 == g->limit[sample];
 }
 
-/* drawn: the token's embedding, the token, its log-prob. x: the inputs of the next step; left: rows and places in the
- * queue that are left. */
-KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[1]") {
-    Rollout *g = rollout_of(call, call->params[1]);
-    if (!g || check_rows(call, g->slots)) return KERNEL_REFUSED;
-    const float *drawn = call->params[0];
+void commit(Rollout *g, const float *drawn) {
     int64_t width = g->hidden + 2, left = 0;
-    if (dim(call, 'E') != width) return refuse(call, "E is %ld, but must be %ld", dim(call, 'E'), width);
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
     for (int64_t row = 0; row < g->num_rows; row++) {
@@ -87,7 +65,4 @@ KERNEL(rollout_commit, "drawn f32[B, E], number i32[1] -> x f32[B, H], left i32[
     }
     g->num_rows = left;
     admit(g);
-    give_next(g, call->params[2], dim(call, 'B'));
-    *(int32_t *)call->params[3] = g->num_rows + g->queue_tail - g->queue_head;
-    return 0;
 }

@@ -3,7 +3,7 @@
  * MindSpore runs a kernel in one of its own threads and offers it no pool. OpenMP's threads either turn for
  * milliseconds after each loop, which takes the cores from MindSpore's matrix products between our kernels, or sleep at
  * once, which is slower than most of our kernels. A helper here turns for some 50 us after its work, for the next
- * kernel of a decoding graph follows within that, and then sleeps. As many threads as OpenMP would take
+ * part of a token follows within that, and then sleeps. As many threads as OpenMP would take
  * (OMP_NUM_THREADS, else a core each); with one there is no waiting at all. One piece of work at a time.
  */
 #ifndef MINDGRPO_THREAD_POOL_H
