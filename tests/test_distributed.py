@@ -341,6 +341,21 @@ def test_a_gather_inside_a_graph_has_every_members_own_in_order(
 
 
 @several_ranks
+def test_ranks_that_share_cores_evenly_compute_on_one_each_and_leave_it(
+    launch: Launch, world: Which
+) -> None:
+    cores = [rank["cores"] for rank in launch(world)[1]]
+    everywhere = cores[0]["before"]
+    count, num_ranks = len(everywhere), len(cores)
+    assert all(rank["before"] == rank["after"] == everywhere for rank in cores)
+    is_shared = num_ranks > count and num_ranks % count == 0 and world[1] != "device"
+    owned = [[core] for core in everywhere] * (num_ranks // count)
+    expected = owned if is_shared else [everywhere] * num_ranks
+    for at in ("inner", "outer"):
+        assert [rank[at] for rank in cores] == expected
+
+
+@several_ranks
 def test_nothing_of_a_run_is_left_in_shared_memory(launch: Launch, world: Which) -> None:
     names = {rank["segments"] for rank in launch(world)[1]}
     assert len(names) == 1

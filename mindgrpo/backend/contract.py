@@ -220,9 +220,12 @@ class Backend(ABC):
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 
-    def check_ranks(self) -> None:
-        """Raises PeerLost if the end of another rank is why a kernel, called outside of graphs, has failed."""
-        return None
+    def computing(self) -> AbstractContextManager[None]:
+        """Surrounds a phase of work, or kernels that are called outside of graphs; may be nested.
+
+        Raises PeerLost in place of a RuntimeError where the end of a rank is why something failed.
+        """
+        return nullcontext()
 
     def device_profile(
         self, folder: Path, settings: ProfileSettings

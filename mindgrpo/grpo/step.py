@@ -220,9 +220,9 @@ class Stepper:
     ) -> Rollout:
         """`drawn` are digests of what has to be the same on every rank; `generate` gets the weights' version."""
         seed = self.settings.seed
-        with self._phase("reshard"):
+        with self._phase("reshard"), self.backend.computing():
             self.roles.refresh_engine()
-        with self._phase("rollout"):
+        with self._phase("rollout"), self.backend.computing():
             version = self.roles.enter_rollout()
             alike = {"rl_config.seed": digest(seed), "step": digest(step), **drawn}
             agree(self.backend, alike, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
@@ -235,7 +235,7 @@ class Stepper:
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
     ) -> Arrays:
-        with self._phase(phase):
+        with self._phase(phase), self.backend.computing():
             self.roles.enter(phase)
             return compute_log_probs(pipeline, weights.layout.grid, self.backend, packed)
 
@@ -275,7 +275,7 @@ class Stepper:
         skipped: list[SkippedUpdate] = []
         lr = 0.0
         shares = np.array_split(np.arange(len(batch)), settings.updates_per_rollout)
-        with self._phase("update"):
+        with self._phase("update"), self.backend.computing():
             self.roles.enter("update")
             for index, share in enumerate(shares * settings.num_iterations):
                 members = share.tolist()

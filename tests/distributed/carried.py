@@ -5,6 +5,7 @@ Judges nothing: tests/test_distributed.py does. Refuses to know a model.
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from typing import Any
@@ -63,6 +64,17 @@ def _through_link(backend: Backend) -> list[int]:
 def _marks(arrived: Any) -> list[int]:
     array = arrived.asnumpy()
     return [int(array[0, 0]) if (array == array[0, 0]).all() else -1]
+
+
+def cores_of(backend: Backend) -> dict[str, list[int]]:
+    """The cores that the rank may use before, inside of one `computing` and of another in it, and after."""
+    cores = {"before": os.sched_getaffinity(0)}
+    with backend.computing():
+        with backend.computing():
+            cores["inner"] = os.sched_getaffinity(0)
+        cores["outer"] = os.sched_getaffinity(0)
+    cores["after"] = os.sched_getaffinity(0)
+    return {name: sorted(each) for name, each in cores.items()}
 
 
 class Summed(nn.Cell):

@@ -21,7 +21,7 @@ from typing import Any
 
 import cases as c
 import numpy as np
-from carried import communication, sum_in_graph
+from carried import communication, cores_of, sum_in_graph
 from saving import saved_and_loaded
 from scripted_turns import scripted
 from task import Task, prompts
@@ -345,7 +345,7 @@ def run_all(folder: Path, backend: Backend) -> None:
                 np.savez(folder / f"{case.name}.npz", **parameters)
     parts: dict[str, Callable[[Backend], Any]] = {}
     if backend.world_size > 1:
-        parts |= {"communication": communication, "sum_in_graph": sum_in_graph}
+        parts |= {"communication": communication, "sum_in_graph": sum_in_graph, "cores": cores_of}
     if world in (c.MOVED_WORLD, c.DEVICE_MOVED_WORLD):
         filled = Mover(backend).filled.__getitem__
         saving = partial(saved_and_loaded, folder / "run", filled=filled)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -85,20 +86,24 @@ class CpuGroup(Group):
 
 
 class CpuGraph(Graph):
-    """Its kernels can only end with a number: raises what `check` knows (a rank is gone), or the kernel kept."""
+    """Its kernels can only end with a number: raises what they kept, where `computing` knows nothing better."""
 
     def __init__(
-        self, cell: Callable[..., Any], name: str, log: CompileLog, check: Callable[[], None]
+        self,
+        cell: Callable[..., Any],
+        name: str,
+        log: CompileLog,
+        computing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(cell, name, log)
-        self._check = check
+        self._computing = computing
 
     def __call__(self, *inputs: Any) -> Any:
-        try:
-            return super().__call__(*inputs)
-        except RuntimeError as error:
-            self._check()
-            raise native_library.kernel_error() or error from error
+        with self._computing():
+            try:
+                return super().__call__(*inputs)
+            except RuntimeError as error:
+                raise native_library.kernel_error() or error from error
 
 
 class CpuLink(Link):
@@ -141,6 +146,8 @@ class CpuBackend(Backend):
         if self.world_size > 1:
             self.rank = own_rank(environment, self.world_size)
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
+        self._cores = os.sched_getaffinity(0)
+        self._own_core = self._choose_core()
         self._share_cores()
         open_device("CPU")
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
@@ -150,6 +157,12 @@ class CpuBackend(Backend):
         self._host = self._make_host(environment)
         self._groups: dict[tuple[int, ...], CpuGroup] = {}
         self._num_links: Counter[int] = Counter()
+
+    def _choose_core(self) -> set[int]:
+        """Where several ranks share each core, and all as many: the one of this rank; otherwise none."""
+        cores = sorted(self._cores)
+        is_shared = self.world_size > len(cores) and self.world_size % len(cores) == 0
+        return {cores[self.rank % len(cores)]} if is_shared else set()
 
     def _share_cores(self) -> None:
         """MindSpore's own threads: one that runs the graph, and others for large operations, which spin in between.
@@ -210,10 +223,24 @@ class CpuBackend(Backend):
         return CpuLink(outgoing, incoming, shape)
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
-        return CpuGraph(cell, name, self.compile_log, self.check_ranks)
+        return CpuGraph(cell, name, self.compile_log, self.computing)
 
-    def check_ranks(self) -> None:
-        self._host.check_failure()
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """On the rank's own core, if it has one: ranks that wait for each other in every layer are slow where the
+        system has three of them on one core and one on the other. Outside, as the programs that it starts, on all.
+        """
+        moves = bool(self._own_core) and os.sched_getaffinity(0) != self._own_core
+        if moves:
+            os.sched_setaffinity(0, self._own_core)
+        try:
+            yield
+        except RuntimeError:
+            self._host.check_failure()
+            raise
+        finally:
+            if moves:
+                os.sched_setaffinity(0, self._cores)
 
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
         readable = shared and self.world_size > 1

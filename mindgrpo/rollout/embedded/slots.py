@@ -133,11 +133,8 @@ class SlotDecoder:
         return left
 
     def _call(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
-        try:
+        with self._backend.computing():
             return kernel(*arguments)
-        except RuntimeError:
-            self._backend.check_ranks()
-            raise
 
     def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:
         steps, rows = self._slots.steps
