@@ -233,9 +233,9 @@ def test_the_verb_finds_in_a_runs_model_what_the_run_found(a_run: Path, tmp_path
     assert len(rows) == 2 * 3 * 30
     assert [row for row in rows if row["step"] == 1] == read_lines(kept)
     assert rows[0]["prompt"].startswith("<|im_start|>user\nWhat is")
-    # The graphs of prompts and of decoding serve both ways of answering.
+    # Generation in C serves both ways of answering without a graph.
     if library_path() is not None:
-        assert found["compiles"] == 2
+        assert found["compiles"] == 0
 
 
 @pytest.fixture

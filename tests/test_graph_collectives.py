@@ -62,7 +62,7 @@ def _die_before_a_graphs_sum(host: Host, size: int) -> None:
     if host.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     graph = CpuGraph(
-        lambda: _fail_as_a_graph_does(group, x), "sum", CompileLog(), host.check_failure
+        lambda: _fail_as_a_graph_does(group, x), "sum", CompileLog(), host.naming_the_lost
     )
     graph()
 

@@ -293,6 +293,13 @@ def test_weights_of_another_width_than_the_tables_are_refused() -> None:
     assert_refused("rollout_token_weights", [*made.token, number], "H is")
 
 
+def test_embeddings_of_another_itemsize_than_the_tables_are_refused() -> None:
+    made = Rollout(default_rng(4))
+    made.table["itemsize"] = 2
+    number = np.array([made.table.number], np.int32)
+    assert_refused("rollout_token_weights", [*made.token, number], "2 bytes an element")
+
+
 def test_a_model_that_ranks_share_needs_their_group() -> None:
     made = Rollout(default_rng(7))
     made.fill()

@@ -6,6 +6,7 @@ Engine, roles and rewards are stand-ins. Does not prove that noise differs, nor 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,9 @@ class Alone:
     @property
     def world(self) -> Alone:
         return self
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Engine:

@@ -234,10 +234,8 @@ class CpuBackend(Backend):
         if moves:
             os.sched_setaffinity(0, self._own_core)
         try:
-            yield
-        except RuntimeError:
-            self._host.check_failure()
-            raise
+            with self._host.naming_the_lost():
+                yield
         finally:
             if moves:
                 os.sched_setaffinity(0, self._cores)

@@ -13,7 +13,8 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,15 @@ class Host:
         pid = 0 if self.library is None else self.library.group_lost_pid()
         if pid:
             raise self.lost(pid)
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Raises PeerLost in place of a RuntimeError if the end of a rank is why the C library failed inside."""
+        try:
+            yield
+        except RuntimeError:
+            self.check_failure()
+            raise
 
     def lost(self, pid: int) -> PeerLost:
         rank = next((rank for rank, known in self._pids.items() if known == pid), None)

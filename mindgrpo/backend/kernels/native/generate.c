@@ -22,6 +22,8 @@ KERNEL(rollout_token_weights,
     const Rollout *g = rollout_of(call, call->params[3]);
     if (!g) return KERNEL_REFUSED;
     if (g->vocab > g->vocab_rows) return refuse(call, "%ld tokens in %ld rows", g->vocab, g->vocab_rows);
+    if (is_bf16(call, 2) != (g->itemsize == 2))
+        return refuse(call, "embeddings are not of %ld bytes an element, as the table says", g->itemsize);
     *token_weights(g) = (TokenWeights){call->params[0], call->params[1], call->params[2]};
     return 0;
 }

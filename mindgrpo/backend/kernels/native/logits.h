@@ -22,8 +22,8 @@ enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
 enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
 
 /* The next token of every row: this rank's logits [rows, vocab_rows] and stats [rows, columns], the stats of all ranks
- * [tp_size, rows, columns]; in `answer` what a round of truncation gives, [rows, BINS] or [rows, 2], and in `answers` that of
- * all ranks; what is drawn [rows, hidden + 2]. `memory`: own_floats for each member. */
+ * [tp_size, rows, columns]; in `answer` what a round of truncation gives, [rows, BINS] or [rows, 2], and in `answers`
+ * that of all ranks; what is drawn [rows, hidden + 2]. `memory`: own_floats for each member. */
 typedef struct {
     const Rollout *g;
     const float *x, *delta;

@@ -1,9 +1,9 @@
 /* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
- * A slot holds the keys and values that one sample has made; a prefix those of a prompt, which all samples of the prompt
- * read. Rows are what is computed: the slots in use, in order, or the tokens of prompts. Python calls the kernels of
- * generate.c, a few tokens of every slot at a time: MindSpore takes longer to start a kernel of a graph than a small layer
- * takes, and longer to compile the graph than a short run does.
+ * A slot holds the keys and values that one sample has made; a prefix those of a prompt, which all samples of the
+ * prompt read. Rows are what is computed: the slots in use, in order, or the tokens of prompts. Python calls the kernels
+ * of generate.c, a few tokens of every slot at a time. They are no graph's: MindSpore takes longer to start a kernel than
+ * a small layer takes, and seconds to compile a graph of many.
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
@@ -101,15 +101,15 @@ Rollout *rollout_of(const Call *call, const int32_t *meta);
 /* 0 if the table has all weights, and a group where ranks share the model. */
 int check_ready(const Call *call, const Rollout *g);
 
-/* -- the parts of a token, in their order; each returns 0 if it went well -------------------------------------------- */
+/* -- the parts of a token, in their order; 0 is success ---------------------------------------------------------- */
 
-/* x [rows, hidden] += `delta`, if `adds`, and what attention adds; `delta`: what the MLP adds. With `keeps_only`, for the last
- * layer of prompts, keys and values are kept and x and `delta` mean nothing after. */
+/* x [rows, hidden] += `delta`, if `adds`, and what attention adds; `delta`: what the MLP adds. With `keeps_only`, for the
+ * last layer of prompts, keys and values are kept, and x and `delta` mean nothing after. */
 int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, int keeps_only, float *x, float *delta,
               int adds);
 
-/* `drawn` [rows, hidden + 2], the same on all ranks: embedding, token and log-prob of the next token of every row. Takes the
- * scratch from `delta` on. */
+/* `drawn` [rows, hidden + 2], the same on all ranks: embedding, token and log-prob of the next token of every row. Writes
+ * to the scratch behind x and `delta`, which is NULL where there are no layers. */
 int draw_tokens(const Call *call, const Rollout *g, const float *x, const float *delta, float **drawn);
 
 /* Elements of `stats` that draw_tokens needs. */
