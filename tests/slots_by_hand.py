@@ -14,7 +14,7 @@ from itertools import count
 
 import numpy as np
 
-from mindgrpo.backend.cpu.shared_group import _declare
+from mindgrpo.backend.cpu.shared_group import declare
 from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import library
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
@@ -38,7 +38,7 @@ class ThreadGroup:
     def __init__(self, size: int) -> None:
         native = library()
         assert native is not None
-        _declare(native)
+        declare(native)
         self.ids = [next(NUMBERS) for _ in range(size)]
         num_bytes = native.group_control_bytes(size) + 2 * size * SLOT_BYTES + 64
         self._memory = np.zeros(num_bytes, np.uint8)

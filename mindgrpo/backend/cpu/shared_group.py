@@ -62,7 +62,7 @@ class NativeGroup(SharedGroup):
         super().__init__(host, ranks)
         assert host.library is not None
         self._library = host.library
-        _declare(self._library)
+        declare(self._library)
         self.kernel_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
         size = len(self.ranks)
         slot_bytes = -(-buffer_bytes // 64) * 64
@@ -122,7 +122,7 @@ def _address(array: np.ndarray) -> int:
     return int(array.ctypes.data)
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def declare(library: ctypes.CDLL) -> None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     id_, small = ctypes.c_int32, ctypes.c_int32
     library.group_control_bytes.restype = number

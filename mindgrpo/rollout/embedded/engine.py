@@ -108,7 +108,8 @@ class EmbeddedEngine:
             self.stats = RolloutStats(0, 0, 0, 0)
             return []
         batch = self._batch(wanted, sampling, key)
-        self.stats = self._decoder.run(batch, sampling)
+        with self._backend.computing():
+            self.stats = self._decoder.run(batch, sampling)
         self._check_version(version)
         samples = [sample for request in wanted for sample in request.samples]
         return [

@@ -6,10 +6,9 @@ A prompt is computed once for all its samples; a slot that becomes free takes th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,7 @@ class SlotDecoder:
         self._slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )
-        self._shard, self._backend = shard, backend
+        self._shard = shard
         self._progress = partial(backend.health.progress, "samples")
         # By number, the samples that may go on from their keys, in slots of `_kept_slot_size`.
         self._kept: dict[int, KeptSample] = {}
@@ -128,13 +127,9 @@ class SlotDecoder:
 
     def _decode_some(self, batch: GenerationBatch, num_waiting: int) -> int:
         """Samples that are left, but for those that wait for their prompts."""
-        left = self._call(self._slots.decode, DECODE_STEPS)
+        left = self._slots.decode(DECODE_STEPS)
         self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
         return left
-
-    def _call(self, kernel: Callable[..., Any], *arguments: Any) -> Any:
-        with self._backend.computing():
-            return kernel(*arguments)
 
     def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:
         steps, rows = self._slots.steps
@@ -168,9 +163,7 @@ class SlotDecoder:
             end = min(begin + size, len(tokens))
             rows = slice(begin, min(end, keys))
             first_inputs = starts[max(0, begin - keys) : max(0, end - keys)]
-            self._call(
-                self._slots.fill, tokens[begin:end], prefix_blocks[rows], seen[rows], first_inputs
-            )
+            self._slots.fill(tokens[begin:end], prefix_blocks[rows], seen[rows], first_inputs)
 
 
 def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) -> LayerWeights:

@@ -2,7 +2,7 @@
 #include "collective.h"
 #include "rollout.h"
 
-/* meta: number, layer. The weights are read where they lie, until others are given. */
+/* The tensors are LayerWeights', in its order, and are read where they lie until others are given. meta: number, layer. */
 KERNEL(rollout_layer_weights,
        "norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, out f32|bf16[M, H], "
        "out_bias f32[H]?, norm_mlp f32[H], gate_up f32|bf16[H, 2I], down f32|bf16[I, H], meta i32[2]") {
@@ -13,7 +13,7 @@ KERNEL(rollout_layer_weights,
     const float *w[WEIGHTS];
     for (int i = 0; i < WEIGHTS; i++) w[i] = optional(call, i);
     if (!w[3] != !w[4]) return refuse(call, "one norm of queries and keys is missing");
-    *layer_weights(g, meta[1]) = (LayerWeights){w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9]};
+    memcpy(layer_weights(g, meta[1]), w, sizeof w);
     return 0;
 }
 

@@ -23,8 +23,6 @@ from mindgrpo.backend.matmul_precision import packed_bytes
 
 # native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
 FIRST, BINS = 6, 256
-# native/rollout.h: addresses of weights, for each layer and beside the layers.
-LAYER_WEIGHTS, TOKEN_WEIGHTS = 10, 3
 NOTHING = np.zeros(1, np.float32)
 # What the kernels fill in of each sample.
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
@@ -50,6 +48,7 @@ class NativeSlots(Slots):
         # Whose addresses the table has.
         self._weights: list[np.ndarray] = []
         self.use(sampling)
+        num_weights = model_shape.layers * len(LayerWeights._fields) + len(TokenWeights._fields)
         arrays = {
             "cache": memory.cache.view(np.uint8),
             "scratch": memory.scratch,
@@ -58,7 +57,7 @@ class NativeSlots(Slots):
             "seen": memory.seen.view(np.uint8),
             "parked": np.zeros(0, np.float32) if memory.parked is None else memory.parked,
             "rotary": rotary,
-            "weights": np.zeros(LAYER_WEIGHTS * model_shape.layers + TOKEN_WEIGHTS, np.int64),
+            "weights": np.zeros(num_weights, np.int64),
             "above": np.zeros(2 * slots),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
