@@ -105,6 +105,19 @@ def test_samples_of_a_group_share_one_prompt_in_a_row() -> None:
     assert [(placed.sample, placed.start) for placed in row] == [(1, 4), (0, 8), (2, 10)]
 
 
+def test_samples_share_a_prompt_in_a_row_where_its_ids_are_equal_and_only_there() -> None:
+    samples = samples_of([(4, 3)] * 4, groups=[0, 0, 1, 1])
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9])]
+    own = replace(samples, prompt_ids=prompts)
+    (row,) = rows_of(own, range(4))
+    starts = {placed.sample: placed.prompt_start for placed in row}
+    assert starts[0] == starts[2] and len(set(starts.values())) == 3
+    (batch,) = micro_batches(own, (row,), MicroShape(1, ROW), 1, 0)
+    for placed in row:
+        shared = slice(placed.prompt_start, placed.prompt_start + placed.prompt)
+        np.testing.assert_array_equal(batch.tokens[0, shared], prompts[placed.sample])
+
+
 def test_a_group_too_long_for_a_row_is_continued_with_its_prompt_again() -> None:
     samples = samples_of([(4, 9)] * 5, groups=[0] * 5)
     rows = rows_of(samples, range(5))

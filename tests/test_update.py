@@ -152,22 +152,14 @@ def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed:
         assert_same(one_update(policy_of(whole), batch()), packed)
 
 
-def grouped(shared: bool) -> TrainBatch:
-    """Three prompts for the eight samples; `shared` says whether the samples know that they share them."""
+def test_a_prompt_that_is_computed_once_a_row_learns_the_same(policy_of: PolicyOf) -> None:
     given = batch()
-    count, prompts = len(given), given.rollout.prompt_ids
-    rollout = replace(
-        given.rollout,
-        prompt_ids=[prompts[i // 3] for i in range(count)],
-        group_ids=[i // 3 for i in range(count)] if shared else range(count),
-    )
-    return replace(given, rollout=rollout)
-
-
-def test_a_prompt_that_is_computed_once_a_group_learns_the_same(policy_of: PolicyOf) -> None:
-    policy = policy_of(SETTINGS)
-    apart = one_update(policy, grouped(shared=False))
-    together = one_update(policy_of(SETTINGS), grouped(shared=True))
+    prompts = [given.rollout.prompt_ids[i // 3] for i in range(len(given))]
+    given = replace(given, rollout=replace(given.rollout, prompt_ids=prompts))
+    (first, *_) = pack(given.rollout, range(len(given)), SETTINGS.shape)
+    assert len({placed.prompt_start for placed in first}) < len(first)
+    together = one_update(policy_of(SETTINGS), given)
+    apart = one_update(policy_of(replace(SETTINGS, shape=MicroShape(2, 24, 1))), given)
     assert_same(together, apart)
 
 

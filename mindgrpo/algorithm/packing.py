@@ -1,7 +1,8 @@
 """Packs samples into fixed rows, rows into micro-batches, and puts per-token results back in order of samples. Pure.
 
-A row holds bundles: a prompt once, then what follows it of each sample of its group. A sample's last token predicts
-nothing and is left out. No sample is cut or dropped.
+A row holds bundles: a prompt once, then what follows it of each of its samples. Samples have one prompt where its token
+ids are equal, whatever their groups are. A sample's last token predicts nothing and is left out. No sample is cut or
+dropped.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class _Bundle:
 
 
 def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[Row, ...]:
-    """`members` into few rows: a row takes whole groups, the largest that fit, then a part of one that fills it."""
+    """`members` into few rows: a row takes the largest bundles that fit, then a part of one that fills it."""
     waiting = _bundles(rollout, members, shape.length)
     limit = shape.max_per_row or len(rollout)
     rows: list[Row] = []
@@ -102,7 +103,7 @@ def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[R
 
 def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[_Bundle]:
     lengths = rollout.completion_lengths
-    groups: dict[int, list[int]] = {}
+    by_prompt: dict[bytes, list[int]] = {}
     for i in members:
         total = len(rollout.prompt_ids[i]) + int(lengths[i])
         if total > row_length:
@@ -110,12 +111,12 @@ def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[
                 f"A sample of {total} tokens does not fit rl_config.seq_length {row_length}; raise seq_length or "
                 "lower generate_config.sampling_config.max_tokens."
             )
-        groups.setdefault(rollout.group_ids[i], []).append(i)
+        by_prompt.setdefault(rollout.prompt_ids[i].tobytes(), []).append(i)
     bundles = []
-    for group in groups.values():
-        group.sort(key=lambda i: (-int(lengths[i]), i))
-        samples = [(i, max(0, int(lengths[i]) - 1)) for i in group]
-        bundles.append(_Bundle(len(rollout.prompt_ids[group[0]]), samples))
+    for own in by_prompt.values():
+        own.sort(key=lambda i: (-int(lengths[i]), i))
+        samples = [(i, max(0, int(lengths[i]) - 1)) for i in own]
+        bundles.append(_Bundle(len(rollout.prompt_ids[own[0]]), samples))
     return bundles
 
 
