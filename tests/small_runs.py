@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+
+if TYPE_CHECKING:
+    from mindgrpo.trainer import GRPOTrainer
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -103,6 +106,11 @@ Reward = Callable[[Sequence[str], Sequence[str]], list[float]]
 
 def run(folder: Path, output: Path | None, *words: str, reward: Reward = spread) -> Path:
     """A run over the inputs below `folder`; its folder."""
+    return trainer(folder, output, *words, reward=reward).train()
+
+
+def trainer(folder: Path, output: Path | None, *words: str, reward: Reward = spread) -> GRPOTrainer:
+    """What `run` trains with."""
     from mindgrpo.trainer import GRPOTrainer
 
     paths = ["--actor_checkpoint_path", str(folder / "model")]
@@ -111,7 +119,7 @@ def run(folder: Path, output: Path | None, *words: str, reward: Reward = spread)
     if output is not None:
         paths += ["--output_dir", str(output)]
     loaded = load_config(folder / "small.yaml", [*paths, *words])
-    return GRPOTrainer(loaded, [reward], name="small").train()
+    return GRPOTrainer(loaded, [reward], name="small")
 
 
 def is_own(key: str) -> bool:

@@ -254,7 +254,7 @@ def test_lengths_and_the_gap_are_those_of_the_tokens_that_the_policy_wrote() -> 
     scores = Scores({"f": REWARDS}, REWARDS, REWARDS < 0)
     stats = RolloutStats(1, 1, 1, 1)
     outcome = StepOutcome(given, Scored(scores, []), [], 0.0, {}, stats, [])
-    row = step_metrics(outcome, 3, None, 0)
+    row = step_metrics(outcome, 3, prompts_used=0)
     counts = [turns.count("P") for turns in TURNS]
     assert row["completion_length/mean"] == pytest.approx(sum(counts) / len(counts))
     assert row["completion_length/max"] == max(counts)

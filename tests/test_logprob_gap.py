@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+from small_runs import make_inputs, trainer
 
 from mindgrpo.config import Config
 from mindgrpo.grpo.metrics import GapLimit, GapTooLarge, check_gap, gap_limit
@@ -61,3 +63,26 @@ def test_a_gap_beyond_the_limit_is_an_error_with_the_figure(
 def test_single_tokens_do_not_count_where_the_mean_is_limited() -> None:
     check_gap(0.03, 2.3, GapLimit(0.5, of_mean=True))
     check_gap(0.001, 0.01, GapLimit(0.01))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_gap_beyond_the_limit_ends_a_run_before_its_weights_change(
+    tmp_path: Path, updates: int
+) -> None:
+    make_inputs(tmp_path)
+    keys = {
+        "logprob_gap_limit": "1e-12",
+        "updates_per_rollout": str(updates),
+        "num_iterations": str(updates),
+        "eval_steps": "0",
+        "eval_on_start": "false",
+    }
+    words = [word for key, value in keys.items() for word in (f"--rl_config.{key}", value)]
+    made = trainer(tmp_path, tmp_path / "run", *words)
+    policy = made.roles.policy
+    before = {name: part.tobytes() for name, part in policy.weights.arrays.hf_views.items()}
+    with pytest.raises(GapTooLarge, match="differ by up to"):
+        made.train()
+    after = {name: part.tobytes() for name, part in policy.weights.arrays.hf_views.items()}
+    assert after == before and policy.version == policy.updates == 0
+    assert not any(part.any() for part in policy.gradients.arrays.flat_buffers)

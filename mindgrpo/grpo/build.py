@@ -15,6 +15,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.activation_plan import reference_shape, update_shape
 from mindgrpo.grpo.device_plan import phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
+from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas, Rows
@@ -171,7 +172,8 @@ def make_stepper(
     rows: Rows | None = None,
 ) -> Stepper:
     """`positions` are needed for partial rollouts, `rows` for environments."""
-    plan, rl, ref = roles.plan, roles.plan.config.rl_config, roles.plan.config.ref_config
+    plan, backend = roles.plan, roles.backend
+    rl, ref = plan.config.rl_config, plan.config.ref_config
     settings = StepSettings(
         num_generations=rl.num_generations,
         seed=rl.seed,
@@ -182,8 +184,9 @@ def make_stepper(
         old_logps=rl.enable_oldpolicy,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
+        gap_limit=gap_limit(plan.config, backend.matmul_precision, backend.compute_dtype),
     )
-    replicas = Replicas(roles.engine, plan.infer.grid, roles.backend, conversations)
+    replicas = Replicas(roles.engine, plan.infer.grid, backend, conversations)
     asked, partial = PartialSettings.of(plan.batch), None
     if asked is not None:
         if positions is None:

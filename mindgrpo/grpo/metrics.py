@@ -1,4 +1,4 @@
-"""Turns a step's outcome into the metrics of its row in metrics.jsonl, and checks the limit of the log-prob gap.
+"""Turns a step's outcome into the metrics of its row in metrics.jsonl, and has the limit of the log-prob gap.
 
 Metrics of updates are means over those that were made; where none was, they are None.
 """
@@ -44,11 +44,8 @@ class GapTooLarge(RuntimeError):
 
 
 def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
-    """A step's row, but for what a run adds to it; all ranks together. Raises GapTooLarge."""
-    config = roles.plan.config
-    num_generations = config.rl_config.num_generations
-    limit = gap_limit(config, roles.backend.matmul_precision, roles.backend.compute_dtype)
-    metrics = step_metrics(outcome, num_generations, limit, prompts_used)
+    """A step's row, but for what a run adds to it; all ranks together."""
+    metrics = step_metrics(outcome, roles.plan.config.rl_config.num_generations, prompts_used)
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
 
@@ -61,15 +58,13 @@ def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapL
     return next(limit for name, limit in GAP_LIMITS.items() if name in used or name == "float32")
 
 
-def step_metrics(
-    outcome: StepOutcome, num_generations: int, limit: GapLimit | None, prompts_used: int
-) -> dict[str, Any]:
-    """`prompts_used` over the whole run. Raises GapTooLarge."""
+def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) -> dict[str, Any]:
+    """`prompts_used` over the whole run."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
     lengths, totals = rollout.action_lengths, scores.total
     # Of tokens that older weights wrote the difference is what the policy has learnt since.
     version = None if outcome.partial is None else outcome.partial.version
-    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, limit, version)
+    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, version) or (None, None)
     return {
         "reward/mean": float(totals.mean()),
         "reward/std": float(totals.std()),
@@ -141,28 +136,22 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 
 
 def logprob_gap(
-    batch: TrainBatch,
-    reports: list[UpdateReport],
-    limit: GapLimit | None,
-    version: int | None = None,
-) -> tuple[float | None, float | None]:
+    batch: TrainBatch, reports: Sequence[UpdateReport], version: int | None = None
+) -> tuple[float, float] | None:
     """|generator - trainer| log-probs of the tokens that the policy wrote, before the first update: (mean, largest).
 
-    Of those only that weights of `version` wrote, unless it is None. None where no update was made. Raises GapTooLarge.
+    Of those only that weights of `version` wrote, unless it is None. None where no update was made.
     """
     trainer = trainer_logps(batch, reports)
     if trainer is None:
-        return None, None
+        return None
     generator, masks = batch.rollout.generator_logps, batch.rollout.action_mask
     if version is not None:
         versions = batch.rollout.weights_version
         masks = [m & (v == version) for m, v in zip(masks, versions, strict=True)]
     gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
     gap = np.concatenate([*gaps, np.zeros(0, np.float32)])
-    mean, largest = (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
-    if reports and limit is not None:
-        check_gap(mean, largest, limit)
-    return mean, largest
+    return (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
 
 
 def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToken | None:
@@ -178,8 +167,8 @@ def check_gap(mean: float, largest: float, limit: GapLimit) -> None:
         how = f"by {mean:.3g} in the mean" if limit.of_mean else f"by up to {largest:.3g}"
         raise GapTooLarge(
             f"the generator's and the trainer's log-probs of the same tokens differ {how} "
-            f"(rl_config.logprob_gap_limit is {limit.value}); the weights were resharded wrongly, are stale, or the "
-            "two compute another model"
+            f"(rl_config.logprob_gap_limit is {limit.value}), so no update is made; the weights were resharded "
+            "wrongly, are stale, or the two compute another model"
         )
 
 

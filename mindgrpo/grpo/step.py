@@ -23,6 +23,7 @@ from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.metrics import GapLimit, check_gap, logprob_gap
 from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
 from mindgrpo.grpo.partial import PartialRollouts
 from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
@@ -65,7 +66,7 @@ class StepSettings:
     """`old_logps`: the policy's log-probs before a step's first update are computed even if only later ones need them.
 
     `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
-    follows the policy every `reference_sync_steps` steps, never if None.
+    follows the policy every `reference_sync_steps` steps, never if None. `gap_limit` is of the log-prob gap; None: any.
     """
 
     num_generations: int
@@ -77,6 +78,7 @@ class StepSettings:
     old_logps: bool = True
     resampling_rounds: int = 0
     reference_sync_steps: int | None = None
+    gap_limit: GapLimit | None = None
 
     @property
     def updates_per_step(self) -> int:
@@ -114,7 +116,7 @@ class Stepper:
         return () if self.partial is None else self.partial.unfinished
 
     def run(self, step: int) -> StepOutcome:
-        """Step number `step`, from 0; all ranks together, the same outcome on each."""
+        """Step number `step`, from 0; all ranks together, the same outcome on each. Raises GapTooLarge."""
         self._seconds, self._stats = {}, []
         started = time.perf_counter()
         self.roles.weight_check.begin_step(step)
@@ -269,12 +271,16 @@ class Stepper:
     def _update(
         self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
-        """No update is made of a batch with something `bad`."""
+        """No update is made of a batch with something `bad`. Raises GapTooLarge before the weights have changed."""
         settings = self.settings
         reports: list[UpdateReport] = []
         skipped: list[SkippedUpdate] = []
         lr = 0.0
         shares = np.array_split(np.arange(len(batch)), settings.updates_per_rollout)
+
+        def check_first(report: UpdateReport) -> None:
+            self._check_gap(batch, report)
+
         with self._phase("update"), self.backend.computing():
             self.roles.enter("update")
             for index, share in enumerate(shares * settings.num_iterations):
@@ -283,11 +289,20 @@ class Stepper:
                 if bad is not None:
                     skipped.append(SkippedUpdate(index, members, lr, bad[1], bad[0]))
                     continue
+                check = None if reports else check_first
                 try:
-                    reports.append(update(self.roles.policy, batch, packed, members, lr))
+                    reports.append(update(self.roles.policy, batch, packed, members, lr, check))
                 except NonFiniteUpdate as error:
                     skipped.append(SkippedUpdate(index, members, lr, error.number, error.rank))
         return reports, skipped, lr
+
+    def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:
+        """`first` is the report of the step's first update, before the weights change. Raises GapTooLarge."""
+        figures = None if self.partial is None else self.partial.figures
+        # Of tokens that older weights wrote the difference is what the policy has learnt since.
+        gap = logprob_gap(batch, [first], None if figures is None else figures.version)
+        if gap is not None and self.settings.gap_limit is not None:
+            check_gap(*gap, self.settings.gap_limit)
 
     def _sync_reference(self, step: int) -> None:
         every = self.settings.reference_sync_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +43,19 @@ class UpdateReport:
 
 
 def update(
-    policy: Policy, batch: TrainBatch, packed: PackedRollout, members: Sequence[int], lr: float
+    policy: Policy,
+    batch: TrainBatch,
+    packed: PackedRollout,
+    members: Sequence[int],
+    lr: float,
+    check: Callable[[UpdateReport], None] | None = None,
 ) -> UpdateReport:
     """Updates the policy by samples `members` of `batch`, whose rollout is `packed`; all ranks together.
 
     The loss is normalised over `members`, whatever rank or row they are on. Samples without a gradient go forward only.
     Raises NonFiniteUpdate, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
-    gradient is not finite.
+    gradient is not finite; and, with these untouched too, what `check` raises of the report, which is the same on every
+    rank.
     """
     settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
@@ -61,6 +67,12 @@ def update(
     norm = policy.gradient_norm()
     report = _report(settings, batch, merged, weights, norm, padding)
     _refuse_non_finite(policy, report)
+    if check is not None:
+        try:
+            check(report)
+        except BaseException:
+            policy.clear_gradients()
+            raise
     policy.apply(norm, lr)
     return report
 
