@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from distributed.scripted_turns import scripted
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
 from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
+from mindgrpo.data.sampler import DataSampler
+from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
+from mindgrpo.grpo.prompt_source import PromptSource
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
@@ -84,6 +88,24 @@ def test_a_completion_has_at_most_its_tokens_over_all_chunks() -> None:
     assert [len(ids) for ids in rollout.completion_ids] == [6, 6]
     assert list(rollout.finish_reasons) == [LENGTH] * 2
     assert [request.max_tokens for request in engine.rounds[1]] == [(2,), (2,)]
+
+
+def test_no_prompt_is_drawn_twice_where_fewer_are_under_way_than_go_on() -> None:
+    """As after a resume with a smaller rl_config.over_sampling_batch_size."""
+    prompts: Any = [SimpleNamespace(ids=np.array([7, i], np.int32)) for i in range(40)]
+    source = PromptSource(DataSampler(prompts, seed=0), 3)
+    settings = PartialSettings(limits(3), under_way=5, num_generations=SIZE)
+    rollouts = PartialRollouts(settings, source, replicas=None)  # type: ignore[arg-type]
+    begun = list(source.take(8))
+    goes_on = [group(position, 9) for position in begun]
+    rollouts.unfinished = tuple(goes_on)
+    assert len(rollouts.begin_step(1)) == 8 * (1 + SIZE)
+    # Three of them are still there a step later, and two are drawn for the others.
+    rollouts.unfinished = tuple(goes_on[5:])
+    drawn = rollouts.begin_step(2)[3 * (1 + SIZE) :: 1 + SIZE]
+    expected = source.token_ids([8, 9])
+    assert [ids.tolist() for ids in drawn] == [ids.tolist() for ids in expected]
+    assert source.sampler.position == 10
 
 
 def test_samples_of_a_round_have_numbers_of_their_own_and_fresh_ones_share_their_prompt() -> None:

@@ -67,7 +67,8 @@ class PartialRollouts:
     def begin_step(self, step: int) -> list[np.ndarray]:
         """Token ids int32 [n] of what is under way in step number `step`: prompts, and what is there of samples."""
         settings = self._settings
-        fresh = self._positions.take(settings.under_way - len(self.unfinished))
+        # A run that was resumed with fewer prompts under way may have more than these.
+        fresh = self._positions.take(max(0, settings.under_way - len(self.unfinished)))
         prompts = self._positions.token_ids(fresh)
         begun = (
             PartialGroup.begun(position, prompt, step, settings.num_generations)
