@@ -167,6 +167,21 @@ def test_a_ratio_beyond_all_numbers_is_capped_and_empty_samples_are_passed(mode:
     assert correct_rollout([], [], [], mode, 2).mean == 1.0
 
 
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask", "token_truncate"])
+def test_figures_of_ratios_beyond_all_numbers_are_finite(mode: str) -> None:
+    """A long sample's product overflows, however small the difference of a token is."""
+    count = 1000
+    trainer, generator = [np.full(count, -1.0), np.log([0.5])], [np.full(count, -2.0), np.log([1])]
+    masks = [np.ones(count, bool), np.ones(1, bool)]
+    found = correct_rollout(trainer, generator, masks, mode, 2.0)
+    largest = math.exp(20) if mode.startswith("sequence") else math.e
+    assert found.largest == pytest.approx(largest)
+    assert found.mean == pytest.approx((count * largest + 0.5) / (count + 1))
+    assert found.capped == pytest.approx(count / (count + 1))
+    expected = 0.0 if mode == "sequence_mask" else 2.0
+    assert set(found.weights[0].tolist()) == {expected} and found.weights[1].tolist() == [0.5]
+
+
 _rng = np.random.default_rng(9)
 GENERATOR, OLD, REFERENCE = (
     [_rng.normal(-2, 0.5, n).astype(np.float32) for n in LENGTHS] for _ in range(3)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from mindgrpo.algorithm.types import Arrays
 
+# In metrics a ratio counts at most so much: the product over a long sample may be beyond every float.
+LARGEST_RATIO = math.exp(20.0)
+
 
 @dataclass(frozen=True)
 class RolloutCorrection:
     """`weights` float32 [completion length] a sample; the other figures are of the ratios before the cap.
 
-    `mean` and `largest` are over the tokens that the policy wrote, each with its sample's ratio at sequence level;
-    `capped` is the share of these whose ratio is above the cap.
+    `mean` and `largest` are over the tokens that the policy wrote, each with its sample's ratio at sequence level and
+    counted as LARGEST_RATIO at most; `capped` is the share of these whose ratio is above the cap.
     """
 
     weights: list[np.ndarray]
@@ -49,4 +53,7 @@ def correct_rollout(
     if not tokens.size:
         return RolloutCorrection(weights, 1.0, 1.0, 0.0)
     capped = float((tokens > cap).mean())
-    return RolloutCorrection(weights, float(tokens.mean()), float(tokens.max()), capped)
+    bounded_tokens = np.minimum(tokens, LARGEST_RATIO)
+    return RolloutCorrection(
+        weights, float(bounded_tokens.mean()), float(bounded_tokens.max()), capped
+    )
