@@ -88,6 +88,20 @@ def test_what_config_json_leaves_out_is_the_familys_default() -> None:
     assert read("gemma3_text", head_dim=None, rope_theta=None).head_dim == 256
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "olmo2", "gemma3_text"])
+def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(family, **SIZES)
+    rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta}
+    own = read(family)
+    assert own.max_position_embeddings == theirs.max_position_embeddings
+    assert own.rms_norm_eps == theirs.rms_norm_eps
+    assert own.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert own.tie_word_embeddings == theirs.tie_word_embeddings
+    heads = theirs.hidden_size // theirs.num_attention_heads
+    assert own.head_dim == getattr(theirs, "head_dim", heads)
+
+
 def test_local_layers_are_listed_or_all_but_every_nth() -> None:
     listed = ["sliding_attention", "full_attention"] * 3 + ["full_attention"]
     assert read("gemma3_text").local_layers == (True,) * 5 + (False, True)

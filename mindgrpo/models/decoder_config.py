@@ -1,7 +1,7 @@
 """A dense decoder's dimensions and options, read from a Hugging Face `config.json`.
 
-Raises UserError for architectures and options that the decoder does not compute exactly; a dimension that is missing
-is never guessed.
+Raises UserError for architectures and options that the decoder does not compute exactly. What the file leaves out is
+its family's default (families.py), which transformers takes too; a file that leaves out more is refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def read_config(directory: str | Path) -> DecoderConfig:
 def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     """The `fields` of config.json as a DecoderConfig; `where` is named in errors."""
     family = _family(fields, where)
-    # A null is as good as a key that is left out.
+    named = {**family.defaults, **fields}
+    # A null is as good as a key that is left out, but of how many positions the model knows.
     raw = {**family.defaults, **{key: value for key, value in fields.items() if value is not None}}
     for key, reason in NOT_COMPUTED.items():
         if raw.get(key):
@@ -92,7 +93,6 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     if any(local):
         local_theta, _ = _rope(raw, LOCAL, "rope_local_base_freq", where)
     bias = _switch(raw, family.bias_key, where) if family.bias_key else family.qkv_bias
-    positions = "max_position_embeddings"
     return DecoderConfig(
         model_type=raw["model_type"],
         family=family,
@@ -103,17 +103,15 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(raw, "rms_norm_eps", where, 1e-6),
+        rms_norm_eps=_number(raw, "rms_norm_eps", where),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=(
-            _positive(raw, positions, where, 1 << 40) if positions in {**fields, **raw} else 32768
-        ),
+        max_position_embeddings=_positive(named, "max_position_embeddings", where, 1 << 40),
         tie_word_embeddings=_switch(raw, "tie_word_embeddings", where),
         qkv_bias=bias,
         output_bias=bias and family.bias_key is not None,
         activation=_activation(raw, family.activation_key, where),
-        query_scale=(_number(raw, scalar, where, 1.0) if scalar else head_dim) ** -0.5,
+        query_scale=(_number(raw, scalar, where) if scalar else head_dim) ** -0.5,
         local_layers=local,
         local_rope_theta=local_theta,
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
@@ -183,8 +181,8 @@ def _positive(raw: Mapping[str, Any], key: str, where: str, most: int = MAX_SIZE
     return value
 
 
-def _number(raw: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    value = raw.get(key, default)
+def _number(raw: Mapping[str, Any], key: str, where: str) -> float:
+    value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"{where}: {key} is {value!r}, but must be a number above 0.")
     return float(value)
@@ -210,12 +208,12 @@ def _rope(
         rope = rope.get(layers, rope)
     if not isinstance(rope, Mapping):
         raise UserError(f"{where}: rope_parameters is {rope!r}, but must be an object.")
-    base = rope if "rope_theta" in rope else {"rope_theta": raw.get(key, 10000.0)}
+    base = rope if "rope_theta" in rope else {"rope_theta": raw.get(key)}
     scaling = rope or (raw.get("rope_scaling") if layers == FULL else None)
     scaling = _rope_scaling(scaling, where)
     if scaling is not None and layers == LOCAL:
         raise UserError(f"{where}: rope_parameters scales {LOCAL}, which is not computed here.")
-    return _number(base, "rope_theta", where, 10000.0), scaling
+    return _number(base, "rope_theta", where), scaling
 
 
 def _rope_scaling(scaling: Any, where: str) -> Mapping[str, Any] | None:
@@ -231,5 +229,5 @@ def _rope_scaling(scaling: Any, where: str) -> Mapping[str, Any] | None:
             f"{where}: rope_scaling type '{kind}' is not computed here; only 'llama3' and none are."
         )
     for factor in ROPE_FACTORS:
-        _number({factor: scaling.get(factor)}, factor, f"{where}: rope_scaling", 1.0)
+        _number({factor: scaling.get(factor)}, factor, f"{where}: rope_scaling")
     return dict(scaling)

@@ -26,6 +26,7 @@ class BlockNorms:
     mlp_out: str | None = None
 
 
+OF_MOST = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 PRE_NORMS = BlockNorms(attention_in="input_layernorm", mlp_in="post_attention_layernorm")
 
 
@@ -38,7 +39,7 @@ class Family:
     plus its weight. `activation_key` names the MLP's activation in config.json. `scaled_embeddings` are multiplied
     by sqrt(hidden_size). Scores are divided by the square root of `query_scalar_key` in config.json, of head_dim
     without one. `has_local_layers`: some layers see a sliding window only and have a rotary base of their own.
-    `defaults` is what config.json may leave out.
+    `defaults` is what config.json may leave out, and what transformers' configuration class of the family takes for it.
     """
 
     qkv_bias: bool = False
@@ -50,20 +51,24 @@ class Family:
     scaled_embeddings: bool = False
     query_scalar_key: str | None = None
     has_local_layers: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=lambda: {"hidden_act": "silu"})
+    defaults: Mapping[str, Any] = field(default_factory=lambda: OF_MOST)
 
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(qkv_bias=True, bias_key=None),
-    "llama": Family(),
-    "qwen3": Family(qk_norm="head"),
+    "qwen2": Family(
+        qkv_bias=True, bias_key=None, defaults=OF_MOST | {"max_position_embeddings": 32768}
+    ),
+    "llama": Family(defaults=OF_MOST | {"max_position_embeddings": 2048}),
+    "qwen3": Family(
+        qk_norm="head", defaults=OF_MOST | {"max_position_embeddings": 32768, "head_dim": 128}
+    ),
     # arXiv:2501.00656
     "olmo2": Family(
         qk_norm="projection",
         norms=BlockNorms(
             attention_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm"
         ),
-        defaults={"hidden_act": "silu", "rms_norm_eps": 1e-5},
+        defaults=OF_MOST | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     ),
     # arXiv:2503.19786
     "gemma3_text": Family(
@@ -81,6 +86,8 @@ FAMILIES: dict[str, Family] = {
         has_local_layers=True,
         defaults={
             "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
             "head_dim": 256,
             "query_pre_attn_scalar": 256,
             "rope_theta": 1e6,
