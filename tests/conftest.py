@@ -28,6 +28,7 @@ STARTS_RANKS = (
     "test_users_configuration",
     "test_launch_script",
     "test_launch_signals",
+    "test_fork_server",
     "test_wheel",
     "test_engine_process",
     "test_engine_ends",

@@ -67,10 +67,12 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
 BOTH_WAYS = pytest.mark.parametrize("fork", ["0", "1"])
 
 
-def launch(tmp_path: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    tmp_path: Path, *words: str, seconds: float = 200.0, **more: str
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "scripts" / "launch.sh"), *words]
     variables = environment(tmp_path, **more)
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=200)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=seconds)
 
 
 def program(tmp_path: Path, source: str) -> str:

@@ -1,8 +1,8 @@
 """Imports what ranks need and forks the ranks: fork_server.py NUM_RANKS [ARGUMENTS].
 
 Importing takes seconds of a core and is the same in every rank. Standard input is the socket on which workers ask for
-their ranks. Where ranks cannot be forked safely (another thread runs, a device's driver may be loaded) this process
-ends, and the workers run their ranks themselves.
+their ranks (see worker.ask_for_fork). Where ranks cannot be forked safely (another thread runs, a device's driver may
+be loaded) this process ends, and the workers run their ranks themselves.
 """
 
 from __future__ import annotations
@@ -72,16 +72,16 @@ def import_for_ranks(arguments: list[str]) -> bool:
 
 
 class Server:
-    """Forks `num_ranks` ranks, each for a worker that asks on `listener`, passes on signals to it and its status."""
+    """Forks `num_ranks` ranks, each for a worker that asks on `channel`, passes on signals to it and its status."""
 
-    def __init__(self, listener: socket.socket, num_ranks: int, launcher: int) -> None:
-        self._listener = listener
+    def __init__(self, channel: socket.socket, num_ranks: int, launcher: int) -> None:
+        self._channel = channel
         self._num_awaited = num_ranks
         self._launcher = launcher
         self._workers: dict[int, socket.socket] = {}  # by the rank's process id
         self._status: dict[int, tuple[Path, int]] = {}
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, self._fork)
+        self._selector.register(channel, selectors.EVENT_READ, self._fork)
         self._wake, wakes = socket.socketpair()
         wakes.setblocking(False)
         self._wakes = wakes
@@ -101,22 +101,29 @@ class Server:
                 return
 
     def _fork(self) -> None:
-        connection, _ = self._listener.accept()
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
-        with connection.makefile("rb") as lines:
-            request = json.loads(lines.readline())
-        self._num_awaited -= 1
+        _, descriptors, _, _ = socket.recv_fds(self._channel, 1, worker.NUM_DESCRIPTORS)
+        # None: every process that could ask has ended.
+        self._num_awaited = self._num_awaited - 1 if descriptors else 0
+        if not self._num_awaited:
+            self._selector.unregister(self._channel)
+            self._channel.close()
+        if not descriptors:
+            return
+        *standard, request_file, connections = descriptors
+        connection = socket.socket(fileno=connections)
+        with open(request_file) as file:
+            request = json.load(file)
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            sockets = (self._listener, self._wake, self._wakes, connection)
+            sockets = (self._channel, self._wake, self._wakes, connection)
             for mine in (*sockets, *self._workers.values()):
                 mine.close()
             self._selector.close()
             end_with_parent(server)
-            become_rank(request, descriptors)
-        for descriptor in descriptors:
+            become_rank(request, standard)
+        for descriptor in standard:
             os.close(descriptor)
         connection.sendall(b"\0")
         self._workers[pid] = connection
@@ -174,17 +181,15 @@ def become_rank(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
 def main() -> None:
     _, num_ranks, *arguments = sys.argv
     launcher = os.getppid()
-    listener = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    channel = worker.take_standard_input()
     start_building()
-    if not import_for_ranks(arguments):
+    if channel is None or not import_for_ranks(arguments):
         return
     # From here on it looks for itself: who is killed with the launcher cannot tidy up.
     set_parent_death_signal(0)
     gc.collect()
     gc.freeze()
-    Server(listener, int(num_ranks), launcher).serve()
+    Server(channel, int(num_ranks), launcher).serve()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from typing import IO
 
 from mindgrpo.health.heartbeat import heartbeat_path, read_heartbeat
 from mindgrpo.health.live_line import LiveLine
@@ -57,12 +59,12 @@ class Job:
         shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "messages")
         follower = LogFollower(shown, doing=self._doing)
         try:
-            self._start_fork_server()
-            self._check()
-            main = None
-            if not self._signals.received:
-                say(self._plan.headline)
-                main = start_process(self._plan.main)
+            with self._start_fork_server() as standard_input:
+                self._check()
+                main = None
+                if not self._signals.received:
+                    say(self._plan.headline)
+                    main = start_process(self._plan.main, standard_input)
             # After all processes: one that is forked beside a thread may inherit a lock that nobody opens.
             follower.start()
             code = self._wait(main) if main else None
@@ -92,14 +94,18 @@ class Job:
         )
         return self._live_line.text(heartbeat, time.monotonic()) if heartbeat else ""
 
-    def _start_fork_server(self) -> None:
-        """Listens in its place from the beginning: a worker that comes early then waits for it."""
+    def _start_fork_server(self) -> socket.socket | IO[str]:
+        """Returns what the main process gets as standard input, which all workers inherit from it.
+
+        It leads to the fork server. It has no name, so that only processes of the job can ask for a rank, which runs
+        any program.
+        """
         if self._plan.fork_server is None:
-            return
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"\0{self._plan.main.environment['MINDGRPO_FORK_SERVER']}")
-            listener.listen(self._options.num_local_ranks)
-            start_process(self._plan.fork_server, stdin=listener)
+            return open(os.devnull)
+        workers_end, servers_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with servers_end:
+            start_process(self._plan.fork_server, servers_end)
+        return workers_end
 
     def _check(self) -> None:
         """Beside the fork server, which imports meanwhile. Returns early for a signal."""

@@ -95,7 +95,6 @@ def make_plan(
     if environment.get("MINDGRPO_FORK") != "0":
         command = (host.python, str(FORK_SERVER), str(options.num_local_ranks), *arguments)
         fork_server = Process(command, ours, logs / "fork_server.log")
-        ours = ours | {"MINDGRPO_FORK_SERVER": f"mindgrpo-{name}"}
     main = Process(
         _main_command(options, host, logs, port),
         ours,

@@ -16,6 +16,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -32,6 +33,8 @@ from mindgrpo.launch.signals import STOPPING
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0
+# Of a request for a fork.
+NUM_DESCRIPTORS = 5
 
 
 def run(program: str, arguments: list[str]) -> None:
@@ -91,17 +94,30 @@ def status_of_rank(environment: Mapping[str, str]) -> tuple[Path, int]:
     return Path(environment["MINDGRPO_STATUS_DIR"]), int(environment.get("RANK_ID", "0"))
 
 
-def ask_for_fork(name: str, command: list[str]) -> socket.socket | None:
-    """A connection to the server that has forked the rank; None if there is no server of this user."""
-    connection = socket.socket(socket.AF_UNIX)
+def take_standard_input() -> socket.socket | None:
+    """The socket that the launcher gave this process as standard input, if it did; /dev/null takes its place."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        return None
+    taken = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return taken
+
+
+def ask_for_fork(channel: socket.socket, command: list[str]) -> socket.socket | None:
+    """A connection to the server that has forked the rank; None if the server has ended.
+
+    The request is one message, so that the server never waits for the rest of one: the rank's standard streams, a
+    file with what to run, and the server's end of the connection. Closes `channel`.
+    """
+    request = {"command": command, "environment": dict(os.environ), "folder": os.getcwd()}
+    connection, servers_end = socket.socketpair()
     try:
-        connection.connect(f"\0{name}")
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if int.from_bytes(peer[4:8], sys.byteorder) != os.getuid():
-            return None
-        request = {"command": command, "environment": dict(os.environ), "folder": os.getcwd()}
-        socket.send_fds(connection, [b"\0"], [0, 1, 2])
-        connection.sendall(json.dumps(request).encode() + b"\n")
+        with channel, servers_end, open(os.memfd_create("mindgrpo-request"), "w+") as file:
+            json.dump(request, file)
+            file.seek(0)
+            descriptors = [0, 1, 2, file.fileno(), servers_end.fileno()]
+            socket.send_fds(channel, [b"\0"], descriptors)
         return connection if connection.recv(1) else None
     except OSError:
         return None
@@ -142,6 +158,7 @@ def write_loss_of_server(folder: Path, rank: int) -> None:
 def main() -> None:
     _, program, *arguments = sys.argv
     parent = os.getppid()
+    channel = take_standard_input()
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         end_with_parent(parent)
         run(program, arguments)
@@ -151,8 +168,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)  # who started this was told to ignore them
     folder, rank = status_of_rank(os.environ)
     (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
-    server = os.environ.get("MINDGRPO_FORK_SERVER")
-    connection = ask_for_fork(server, [program, *arguments]) if server else None
+    connection = ask_for_fork(channel, [program, *arguments]) if channel else None
     if connection is not None:
         stand_in(connection, parent)
     end_with_parent(parent)
