@@ -1,4 +1,4 @@
-"""The process that forks ranks: who can reach it.
+"""The process that forks ranks: who can reach it, and signals that come while ranks end.
 
 Ranks are small programs under the stand-in for msrun of test_launch_script.py. Does not prove what a real run saves.
 """
@@ -10,15 +10,26 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from test_launch_script import STAND_IN, environment, launch, program
+from test_launch_signals import SAVES
 from test_restarts import SLEEPER, Started
 
+from mindgrpo.health.parent import is_alive
+
 NOBODY = 65534
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    until = time.monotonic() + 90.0
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -120,3 +131,109 @@ def test_a_forked_rank_reads_nothing_from_standard_input(tmp_path: Path) -> None
     for fork in ("0", "1"):
         ended = launch(tmp_path, "--ranks", "2", "--", source, MINDGRPO_FORK=fork)
         assert (ended.returncode, ended.stdout) == (0, " 0 /dev/null\n"), ended.stderr
+
+
+# -- signals while ranks end -----------------------------------------------------------------------------------------
+
+# Of Python in the process that forks: nothing is reported until the test has made `NUM_EVENTS` ready, and the end of a
+# child comes first among them, because it was registered before any worker.
+TOGETHER = """
+import os, selectors, sys, time
+class Together(selectors.PollSelector):
+    def select(self, timeout=None):
+        while os.path.exists({hold!r}) and len(super().select(0)) < {num_events}:
+            open({hold!r} + "ing", "w").close()
+            time.sleep(0.01)
+        return super().select(timeout)
+if any(word.endswith("fork_server.py") for word in sys.orig_argv):
+    selectors.DefaultSelector = Together
+"""
+
+
+class Held:
+    """Until `num_events` are ready the process that forks sees none, and then all in one `select`."""
+
+    def __init__(self, tmp_path: Path, num_events: int) -> None:
+        self._hold = tmp_path / "hold"
+        self.folder = tmp_path / "customized"
+        self.folder.mkdir()
+        source = TOGETHER.format(hold=str(self._hold), num_events=num_events)
+        (self.folder / "sitecustomize.py").write_text(source)
+
+    def hold(self) -> None:
+        self._hold.touch()
+        wait_until(Path(f"{self._hold}ing").exists)
+
+
+def child_called(name: str, pids: list[int]) -> int:
+    (pid,) = [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"]
+    return pid
+
+
+# Rank 1 ends well as soon as the test says so.
+ONE_ENDS = (
+    """
+if rank == "1":
+    print(os.getpid(), flush=True)
+    while not os.path.exists(__file__ + ".ends"):
+        time.sleep(0.01)
+    os._exit(0)
+"""
+    + SAVES
+)
+
+
+def assert_rank_0_saved(job: Started, tmp_path: Path) -> None:
+    shown, errors = job.launcher.communicate(timeout=90)
+    (log,) = (tmp_path / "logs").glob("*/fork_server.log")
+    assert shown == "saved by 0 after SIGTERM\n", log.read_text() + errors
+    assert job.launcher.returncode == 143 and job.mine() == []
+
+
+def test_a_rank_that_ends_just_as_a_signal_for_it_comes_keeps_no_other_from_saving(
+    tmp_path: Path,
+) -> None:
+    held = Held(tmp_path, num_events=3)  # the end of rank 1, and a signal for each of two ranks
+    with started(tmp_path, ONE_ENDS, PYTHONPATH=str(held.folder)) as job:
+        held.hold()
+        job.launcher.send_signal(signal.SIGTERM)
+        (tmp_path / "program.py.ends").touch()
+        assert_rank_0_saved(job, tmp_path)
+
+
+def test_a_rank_whose_worker_has_ended_before_it_keeps_no_other_from_saving(tmp_path: Path) -> None:
+    held = Held(
+        tmp_path, num_events=3
+    )  # the end of rank 1, that of its worker, a signal for rank 0
+    path = own_msrun(tmp_path, "worker.poll()]", "False]")  # the others go on
+    with started(tmp_path, SAVES, PYTHONPATH=str(held.folder), PATH=path) as job:
+        held.hold()
+        (status,) = (tmp_path / "logs").glob("*/status")
+        worker = int((status / "rank_1").read_text().split()[1])
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: not is_alive(worker))
+        job.launcher.send_signal(signal.SIGTERM)
+        os.kill(child_called("rank_1", job.mine()), signal.SIGKILL)
+        assert_rank_0_saved(job, tmp_path)
+
+
+def test_a_signal_that_reaches_a_worker_after_its_rank_has_ended_well_keeps_no_other_from_saving(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path, ONE_ENDS) as job:
+        (status,) = (tmp_path / "logs").glob("*/status")
+        worker = int((status / "rank_1").read_text().split()[1])
+        os.kill(worker, signal.SIGSTOP)
+        rank_1 = child_called("rank_1", job.mine())
+        (tmp_path / "program.py.ends").touch()
+        wait_until(lambda: not Path(f"/proc/{rank_1}").exists())  # its status was collected
+        job.launcher.send_signal(signal.SIGTERM)
+        wait_until(lambda: is_pending(worker, signal.SIGTERM))
+        os.kill(worker, signal.SIGCONT)
+        assert_rank_0_saved(job, tmp_path)
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = [int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")]
+    return bool(mask >> (number - 1) & 1)

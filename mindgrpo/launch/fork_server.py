@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,7 +73,10 @@ def import_for_ranks(arguments: list[str]) -> bool:
 
 
 class Server:
-    """Forks `num_ranks` ranks, each for a worker that asks on `channel`, passes on signals to it and its status."""
+    """Forks `num_ranks` ranks, each for a worker that asks on `channel`, passes on signals to it and its status.
+
+    Nothing here waits for one worker, and none that has ended ends the others' ranks, which end with this process.
+    """
 
     def __init__(self, channel: socket.socket, num_ranks: int, launcher: int) -> None:
         self._channel = channel
@@ -125,13 +129,18 @@ class Server:
             become_rank(request, standard)
         for descriptor in standard:
             os.close(descriptor)
-        connection.sendall(b"\0")
+        with suppress(OSError):  # here and below: the worker may have ended
+            connection.sendall(b"\0")
         self._workers[pid] = connection
         self._status[pid] = worker.status_of_rank(request["environment"])
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid))
 
     def _pass_on(self, pid: int) -> None:
-        received = self._workers[pid].recv(64)
+        if pid not in self._workers:
+            return  # collected since `select` returned
+        received = b""
+        with suppress(OSError):
+            received = self._workers[pid].recv(64)
         for number in received.split() or [b"%d" % signal.SIGKILL]:  # nothing: its worker has ended
             os.kill(pid, int(number))
         if not received:
@@ -155,8 +164,8 @@ class Server:
             write_failure(folder, rank, failure_of_code(folder, rank, code, time.time()))
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
+        with connection, suppress(OSError):
             connection.sendall(b"%d\n" % code)
-        connection.close()
 
 
 def become_rank(request: dict[str, Any], descriptors: list[int]) -> NoReturn:

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from mindgrpo.health.parent import end_with_parent
@@ -125,8 +126,13 @@ def ask_for_fork(channel: socket.socket, command: list[str]) -> socket.socket | 
 
 def stand_in(connection: socket.socket, parent: int) -> NoReturn:
     """Waits for the forked rank and ends as it did."""
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        with suppress(OSError):  # the rank has ended, and its status is still to be read
+            connection.sendall(b"%d\n" % number)
+
     for number in STOPPING:
-        signal.signal(number, lambda number, _: connection.sendall(b"%d\n" % number))
+        signal.signal(number, pass_on)
     while not select.select([connection], [], [], PARENT_CHECK_SECONDS)[0]:
         if os.getppid() != parent:
             os._exit(1)  # the server then kills the rank
