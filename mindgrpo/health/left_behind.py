@@ -27,4 +27,5 @@ def remove_left_behind(paths: Iterable[str]) -> None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # gone, or another user's
+                path.unlink()

@@ -113,4 +113,5 @@ def remove_shared_files(job: str) -> None:
     """What ranks that were killed while they met have left behind."""
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
         for path in folder.glob(f"mindgrpo-{job}-*"):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # gone, or another user's
+                path.unlink()

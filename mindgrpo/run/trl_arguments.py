@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.kernels.native.library import cache_directory
+from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
 from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.errors import UserError
 
@@ -69,7 +69,8 @@ def _written(name: str, rows: Rows) -> Path:
     if not path.exists():
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_cache_directory()
+            folder.mkdir(exist_ok=True)
             partial.write_bytes(content)
             partial.replace(path)
         except OSError as error:

@@ -65,7 +65,7 @@ CONTESTS = {
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = os.environ.get("MINDGRPO_PEERS", "/tmp/mindgrpo-peers")
+    default = os.environ.get("MINDGRPO_PEERS", Path.home() / ".cache" / "mindgrpo-peers")
     parser.add_argument("--peers", type=Path, default=Path(default))
     parser.add_argument("--work", type=Path, default=HERE / "work.json")
     parser.add_argument("--only", default=",".join(CONTESTS))

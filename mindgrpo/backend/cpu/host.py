@@ -12,6 +12,7 @@ import errno
 import hashlib
 import mmap
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -235,10 +236,10 @@ class Board(Joined):
         while True:
             for path in (folder / name for folder in BOARD_FOLDERS):
                 try:
-                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                 except OSError:
                     continue
-                if os.fstat(descriptor).st_size == total:
+                if _is_own(os.fstat(descriptor)) and os.fstat(descriptor).st_size == total:
                     return path, descriptor
                 os.close(descriptor)
             if time.monotonic() > self._deadline:
@@ -271,13 +272,20 @@ def _hash(name: str) -> int:
     )
 
 
+def _is_own(file: os.stat_result) -> bool:
+    """Whether only this user can have written it. Its folder is everybody's, and its name no secret."""
+    others = stat.S_IRWXG | stat.S_IRWXO
+    return stat.S_ISREG(file.st_mode) and file.st_uid == os.geteuid() and not file.st_mode & others
+
+
 def _create(name: str, total: int) -> tuple[Path, int]:
     reasons = []
     for path in (folder / name for folder in BOARD_FOLDERS):
         partial = path.with_name(path.name + ".partial")
         try:
-            path.unlink(missing_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            for older in (path, partial):
+                older.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(partial, flags, 0o600)
         except OSError as error:
             reasons.append(f"{path.parent}: {error.strerror}")

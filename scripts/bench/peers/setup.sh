@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes the environments of the peers that the benches compare with, outside the project:
-# setup.sh [trl] [vllm], in MINDGRPO_PEERS (default /tmp/mindgrpo-peers). What is there already is kept.
+# setup.sh [trl] [vllm], in MINDGRPO_PEERS (default ~/.cache/mindgrpo-peers). What is there already is kept.
 #
 # They are apart because MindSpore needs numpy 1 and an older transformers than TRL and vLLM do.
 # Reads MINDGRPO_PEERS and PYTHON (default python3). Refuses to touch the project's own environment.
 set -euo pipefail
 
-peers="${MINDGRPO_PEERS:-/tmp/mindgrpo-peers}"
+peers="${MINDGRPO_PEERS:-$HOME/.cache/mindgrpo-peers}"
 python="${PYTHON:-python3}"
 torch="torch==2.13.0"
 trl="trl==1.16.0"

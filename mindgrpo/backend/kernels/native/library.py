@@ -7,6 +7,7 @@ there is no library, and the callers go on with MindSpore's own operations.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import os
@@ -45,6 +46,20 @@ AVX512 = 0x20
 def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "mindgrpo"
+
+
+def make_cache_directory() -> Path:
+    """The same folder, which only this user can write to: what is kept there is run. Raises OSError."""
+    folder = cache_directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _is_own(folder):
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    folder.chmod(0o700)
+    return folder
+
+
+def _is_own(path: Path) -> bool:
+    return path.exists() and path.stat().st_uid == os.geteuid()
 
 
 def compiler() -> str | None:
@@ -98,12 +113,12 @@ def build() -> Path:
         raise Unavailable("there is no C compiler for the kernels", "install gcc")
     folder = cache_directory()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_cache_directory()
         path = folder / f"native-{_key(program)}.so"
         with (folder / "native.lock").open("w") as lock:
             # One rank compiles, the others wait for it.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
+            if not _is_own(path):
                 _compile(program, path)
     except subprocess.SubprocessError as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
@@ -114,7 +129,7 @@ def build() -> Path:
     except OSError as error:
         raise Unavailable(
             f"{folder} cannot hold the C kernels ({error.strerror or error})",
-            "set XDG_CACHE_HOME to a folder that can be written",
+            "set XDG_CACHE_HOME to a folder of your own that can be written",
         ) from None
     return path
 
