@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 
 import numpy as np
 
@@ -29,27 +28,26 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 SLOT_BYTES = 1 << 16
-NUMBERS: Iterator[int] = count(1)
 
 
 class ThreadGroup:
-    """A group of the C library whose members are threads of this process: member i has number `ids[i]`."""
+    """A group of the C library whose members are threads of this process: member i knows it as `ids[i]`."""
 
     def __init__(self, size: int) -> None:
         native = library()
         assert native is not None
         declare(native)
-        self.ids = [next(NUMBERS) for _ in range(size)]
         num_bytes = native.group_control_bytes(size) + 2 * size * SLOT_BYTES + 64
         self._memory = np.zeros(num_bytes, np.uint8)
         self._pids = np.array([os.getpid()] * size + [0], np.int64)
         address = -(-self._memory.ctypes.data // 64) * 64
-        for index, number in enumerate(self.ids):
-            status = native.group_register(
-                number, address, SLOT_BYTES, index, size, self._pids.ctypes.data, 0
-            )
-            assert status == 0
-            weakref.finalize(self, native.group_forget, number, address)
+        self.ids = [
+            native.group_register(address, SLOT_BYTES, index, size, self._pids.ctypes.data, 0)
+            for index in range(size)
+        ]
+        assert min(self.ids) >= 0
+        for number in self.ids:
+            weakref.finalize(self, native.group_forget, number)
 
 
 class Ranks:

@@ -6,6 +6,7 @@ Does not prove anything about msrun or speed, nor about machines whose memory or
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -249,6 +250,30 @@ def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
     before, after = run(library, 3, _be_late, tmp_path)[1]
     assert before[1] == 0.0 and after == [0.0] * 3
     assert all(begun < before[rank] < time.monotonic() for rank in (0, 2))
+
+
+def _two_jobs_in_a_process(host: Host, size: int) -> list[float]:
+    """As two trainers of one program, the second of which is gone first."""
+    first = _group(host, size, SMALL_BUFFER)
+    second = _group(Host(f"{host.job}-2", host.rank, size, host.library), size, LARGE_BUFFER)
+    sums = []
+    for group in (first, second, first):
+        total = np.ones(1)
+        group.sum_into(total, total)
+        sums.append(float(total[0]))
+    numbers_differ = getattr(first, "kernel_id", 0) != getattr(second, "kernel_id", 1)
+    del second, group
+    gc.collect()
+    total = np.full(1, float(numbers_differ))
+    first.sum_into(total, total)
+    return [*sums, float(total[0])]
+
+
+def test_a_second_group_of_the_same_ranks_leaves_the_first_as_it_was(
+    library: ctypes.CDLL | None,
+) -> None:
+    for outcome in run(library, 2, _two_jobs_in_a_process).values():
+        assert outcome == [2.0] * 4
 
 
 def _mixed(host: Host, size: int) -> None:

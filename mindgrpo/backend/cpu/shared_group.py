@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import pickle
 import weakref
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -56,20 +55,18 @@ class SharedGroup(ABC):
 
 
 class NativeGroup(SharedGroup):
-    """`kernel_id` is what a graph's kernel finds this group by: it depends on the ranks alone."""
+    """`kernel_id` is what a graph's kernel finds this group by, in this process."""
 
     def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
         assert host.library is not None
         self._library = host.library
         declare(self._library)
-        self.kernel_id = zlib.crc32(repr(self.ranks).encode()) & 0x7FFFFFFF
         size = len(self.ranks)
         slot_bytes = -(-buffer_bytes // 64) * 64
         control = self._library.group_control_bytes(size)
         segment = Segment(host, self._segment_name, self.ranks, control + 2 * size * slot_bytes)
-        status = self._library.group_register(
-            self.kernel_id,
+        self.kernel_id = self._library.group_register(
             segment.address,
             slot_bytes,
             self.index,
@@ -77,7 +74,7 @@ class NativeGroup(SharedGroup):
             segment.pids_address,
             host.spins,
         )
-        if status:
+        if self.kernel_id < 0:
             raise RuntimeError("more groups than the C library has places for")
         # The segment lives as long as the library may look into it.
         weakref.finalize(self, _forget, self._library, self.kernel_id, segment)
@@ -112,8 +109,8 @@ class NativeGroup(SharedGroup):
         return [whole[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
-def _forget(library: ctypes.CDLL, kernel_id: int, segment: Segment) -> None:
-    library.group_forget(kernel_id, segment.address)
+def _forget(library: ctypes.CDLL, kernel_id: int, _: Segment) -> None:
+    library.group_forget(kernel_id)
 
 
 def _address(array: np.ndarray) -> int:
@@ -129,7 +126,6 @@ def declare(library: ctypes.CDLL) -> None:
     library.group_control_bytes.argtypes = [small]
     library.group_lost_pid.restype = number
     library.group_register.argtypes = [
-        id_,
         pointer,
         number,
         small,
@@ -137,7 +133,7 @@ def declare(library: ctypes.CDLL) -> None:
         pointer,
         ctypes.c_uint32,
     ]
-    library.group_forget.argtypes = [id_, pointer]
+    library.group_forget.argtypes = [id_]
     library.group_forget.restype = None
     library.group_barrier.argtypes = [id_]
     library.group_sum_of.argtypes = [id_, small, pointer, number, pointer]

@@ -51,30 +51,28 @@ int64_t group_control_bytes(int32_t size) {
     return (bytes + 4095) / 4096 * 4096;
 }
 
-/* `memory`: the control's bytes, then 2 * size slots. A second registration of an id takes the first one's place. */
-int group_register(int32_t id, void *memory, int64_t slot_bytes, int32_t index, int32_t size, int64_t *pids,
-                   uint32_t spins) {
-    Group *place = NULL;
-    for (int i = MAX_GROUPS - 1; i >= 0; i--)
-        if (!groups[i].control || groups[i].id == id) place = &groups[i];
-    for (int i = 0; i < MAX_GROUPS; i++)
-        if (groups[i].control && groups[i].id == id) place = &groups[i];
-    if (!place) return GROUP_UNKNOWN;
-    *place = (Group){.id = id, .index = index, .size = size, .control = memory, .slot_bytes = slot_bytes,
-                     .slots = (char *)memory + group_control_bytes(size), .pids = pids, .spins = spins};
-    return 0;
+/* `memory`: the control's bytes, then 2 * size slots. The id, which no other group of this process has had; -1 where
+ * there are MAX_GROUPS. */
+int32_t group_register(void *memory, int64_t slot_bytes, int32_t index, int32_t size, int64_t *pids, uint32_t spins) {
+    static int32_t next;
+    for (int i = 0; i < MAX_GROUPS; i++, next++) {
+        Group *place = &groups[next % MAX_GROUPS];
+        if (place->control) continue;
+        *place = (Group){.id = next, .index = index, .size = size, .control = memory, .slot_bytes = slot_bytes,
+                         .slots = (char *)memory + group_control_bytes(size), .pids = pids, .spins = spins};
+        return next++;
+    }
+    return -1;
 }
 
 static Group *find(int32_t id) {
-    for (int i = 0; i < MAX_GROUPS; i++)
-        if (groups[i].control && groups[i].id == id) return &groups[i];
-    return NULL;
+    Group *group = &groups[(uint32_t)id % MAX_GROUPS];
+    return group->control && group->id == id ? group : NULL;
 }
 
-/* Only if it is still this registration: a later one may have taken the number. */
-void group_forget(int32_t id, const void *memory) {
+void group_forget(int32_t id) {
     Group *group = find(id);
-    if (group && group->control == memory) group->control = NULL;
+    if (group) group->control = NULL;
 }
 
 /* The process whose end made an operation of this process fail, 0 if none did. */

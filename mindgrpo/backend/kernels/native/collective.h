@@ -1,7 +1,7 @@
 /* Sums and gathers over the ranks of a host, through memory that all of them have mapped.
  *
- * For other kernels: a group is known by a number that Python registered (shared_group.py), so that no address is
- * ever part of a graph. Members make the same calls in the same order, one at a time. 0 is success.
+ * For other kernels: a group is known by the number that Python got for it (shared_group.py), so that no address
+ * is ever part of a graph. Members make the same calls in the same order, one at a time. 0 is success.
  */
 #ifndef MINDGRPO_COLLECTIVE_H
 #define MINDGRPO_COLLECTIVE_H
