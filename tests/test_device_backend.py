@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import psutil
@@ -28,6 +29,7 @@ from small_generators import (
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, ReleasedMemory
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.host_cpu import HostCpu
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -149,6 +151,18 @@ def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
     pool.release()
     gc.collect()
     assert before - psutil.Process().memory_info().rss >= size - 4 * MIB
+
+
+class Unreachable(HostCpu):
+    def exchange(self, *_: Any) -> dict[int, Any]:
+        raise RuntimeError("the link is down")
+
+
+def test_a_rank_that_has_caught_a_failed_exchange_waits_for_nobody() -> None:
+    backend = DeviceBackend(Unreachable(), {})
+    with pytest.raises(RuntimeError, match="the link is down"):
+        backend.exchange({}, {1: (1,)}, "float32")
+    assert backend.health.heartbeats()[0].waits_since == 0.0
 
 
 def test_a_range_has_one_parameter_that_is_there_before_the_memory(device: Backend) -> None:

@@ -252,6 +252,20 @@ def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
     assert all(begun < before[rank] < time.monotonic() for rank in (0, 2))
 
 
+def _lose_the_other(host: Host, size: int, folder: Path) -> float:
+    health = RankHealth.of_process(host.rank, size, {"MINDGRPO_STATUS_DIR": str(folder)})
+    host = Host(host.job, host.rank, size, host.library, health=health)
+    with pytest.raises(PeerLost):
+        _die_before_a_barrier(host, size)
+    return health.heartbeats()[host.rank].waits_since
+
+
+def test_a_rank_that_has_caught_the_loss_of_another_waits_for_nobody(
+    library: ctypes.CDLL | None, tmp_path: Path
+) -> None:
+    assert run(library, 2, _lose_the_other, tmp_path, silent=1) == {0: 0.0}
+
+
 def _two_jobs_in_a_process(host: Host, size: int) -> list[float]:
     """As two trainers of one program, the second of which is gone first."""
     first = _group(host, size, SMALL_BUFFER)

@@ -36,12 +36,30 @@ class Counters(ABC):
     # What a segment's members tell each other, so that none of them polls what another puts to sleep on.
     kind: int
 
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+
     @abstractmethod
     def post(self, index: int, value: int) -> None: ...
 
     @abstractmethod
+    def _reached(self, index: int, value: int, seconds: float) -> bool:
+        """Whether the counter reaches `value` within some `seconds`; 0: whether it has."""
+
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        """Returns when every counter of `indices` has reached `value`."""
+        """Returns when every counter of `indices` has reached `value`. Raises what `check` does, which is called at
+        times meanwhile.
+        """
+        reported = False
+        try:
+            for index in indices:
+                while not self._reached(index, value, LIFE_CHECK_SECONDS):
+                    self._waits(time.monotonic())
+                    reported = True
+                    _check(check, partial(self._reached, index, value, 0.0))
+        finally:
+            if reported:
+                self._waits(0.0)
 
 
 def _check(check: Check, reached: Callable[[], bool]) -> None:
@@ -57,35 +75,25 @@ class PolledCounters(Counters):
     kind = 1
 
     def __init__(self, memory: memoryview, waits: Waits = unheard) -> None:
-        self._waits = waits
+        super().__init__(waits)
         self._values = memory.cast("q")
 
     def post(self, index: int, value: int) -> None:
         self._values[index * LINE // 8] = value
 
-    def _reached(self, index: int, value: int) -> bool:
-        return self._values[index * LINE // 8] >= value
-
-    def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        turns, reported = 0, False
-        next_check = 0.0
-        for index in indices:
-            while not self._reached(index, value):
-                turns += 1
-                if turns <= YIELDS_BEFORE_SLEEP:
-                    os.sched_yield()
-                    continue
-                time.sleep(NAP_SECONDS)
-                now = time.monotonic()
-                if not next_check:
-                    next_check = now + LIFE_CHECK_SECONDS
-                elif now > next_check:
-                    self._waits(now)
-                    reported = True
-                    _check(check, partial(self._reached, index, value))
-                    next_check = now + LIFE_CHECK_SECONDS
-        if reported:
-            self._waits(0.0)
+    def _reached(self, index: int, value: int, seconds: float) -> bool:
+        turns, until = 0, 0.0
+        while self._values[index * LINE // 8] < value:
+            turns += 1
+            if turns <= YIELDS_BEFORE_SLEEP and seconds:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            until = until or now + seconds
+            if now >= until:
+                return False
+            time.sleep(NAP_SECONDS)
+        return True
 
 
 class SleepingCounters(Counters):
@@ -96,8 +104,8 @@ class SleepingCounters(Counters):
     def __init__(
         self, library: ctypes.CDLL, address: int, spins: int, waits: Waits = unheard
     ) -> None:
+        super().__init__(waits)
         self._library, self._address, self._spins = library, address, spins
-        self._waits = waits
         library.futex_post.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
         library.futex_post.restype = None
         library.futex_wait.argtypes = [
@@ -110,16 +118,6 @@ class SleepingCounters(Counters):
     def post(self, index: int, value: int) -> None:
         self._library.futex_post(self._address + index * LINE, value)
 
-    def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        milliseconds, reported = int(LIFE_CHECK_SECONDS * 1000), False
-        for index in indices:
-            cell = self._address + index * LINE
-            while self._library.futex_wait(cell, value, self._spins, milliseconds):
-                self._waits(time.monotonic())
-                reported = True
-                _check(check, partial(self._reached, index, value))
-        if reported:
-            self._waits(0.0)
-
-    def _reached(self, index: int, value: int) -> bool:
-        return not self._library.futex_wait(self._address + index * LINE, value, 0, 0)
+    def _reached(self, index: int, value: int, seconds: float) -> bool:
+        cell, milliseconds = self._address + index * LINE, int(seconds * 1000)
+        return not self._library.futex_wait(cell, value, self._spins, milliseconds)

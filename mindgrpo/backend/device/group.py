@@ -90,5 +90,7 @@ class DeviceLink(Link):
 def waiting(health: RankHealth) -> Iterator[None]:
     """The health of this rank knows since when it waits for others."""
     health.waits(time.monotonic())
-    yield
-    health.waits(0.0)
+    try:
+        yield
+    finally:
+        health.waits(0.0)

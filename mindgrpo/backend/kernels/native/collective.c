@@ -107,18 +107,18 @@ static double now(void) {
 }
 
 static int wait_for(const Group *g, Futex *cell) {
-    int told = 0;
-    while (futex_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
+    int told = 0, status = 0;
+    while (!status && futex_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
         if (waits_since && !told++) *waits_since = now();
         int64_t lost = find_lost(g);
         /* It may have posted as its last deed. */
         if (lost && futex_wait(cell, g->number, 0, 0) != WAIT_OVER) {
             lost_pid = lost;
-            return GROUP_PEER_LOST;
+            status = GROUP_PEER_LOST;
         }
     }
     if (told && waits_since) *waits_since = 0;
-    return 0;
+    return status;
 }
 
 /* Counts this member in. Returns 1 for the last of them, who sees what all others wrote before. */
