@@ -31,7 +31,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class RunCheckpoints:
-    """`first` is the step that the run begins after, from a checkpoint if it is above 0; `best` is that one's."""
+    """`first` is the state that the run goes on from, None at its beginning. The best checkpoint is one on disk."""
 
     def __init__(
         self,
@@ -48,13 +48,11 @@ class RunCheckpoints:
         self._backend = roles.backend
         self._saved = saved_roles(config, roles)
         self._saver = Saver(record.directory, self._backend)
-        self._newest = first.step if first is not None else 0
-        self._best = first.best if first is not None else None
-        if self._best is not None:
-            is_there = folders.folder_of(record.directory, self._best.step).is_dir()
-            # The first rank's folder is the run's.
-            if not self._backend.world.gather_objects(is_there)[0]:
-                self._best = None
+        # A run that goes on in another folder has none of the earlier one's.
+        self._newest = first.step if first is not None and self._is_there(first.step) else 0
+        best = first.best if first is not None else None
+        self._best = best if best is not None and self._is_there(best.step) else None
+        self._better: Best | None = None
         self._errors = 0
         self.enabled = self._rl.saves_checkpoints
         if self.enabled:
@@ -84,21 +82,29 @@ class RunCheckpoints:
         return resume_command(sys.argv, sys.orig_argv, os.environ, self._record.directory)
 
     def evaluated(self, step: int, means: dict[str, float | None]) -> None:
-        """Remembers the step if its score is the best so far. Raises UserError for a reward that there is not."""
+        """Makes a checkpoint of `step` due if its score is above that of the best on disk.
+
+        Raises UserError for a reward that there is not.
+        """
         name = self._rl.save_ckpt_best
         if name is None:
             return
+        # Only then is it known which one is the best on disk.
+        self.commit()
         if name not in means:
             raise UserError(
                 f"rl_config.save_ckpt_best is '{name}', but the rewards are {', '.join(means)}; name one of these."
             )
         score = means[name]
+        self._better = None
         if step and score is not None and (self._best is None or score > self._best.score):
-            self._best = Best(step=step, score=score)
+            self._better = Best(step=step, score=score)
+        if step == self._newest:
+            self._best = self._best_with(step)
 
     def is_due(self, step: int, num_steps: int) -> bool:
         interval = self._rl.save_ckpt_interval
-        if self._best is not None and self._best.step == step:
+        if self._best_with(step) is not self._best:
             return True
         return bool(interval) and (step % (interval or 1) == 0 or step == num_steps)
 
@@ -122,7 +128,7 @@ class RunCheckpoints:
             prompts=prompts,
             updates=self._roles.policy.updates,
             weights_version=self._roles.policy.version,
-            best=self._best,
+            best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
             unfinished=stored_groups(unfinished),
             **self._record.history(),
@@ -176,10 +182,21 @@ class RunCheckpoints:
             self._failed(step, reason)
             return
         self._newest = step
+        self._best = self._best_with(step)
         self._record.console.line(f"  checkpoint: {folder}")
         self._backend.health.tell_checkpoint(folder, self.resume_command)
         if self._backend.rank == 0:
             self._delete_old()
+
+    def _best_with(self, step: int) -> Best | None:
+        """The best checkpoint once that of `step` is on disk."""
+        better = self._better
+        return better if better is not None and better.step == step else self._best
+
+    def _is_there(self, step: int) -> bool:
+        is_there = folders.folder_of(self._record.directory, step).is_dir()
+        # The first rank's folder is the run's.
+        return bool(self._backend.world.gather_objects(is_there)[0])
 
     def _delete_old(self) -> None:
         run = self._record.directory
