@@ -1,8 +1,15 @@
-"""The one exception that is meant for the person at the keyboard."""
+"""The exceptions that are meant for the person at the keyboard."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 LONGEST_SENTENCE = 2000
+# Of OSErrors: the disk, the user's share of it, or what a file may take is used up.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
@@ -15,6 +22,21 @@ class UserError(Exception):
 
     def __init__(self, sentence: str) -> None:
         super().__init__(one_line(sentence))
+
+
+class CannotWrite(UserError):
+    """A file that is written cannot be: the disk is full, or it may not be written."""
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raises CannotWrite for an OSError inside. `path` is what is written where the error names no file."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space on its disk" if error.errno in FULL else "make it writable"
+        target = error.filename or os.fspath(path)
+        raise CannotWrite(f"{target} cannot be written ({error.strerror}); {remedy}.") from error
 
 
 def one_line(text: str) -> str:

@@ -6,12 +6,12 @@ What a step is stands in grpo/step.py: sync, rollout, score, reference, old log-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.config import Config, Loaded
-from mindgrpo.errors import UserError
+from mindgrpo.errors import CannotWrite, UserError
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
 from mindgrpo.grpo.environment import environment_weight
 from mindgrpo.grpo.evaluation import Evaluator
@@ -22,6 +22,7 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.grpo.turns import make_conversations, turn_figures
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
+from mindgrpo.run.host_limits import has_room_for_model
 from mindgrpo.run.nan_guard import NanGuard
 from mindgrpo.run.open_run import open_run
 from mindgrpo.run.preflight import Reward
@@ -111,7 +112,8 @@ class GRPOTrainer:
     def train(self) -> Path:
         """Runs to the end and writes the model; the run's folder.
 
-        Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for.
+        Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for, and
+        CannotWrite, a UserError that names the newest checkpoint, where the disk is full.
         """
         try:
             directory = self._train()
@@ -123,16 +125,41 @@ class GRPOTrainer:
         return directory
 
     def _train(self) -> Path:
-        run, session, ended = self.run, self.session, None
-        with run.stopping.listening():
+        run, session = self.run, self.session
+        try:
+            with run.stopping.listening():
+                ended = self._run_to_end()
+            self._close(ended)
+            run.record.check_written()
+        except CannotWrite as failed:
+            raise CannotWrite(f"{str(failed).removesuffix('.')}; {self._what_is_left()}") from None
+        if ended is not None:
+            session.tell_how_to_go_on(ended)
+        run.backend.close()
+        if ended is not None and ended.status:
+            raise SystemExit(ended.status)
+        return run.record.directory
+
+    def _run_to_end(self) -> Stop | None:
+        """Why the run has ended before its last step, if it has. Raises CannotWrite."""
+        session = self.session
+        try:
             try:
                 self._run_steps()
                 session.checkpoints.commit()
                 if not session.has_model:
                     self._write_model()
             except Stop as stop:
-                ended = stop
                 session.save()
+                return stop
+        except CannotWrite:
+            session.settle()
+            self._rescue_model()
+            raise
+        return None
+
+    def _close(self, ended: Stop | None) -> None:
+        run, session = self.run, self.session
         run.backend.health.enter("close")
         run.watch.close()
         self.scorer.close()
@@ -142,12 +169,24 @@ class GRPOTrainer:
         self.roles.engine.close()
         reason = ended.reason if ended else None
         run.record.close(session.done, engine, reason, session.checkpoints.best)
-        if ended is not None:
-            session.tell_how_to_go_on(ended)
-        run.backend.close()
-        if ended is not None and ended.status:
-            raise SystemExit(ended.status)
-        return run.record.directory
+
+    def _what_is_left(self) -> str:
+        """Part of a sentence, where a file could not be written."""
+        session, left = self.session, self.session.checkpoints.safe
+        if not session.has_model:
+            return left
+        model = f"the model after step {session.done} is in {self.run.record.model_directory}"
+        return f"{model}; {left}" if session.checkpoints.newest else f"{left}; {model}."
+
+    def _rescue_model(self) -> None:
+        """Writes the model of a run that cannot go on, where there is room for it."""
+        run, session = self.run, self.session
+        has_room = on_first_rank(
+            run.backend, lambda: has_room_for_model(run.plan, run.record.model_directory)
+        )
+        if has_room and session.done and not session.has_model:
+            with suppress(CannotWrite):
+                self._write_model()
 
     def _run_steps(self) -> None:
         run, session, rl = self.run, self.session, self.run.config.rl_config
@@ -205,3 +244,4 @@ class GRPOTrainer:
         record = self.run.record
         with self.run.watch.phase("export"), record.console.phase("writing the model"):
             self.export.write_all(record.model_directory, record.directory / "adapter")
+        self.session.has_model = True

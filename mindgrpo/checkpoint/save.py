@@ -178,6 +178,17 @@ class Saver:
         self._agree(error)
         return folder_of(self._run, work.step)
 
+    def discard(self) -> None:
+        """Takes away what was begun and not committed, if anything; all ranks together."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        if work.thread is not None:
+            work.thread.join()
+        self._backend.world.barrier()
+        if self._backend.rank == 0:
+            shutil.rmtree(partial_of(self._run, work.step), ignore_errors=True)
+
     def _name(self, work: _Work, shards: list[Shard | None]) -> str | None:
         """Writes the manifest and gives the folder its name, on rank 0; returns why not."""
         partial, final = partial_of(self._run, work.step), folder_of(self._run, work.step)

@@ -50,8 +50,8 @@ def main(argv: Sequence[str]) -> None:
     assert inputs.scorer is not None
     try:
         here = None if world_size is None else ranks_per_host(os.environ, world_size)
-        refuse_what_cannot_run(inputs.plan, here)
-        find_start(loaded.config, inputs, run_name(path))
+        start = find_start(loaded.config, inputs, run_name(path))
+        refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
     finally:
         inputs.scorer.close()

@@ -1,6 +1,7 @@
 """Writes the policy's weights as a Hugging Face directory that other libraries load.
 
 They are gathered through memory onto rank 0 and written there. A directory that already holds weights is refused.
+What cannot be written there is a CannotWrite on all ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.errors import writing
+from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
@@ -60,8 +63,13 @@ class ModelExport:
             roles.enter("update")
             weights = policy.masters
         export_policy(weights, roles.backend, source, target, memory, policy.adapters)
-        if roles.backend.rank == 0:
-            write_tokenizer(self.tokenizer, target, config.rl_config.chat_template is not None)
+        own_template = config.rl_config.chat_template is not None
+
+        def write_own() -> None:
+            with writing(target):
+                write_tokenizer(self.tokenizer, target, own_template)
+
+        on_first_rank(roles.backend, write_own)
 
     def write_all(self, target: Path, adapter_target: Path) -> None:
         """The whole model, and where there are adapters these by themselves."""
@@ -97,13 +105,16 @@ def export_policy(
     syncer = WeightSyncer(weights, adapters, full, backend)
     with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
         syncer.run()
-        if backend.rank == 0:
-            with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
-                for spec in full.layout.specs:
-                    values = full.arrays.hf_views[spec.name]
-                    writer.add(spec.name, values.astype(np.float32, copy=False))
-            write_companions(Path(source), target, "float32")
-    backend.world.barrier()
+        on_first_rank(backend, lambda: _write_model(full, source, target))
+
+
+def _write_model(full: Weights, source: str, target: Path) -> None:
+    with writing(target):
+        with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
+            for spec in full.layout.specs:
+                values = full.arrays.hf_views[spec.name]
+                writer.add(spec.name, values.astype(np.float32, copy=False))
+        write_companions(Path(source), target, "float32")
 
 
 def export_adapters(
@@ -114,18 +125,14 @@ def export_adapters(
     full = Weights(own.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True)
     with memory.temporary_host("export_copy", [full.pool]):
         Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
-        if backend.rank == 0:
-            _write_adapters(full, adapters.settings, source, target)
-    backend.world.barrier()
+        on_first_rank(backend, lambda: _write_adapters(full, adapters.settings, source, target))
 
 
 def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
-    target.mkdir(parents=True)
     tensors = {
         f"base_model.model.{spec.name}": np.ascontiguousarray(full.arrays.hf_views[spec.name])
         for spec in full.layout.specs
     }
-    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -137,7 +144,10 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         "fan_in_fan_out": False,
         "target_modules": list(settings.targets),
     }
-    (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+    with writing(target):
+        target.mkdir(parents=True)
+        (target / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+        (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:

@@ -85,14 +85,14 @@ def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) 
 
 def on_first_rank(backend: Backend, work: Callable[[], T]) -> T:
     """What `work` returns on rank 0, for all ranks together; the user's error that it raises there is raised on all."""
-    outcome: tuple[T | None, str | None] = (None, None)
+    outcome: tuple[T | None, UserError | None] = (None, None)
     if backend.rank == 0:
         try:
             outcome = work(), None
         except UserError as error:
-            outcome = None, str(error)
+            outcome = None, error
     result, refusal = backend.world.gather_objects(outcome)[0]
     if refusal is not None:
-        raise UserError(refusal)
+        raise refusal
     shared: T = result
     return shared

@@ -148,8 +148,14 @@ class RankHealth:
     def tell_checkpoint(self, checkpoint: Path, command: str) -> None:
         """Tells the launcher of the newest checkpoint and of the command that resumes from it."""
         if self.folder is not None and self.rank == 0:
-            text = f"{checkpoint.absolute()}\n{command}\n"
-            (self.folder / "checkpoint").write_text(text, encoding="utf-8")
+            text, partial = (
+                f"{checkpoint.absolute()}\n{command}\n",
+                self.folder / "partial_checkpoint",
+            )
+            # Where the disk is full, the launcher knows of the one before.
+            with suppress(OSError):
+                partial.write_text(text, encoding="utf-8")
+                partial.replace(self.folder / "checkpoint")
 
     def signal_of_launcher(self) -> int:
         """The number of the signal that the launcher has received and passes on; 0 without one."""

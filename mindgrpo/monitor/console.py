@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from mindgrpo.errors import FULL
 from mindgrpo.health.live_line import CLEAR
 
 WIDTH = 80  # where the terminal's is not known
@@ -69,8 +70,13 @@ class Console:
         if self._stream is not None:
             with self._lock:
                 # print writes the end of the line by itself: a rank may be killed in between.
-                self._stream.write(f"{CLEAR if self._live else ''}{text}\n")
-                self._stream.flush()
+                try:
+                    self._stream.write(f"{CLEAR if self._live else ''}{text}\n")
+                    self._stream.flush()
+                except OSError as error:
+                    # A log on a full disk is no reason to end a run.
+                    if error.errno not in FULL:
+                        raise
                 self._live = ""
 
     @property

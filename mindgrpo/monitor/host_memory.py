@@ -104,7 +104,7 @@ class HostMemoryMonitor:
         self._read, self._end = read, end
         self._processes = {rank: psutil.Process(pid) for rank, pid in processes.items()}
         self._stopped = threading.Event()
-        self._warned = False
+        self._warned, self._writes = False, True
         self.step = 1
         self.exceeded: str | None = None
         self._thread = threading.Thread(target=self._watch, name="host memory", daemon=True)
@@ -125,7 +125,7 @@ class HostMemoryMonitor:
     def look(self) -> None:
         memory = self._read()
         rss = self._rss()
-        if self._settings.covers(self.step):
+        if self._writes and self._settings.covers(self.step):
             self._write(memory, rss)
         limit = self._settings.host_max_memory_threshold
         if memory.share > limit:
@@ -149,8 +149,13 @@ class HostMemoryMonitor:
             "share": memory.share,
             "rss": {str(rank): size for rank, size in rss.items()},
         }
-        with self._path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(row) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+        except OSError as error:
+            # The thread that protects the host goes on.
+            self._writes = False
+            self._say(f"  warning: {self._path} is not written any more: {error.strerror}")
 
     def _beyond(self, memory: HostMemory, rss: Mapping[int, int]) -> None:
         settings = self._settings

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from mindgrpo.errors import writing
+from mindgrpo.monitor.tensorboard import TensorBoard
 
 
 def plain(value: Any) -> Any:
@@ -48,9 +51,9 @@ def json_line(row: Mapping[str, Any]) -> str:
 def append_rows(
     path: Path, step: int, rows: Iterable[Mapping[str, Any]], interval: int = 1
 ) -> None:
-    """Appends rows of `step` to PATH at steps 1, 1 + interval, 1 + 2 x interval, ..."""
+    """Appends rows of `step` to PATH at steps 1, 1 + interval, 1 + 2 x interval, ... Raises CannotWrite."""
     if (step - 1) % interval == 0:
-        with path.open("a", encoding="utf-8") as lines:
+        with writing(path), path.open("a", encoding="utf-8") as lines:
             lines.writelines(json_line({"step": step, **row}) for row in rows)
 
 
@@ -63,28 +66,23 @@ class MetricsWriter:
         tensorboard_dir: Path | None,
         queue_size: int = 10,
         done_steps: int = 0,
+        warn: Callable[[str], None] = print,
     ) -> None:
-        """`done_steps` of the run have been written before; TensorBoard forgets what came after them."""
+        """`done_steps` of the run have been written before; see TensorBoard. Raises CannotWrite."""
         self.path = directory / "metrics.jsonl"
-        self._lines = self.path.open("a", encoding="utf-8")
-        self._board: Any = None
+        with writing(self.path):
+            self._lines = self.path.open("a", encoding="utf-8")
+        self._board: TensorBoard | None = None
         if tensorboard_dir is not None:
-            from tensorboardX import SummaryWriter
-
-            self._board = SummaryWriter(
-                logdir=str(tensorboard_dir),
-                max_queue=queue_size,
-                purge_step=done_steps + 1 if done_steps else None,
-            )
+            self._board = TensorBoard(tensorboard_dir, queue_size, done_steps, warn)
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        self._lines.write(json_line({"step": step, **figures}))
-        self._lines.flush()
-        if self._board is None:
-            return
-        for key, value in figures.items():
-            if key != "step" and value is not None and not isinstance(value, str):
-                self._board.add_scalar(key, float(value), step)
+        """Raises CannotWrite."""
+        with writing(self.path):
+            self._lines.write(json_line({"step": step, **figures}))
+            self._lines.flush()
+        if self._board is not None:
+            self._board.write(step, figures)
 
     def close(self) -> None:
         self._lines.close()

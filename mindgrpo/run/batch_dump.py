@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.errors import UserError
@@ -67,7 +67,7 @@ def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     (partial / BATCH).write_text(dump.about.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    save_file(_arrays(dump), partial / ARRAYS)
+    (partial / ARRAYS).write_bytes(save(_arrays(dump)))
     shutil.copyfile(config, partial / CONFIG)
     if weights is not None:
         os.rename(weights, partial / MODEL)

@@ -188,6 +188,27 @@ class RunCheckpoints:
         if self._backend.rank == 0:
             self._delete_old()
 
+    def settle(self, last_row: int) -> None:
+        """Where a file could not be written: completes the checkpoint that was begun, or discards it.
+
+        `last_row` is the last step whose row is written.
+        """
+        step = self._saver.pending
+        if step is not None and step > last_row:
+            self._saver.discard()
+        self.commit()
+
+    @property
+    def safe(self) -> str:
+        """Part of a sentence: what there is to go on from, and how."""
+        if self._newest:
+            folder = folders.folder_of(self._record.directory, self._newest)
+            saved = f"the checkpoint of step {self._newest} is safe: {folder}"
+            return f"{saved}; resume with: {self.resume_command}"
+        if self.enabled:
+            return "no checkpoint was finished"
+        return "no checkpoint was asked for (rl_config.save_ckpt_interval is 0)"
+
     def _best_with(self, step: int) -> Best | None:
         """The best checkpoint once that of `step` is on disk."""
         better = self._better

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -10,9 +11,12 @@ from pathlib import Path
 
 import psutil
 
+from mindgrpo.checkpoint.folders import Start, steps_in
+from mindgrpo.checkpoint.save import SPARE_BYTES
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
-from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.run.machine_checks import Finding, needs
 
@@ -24,14 +28,14 @@ DESCRIPTORS_A_PEER = 4
 COPIES_IN_A_CHECKPOINT = 3
 
 
-def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None) -> None:
+def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start | None) -> None:
     """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
-    checks = [*needs(), disk(plan), descriptors(plan.world_size)]
+    checks = [*needs(), disk(plan, start), descriptors(plan.world_size)]
     if ranks_here is not None and plan.config.context.target.keeps_weights_on_host:
         checks.append(memory(plan, ranks_here))
     for finding in checks:
         if finding.level == "error":
-            raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
+            raise refusal(finding)
     for finding in checks:
         if finding.level == "warn":
             print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
@@ -51,14 +55,50 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
     return Finding("warn" if needed > host.available else "ok", what, remedy)
 
 
-def disk(plan: RunPlan) -> Finding:
+def refuse_small_disk(plan: RunPlan, start: Start | None) -> None:
+    """Raises UserError where the run would fill the disk that it writes to."""
+    finding = disk(plan, start)
+    if finding.level == "error":
+        raise refusal(finding)
+
+
+def refusal(finding: Finding) -> UserError:
+    return UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
+
+
+def model_bytes(plan: RunPlan) -> int:
+    return num_parameters(plan.model) * FLOAT_BYTES
+
+
+def has_room_for_model(plan: RunPlan, directory: Path) -> bool:
+    try:
+        return shutil.disk_usage(_existing(directory)).free > model_bytes(plan) + SPARE_BYTES
+    except OSError:
+        return False
+
+
+def _checkpoint_bytes(plan: RunPlan) -> int:
+    trained = num_parameters(plan.model)
+    if plan.lora is not None:
+        specs = adapter_specs(parameter_specs(plan.model), plan.lora)
+        trained = sum(math.prod(spec.shape) for spec in specs)
+    copies = trained * COPIES_IN_A_CHECKPOINT
+    if plan.config.ref_config.sync_ref_model:
+        copies += num_parameters(plan.model)
+    return copies * FLOAT_BYTES
+
+
+def disk(plan: RunPlan, start: Start | None = None) -> Finding:
+    """What the run writes, without what stands already in the folder that it goes on in."""
     rl, kept = plan.config.rl_config, 0
-    if rl.save_ckpt_interval:
-        kept = (rl.save_max_ckpt_num or 1) + 1  # one is written before the oldest goes
-    needed = num_parameters(plan.model) * FLOAT_BYTES * (1 + kept * COPIES_IN_A_CHECKPOINT)
     output = Path(plan.config.output_dir or "output")
-    # The folder itself, or the one in which it would be made.
-    folder = next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
+    if start is not None and start.output is not None:
+        output = start.output
+    if rl.saves_checkpoints:
+        kept = (rl.save_max_ckpt_num or 1) + 1  # one is written before the oldest goes
+        kept = max(1, kept - len(steps_in(output)))
+    needed = model_bytes(plan) + kept * _checkpoint_bytes(plan)
+    folder = _existing(output)
     another = "name another --output_dir"
     try:
         space = shutil.disk_usage(folder)
@@ -68,14 +108,20 @@ def disk(plan: RunPlan) -> Finding:
         why = "holds no files of users" if space.total == 0 else "cannot be written"
         what = f"output_dir {output} cannot be used, because {folder} {why}"
         return Finding("error", what, another)
-    checkpoints = f" and {kept} checkpoints" if kept else ""
+    word = "checkpoint" if kept == 1 else "checkpoints"
+    checkpoints = f" and {kept} {word}" if kept else ""
     what = (
         f"output_dir {output} gets the model{checkpoints}, {format_bytes(needed)}, and {folder} has "
         f"{format_bytes(space.free)} free"
     )
-    fewer = "lower rl_config.save_max_ckpt_num, " if kept else ""
+    fewer = "lower rl_config.save_max_ckpt_num, " if kept > 1 else ""
     remedy = f"free some, {fewer}or name an --output_dir on another disk"
     return Finding("ok" if needed <= space.free else "error", what, remedy)
+
+
+def _existing(output: Path) -> Path:
+    """The folder itself, or the one in which it would be made."""
+    return next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
 
 
 def descriptors(ranks: int) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
+from mindgrpo.errors import CannotWrite
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.run import batch_dump as dump
 
@@ -64,15 +65,20 @@ class NanGuard:
         self._dumps += 1
         folder = self._directory / "dumps" / f"step_{step + 1:06d}"
         weights = folder.with_name(folder.name + ".weights")
+        has_weights = False
         if self._rl.dump_weights:
-            self._write_weights(weights)
+            try:
+                self._write_weights(weights)
+                has_weights = True
+            except CannotWrite as failed:
+                self._say(f"  warning: the weights are not kept: {failed}")
         kept = None
         if self._backend.rank == outcome.skipped[0].rank:
             kept = self._dump(step, outcome, version)
         # What is damaged may be one rank's alone: its batch is the one to look at.
         kept = self._backend.world.gather_objects(kept)[outcome.skipped[0].rank]
         if self._backend.rank == 0:
-            moved = weights if self._rl.dump_weights else None
+            moved = weights if has_weights else None
             try:
                 dump.write(folder, kept, self._directory / dump.CONFIG, moved)
             except OSError as error:

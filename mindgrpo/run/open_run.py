@@ -18,6 +18,7 @@ from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.run.host_limits import refuse_small_disk
 from mindgrpo.run.preflight import Inputs, Reward, prepare
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import check_same_start, find_start
@@ -68,6 +69,7 @@ def open_run(
     inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
     prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
     start = on_first_rank(backend, lambda: find_start(config, inputs, name))
+    on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
     record = RunRecord(loaded, name, inputs.plan, backend, launched, start)
     watch = Watch(config, backend, record)
     stopping = Stopping(backend, launched, rl.max_seconds)

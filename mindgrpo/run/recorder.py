@@ -1,6 +1,7 @@
 """What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
 
-Only rank 0 writes and speaks; the other ranks call the same lines in vain.
+Only rank 0 writes and speaks; the other ranks call the same lines in vain. Once a file could not be written, so does
+rank 0, and `check_written` tells all ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,12 @@ from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.errors import CannotWrite, writing
 from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.per_token import token_rows
+from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
@@ -55,18 +59,22 @@ class RunRecord:
         self._loaded, self._plan, self._backend = loaded, plan, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
+        self._failed: CannotWrite | None = None
         self.console = Console(self._is_writer)
         self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
         self._trackers: Trackers | None = None
         # All are made now: a folder that cannot be written is better told before a run than after it.
-        made = make_output_paths(loaded.config, name, start) if self._is_writer else None
-        self._paths: OutputPaths = backend.world.gather_objects(made)[0]
+        self._paths: OutputPaths = on_first_rank(backend, lambda: self._make_paths(name))
         self.directory, self.model_directory = self._paths.directory, self._paths.model
-        if self._is_writer:
-            write_process(self.directory, backend.health.heartbeat_file)
         backend.compile_log.listener = self._compiling
+
+    def _make_paths(self, name: str) -> OutputPaths:
+        paths = make_output_paths(self._loaded.config, name, self._start)
+        with writing(paths.directory):
+            write_process(paths.directory, self._backend.health.heartbeat_file)
+        return paths
 
     @property
     def label(self) -> str:
@@ -74,20 +82,22 @@ class RunRecord:
         return label_of(self.directory)
 
     def begin(self, chosen: Candidate | None, is_complete: bool = False) -> None:
-        """Opens the files, as they were at the end of the step of the `chosen` checkpoint."""
+        """Opens the files, as they were at the end of the step of the `chosen` checkpoint. Raises CannotWrite."""
         if chosen is not None:
             self._earlier = chosen.manifest.state
             self._evaluations = list(self._earlier.evaluations)
             self._first_step_seconds = self._earlier.first_step_seconds
-        if not self._is_writer:
-            return
+        on_first_rank(self._backend, lambda: self._open_files(chosen, is_complete))
+
+    def _open_files(self, chosen: Candidate | None, is_complete: bool) -> None:
         for line in continue_files(self._paths, self._start, chosen, is_complete):
             self.console.line(f"  {line}")
-        rl = self._loaded.config.rl_config
-        write_resolved(self._loaded, self.directory / "config_resolved.yaml")
-        self._metrics = MetricsWriter(
-            self.directory, self._paths.tensorboard, rl.tensorboard_queue_size, self._earlier.step
-        )
+        queue_size = self._loaded.config.rl_config.tensorboard_queue_size
+        resolved, board = self.directory / "config_resolved.yaml", self._paths.tensorboard
+        with writing(resolved):
+            write_resolved(self._loaded, resolved)
+        say, done = self.console.line, self._earlier.step
+        self._metrics = MetricsWriter(self.directory, board, queue_size, done, say)
         self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
         self._trackers = self._start_trackers()
 
@@ -102,6 +112,23 @@ class RunRecord:
             "name": settings.tracker_run_name or self.label,
         }
         return Trackers(settings.trackers, about, self.console.line)
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """What cannot be written here is kept for `check_written`, and nothing is written after it."""
+        try:
+            yield
+        except CannotWrite as failed:
+            self._failed, self._is_writer = failed, False
+
+    def check_written(self) -> None:
+        """All ranks together. Raises CannotWrite, on all of them, if a file could not be written."""
+
+        def check() -> None:
+            if self._failed is not None:
+                raise self._failed
+
+        on_first_rank(self._backend, check)
 
     def history(self) -> dict[str, Any]:
         """This record's part of a RunState, as it is now."""
@@ -165,7 +192,8 @@ class RunRecord:
             )
         if not self._is_writer:
             return
-        self._metrics.write(step, figures)
+        with self._recording():
+            self._metrics.write(step, figures)
         self.console.step_line({"step": step, **figures}, num_steps)
         if self._loaded.config.rl_config.performance_stats:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
@@ -183,7 +211,8 @@ class RunRecord:
             self.console.means_line(outcome.mode.title, outcome.figures(), prefix)
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
-            write_evaluation(self.directory, step, outcomes, keeps)
+            with self._recording():
+                write_evaluation(self.directory, step, outcomes, keeps)
         return figures_of(outcomes)
 
     def not_evaluated(self) -> None:
@@ -200,9 +229,11 @@ class RunRecord:
             self.console.line(f"  warning: {when}: reward {name}: {failed}{line}")
         for name, report in scores.reports.items():
             if report.printed:
-                with (self.directory / "reward_output.txt").open("a", encoding="utf-8") as output:
-                    size = report.counts.get("printed_bytes", 0)
-                    output.write(f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n")
+                size = report.counts.get("printed_bytes", 0)
+                text = f"== {name}, {when}, {size} bytes\n{report.printed.rstrip()}\n"
+                path = self.directory / "reward_output.txt"
+                with self._recording(), writing(path), path.open("a", encoding="utf-8") as output:
+                    output.write(text)
 
     def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
         """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
@@ -222,10 +253,11 @@ class RunRecord:
         )
         rl, every = self._loaded.config.rl_config, self._loaded.config.monitor_config.per_token
         interval = rl.save_prompt_completions_interval
-        append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
-        if every:
-            by_token = token_rows(batch, outcome.reports, rl.kl_estimator)
-            append_rows(self.directory / "per_token.jsonl", step, by_token, every)
+        with self._recording():
+            append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
+            if every:
+                by_token = token_rows(batch, outcome.reports, rl.kl_estimator)
+                append_rows(self.directory / "per_token.jsonl", step, by_token, every)
 
     def close(
         self,
@@ -262,7 +294,9 @@ class RunRecord:
             summary["best_checkpoint"] = best
         if ended is not None:
             summary["ended"] = ended
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        path = self.directory / "summary.json"
+        with self._recording(), writing(path):
+            path.write_text(json.dumps(summary, indent=2) + "\n")
         if self._trackers is not None:
             self._trackers.ask_to_finish()
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):

@@ -44,7 +44,7 @@ class Session:
             record.console.line(
                 f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )
-        self._taken = sampler.position
+        self._taken, self._last_row = sampler.position, self.done
         is_over = self.done >= run.num_steps and self.open_row is None
         self.has_model = is_over and (record.model_directory / "config.json").exists()
         record.begin(chosen, self.has_model)
@@ -64,10 +64,14 @@ class Session:
         if checkpoints.is_due(self.done, self.num_steps) and checkpoints.newest < self.done:
             figures |= checkpoints.begin(self.done, self._taken, self.unfinished)
         self._record.step(self.done, self.num_steps, figures)
+        # A checkpoint of a step without its rows would go on without them.
+        self._record.check_written()
+        self._last_row = self.done
         checkpoints.commit(wait=False)
 
     def save(self) -> None:
-        """A checkpoint of the steps that are done, unless there is one or none was asked for."""
+        """A checkpoint of the steps that are done, unless there is one or none was asked for. Raises CannotWrite."""
+        self._record.check_written()
         checkpoints = self.checkpoints
         checkpoints.commit()
         if checkpoints.enabled and checkpoints.newest < self.done:
@@ -75,6 +79,10 @@ class Session:
                 self.done, self._taken, self.unfinished, self.open_row, in_background=False
             )
             checkpoints.commit()
+
+    def settle(self) -> None:
+        """Leaves what is whole of a run that ends because a file cannot be written."""
+        self.checkpoints.settle(self._last_row)
 
     def tell_how_to_go_on(self, ended: Stop) -> None:
         say = self._record.console.line

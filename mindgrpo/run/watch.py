@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_folder
-from mindgrpo.monitor.trace import PhaseTrace, write_trace
+from mindgrpo.monitor.trace import Event, PhaseTrace, write_trace
 from mindgrpo.run.recorder import RunRecord
 
 
@@ -225,10 +225,19 @@ class Profile:
         self._window.close()
         rank = self._backend.rank
         if self._settings.profile_ranks == "all" or rank in self._settings.profile_ranks:
-            write_trace(self._folder / f"trace_rank_{rank}.json", trace.events)
+            self._write(self._folder / f"trace_rank_{rank}.json", trace.events)
         every = self._backend.world.gather_objects(trace.events)
         if rank == 0:
             path = self._folder / "trace.json"
-            write_trace(path, [event for events in every for event in events])
-            say = self._record.console.line
-            say(f"  trace of the phases: {path} (open it in chrome://tracing)")
+            if self._write(path, [event for events in every for event in events]):
+                say = self._record.console.line
+                say(f"  trace of the phases: {path} (open it in chrome://tracing)")
+
+    def _write(self, path: Path, events: Sequence[Event]) -> bool:
+        """Whether it could be written: a trace is no reason to end a run."""
+        try:
+            write_trace(path, events)
+        except OSError as error:
+            self._backend.health.say(f"warning: {path} cannot be written: {error.strerror}")
+            return False
+        return True

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, writing
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -103,7 +103,7 @@ class SafetensorsWriter:
         written = self.directory / f".{SINGLE_FILE}.{os.getpid()}.{len(self._shards)}.part"
         sizes = {name: (tensor.shape, tensor.nbytes) for name, tensor in self._pending.items()}
         self._shards[written] = {name: num_bytes for name, (_, num_bytes) in sizes.items()}
-        with written.open("wb") as stream:
+        with writing(written), written.open("wb") as stream:
             stream.write(header_of(sizes, _DTYPE_CODES[self._dtype], "pt")[0])
             for tensor in self._pending.values():
                 stream.write(tensor.data)
