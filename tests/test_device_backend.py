@@ -139,6 +139,31 @@ def test_a_graph_sees_a_parameter_that_was_away_and_refuses_one_that_is_away(
     np.testing.assert_array_equal(graph(TWO).asnumpy(), 0.0)
 
 
+def test_only_the_graph_that_decodes_has_the_phase_of_decoding(
+    device: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another phase than these two, MindSpore looks for the compiled graph at every call."""
+    made: dict[str, nn.Cell] = {}
+    real = type(device).graph
+
+    def recording(self: Backend, cell: nn.Cell, name: str) -> Any:
+        made[name] = cell
+        return real(self, cell, name)
+
+    monkeypatch.setattr(type(device), "graph", recording)
+    settings = SamplingParams(max_tokens=SETTINGS.max_tokens, repetition_penalty=1.1)
+    EmbeddedEngine(CONFIG, LAYOUT, device, settings, room_of(16, 4))
+    pool = device.pool(8)
+    cell = Doubled(pool.parameter("own", 0, (8,)))
+    pool.load()
+    device.graph(cell, "doubled")(TWO)
+    assert "prefill" in cell.phase_cache
+    phases = {name: cell.phase for name, cell in made.items()}
+    assert phases.pop("decode") == "increment"
+    assert set(phases) == {"prompts", "prompts' tokens", "doubled"}
+    assert set(phases.values()) == {"prefill"}
+
+
 def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
     size = 64 * MIB
     pool = device.pool(size // 4)

@@ -38,8 +38,12 @@ class CompileLog:
         return result
 
 
-# In this phase MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs.
-PHASE = "increment"
+# The graph that makes a token of every slot.
+DECODE = "decode"
+# In both phases MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs. In
+# that of decoding a device may launch kernels in other ways, and then refuses graphs of several streams, as others are.
+PHASES = {DECODE: "increment"}
+OTHER_PHASE = "prefill"
 
 
 class Graph:
@@ -51,7 +55,7 @@ class Graph:
         self._compiled: dict[tuple[Any, ...], dict[str, str]] = {}
         self._names: dict[str, str] = {}
         if isinstance(cell, nn.Cell):
-            cell.phase, self._names = PHASE, cell.phase_cache
+            cell.phase, self._names = PHASES.get(name, OTHER_PHASE), cell.phase_cache
 
     def __call__(self, *inputs: Any) -> Any:
         shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)

@@ -15,6 +15,7 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.graph import DECODE
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Shard
@@ -61,7 +62,7 @@ class PlainDecoder:
 
         def decoder(sampling: SamplingParams) -> Any:
             cell = Decode(shard, caches, cache_config.slots, self._length, sampling, seen)
-            return backend.graph(cell, "decode")
+            return backend.graph(cell, DECODE)
 
         self._decoder, self._decoders = decoder, {sampling: decoder(sampling)}
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
