@@ -9,11 +9,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from mindgrpo.backend import targets
 from mindgrpo.errors import UserError
+from mindgrpo.launch import launcher
 from mindgrpo.launch import plan as plan_module
 from mindgrpo.launch.log_follower import FollowedFile, LogFollower
 from mindgrpo.launch.options import Hosts, Options, read_options
@@ -81,6 +84,55 @@ def test_what_the_user_did_not_set_is_listed_for_processes_that_are_no_ranks() -
     ours = plan_of(Options(1, (PROGRAM,)), **users).main.environment
     assert ours["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in ours["MINDGRPO_DEFAULTS"].split()
+
+
+@pytest.fixture
+def started_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., Mapping[str, str]]:
+    """The environment of ranks that `launch` would start with these variables, where files of devices have `names`."""
+
+    class NoJob:
+        is_stopped = False
+
+        def __init__(self, plan: JobPlan, *_: object) -> None:
+            self.environment = plan.main.environment
+
+        def run(self) -> int:
+            seen.append(self.environment)
+            return 0
+
+    seen: list[Mapping[str, str]] = []
+    monkeypatch.setattr(launcher, "Job", NoJob)
+    monkeypatch.setattr(launcher, "Signals", lambda **_: None)
+
+    def start(names: Sequence[str], **variables: str) -> Mapping[str, str]:
+        devices = tmp_path / f"dev{len(seen)}"
+        devices.mkdir()
+        for name in names:
+            (devices / name).touch()
+        monkeypatch.setattr(targets, "DEVICE_FILES", devices)
+        environment = {"PATH": os.environ["PATH"], **variables}
+        options = Options(1, (PROGRAM,), log_folder=str(tmp_path / "logs"))
+        assert launcher.launch(options, environment) == 0
+        return seen[-1]
+
+    return start
+
+
+def test_ranks_of_npus_wait_for_the_slowest_to_load_the_model_and_to_write_it(
+    started_with: Callable[..., Mapping[str, str]],
+) -> None:
+    npus = ("davinci0", "davinci1", "davinci_manager")
+    ours = started_with(npus)
+    # The largest that all of CANN's pages allow; its own are 120 s and half an hour.
+    assert (ours["HCCL_CONNECT_TIMEOUT"], ours["HCCL_EXEC_TIMEOUT"]) == ("7200", "17340")
+    listed = set(ours["MINDGRPO_DEFAULTS"].split())
+    assert {"HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"} < listed
+    ours = started_with(npus, HCCL_CONNECT_TIMEOUT="600", HCCL_EXEC_TIMEOUT="")
+    assert (ours["HCCL_CONNECT_TIMEOUT"], ours["HCCL_EXEC_TIMEOUT"]) == ("600", "17340")
+    assert "HCCL_CONNECT_TIMEOUT" not in ours["MINDGRPO_DEFAULTS"].split()
+    assert not any(name.startswith("HCCL_") for name in started_with(("null",)))
 
 
 def test_ranks_find_the_package_of_a_clone_by_a_path_and_an_installed_one_without(

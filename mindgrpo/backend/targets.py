@@ -17,6 +17,10 @@ BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir())
 DEVICES = ("CPU", "Ascend")
 # The first is the device's default.
 BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
+# HCCL's own are 120 and 1836 seconds: too short for the slowest rank's load of a large model, before which no rank has
+# connected to it, and for a rank that writes while the others wait for it on their devices. These are the largest
+# numbers that every NPU takes (CANN's pages of these variables).
+HCCL_SECONDS = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "17340"}
 # The launcher sets it where a job has several hosts.
 RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
@@ -94,6 +98,11 @@ def check_hosts(target: Target, environment: Mapping[str, str], world_size: int)
 def _has_ascend() -> bool:
     """Whether the host's driver shows an Ascend device."""
     return any(DEVICE_FILES.glob("davinci[0-9]*"))
+
+
+def rank_variables() -> dict[str, str]:
+    """What ranks of this host have in their environment for its devices; what a user sets wins."""
+    return dict(HCCL_SECONDS) if _has_ascend() else {}
 
 
 def device_state(environment: Mapping[str, str]) -> tuple[str, str]:

@@ -37,7 +37,11 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
     signals = Signals(has_scheduler=options.cluster != "msrun")
     restarts = Restarts(options.max_restarts)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    host = LocalHost(sys.executable, os.getpid(), len(os.sched_getaffinity(0)), columns)
+    # Not at the top of the file: whoever only reads the command line needs no backend.
+    from mindgrpo.backend.targets import rank_variables
+
+    num_cores = len(os.sched_getaffinity(0))
+    host = LocalHost(sys.executable, os.getpid(), num_cores, columns, rank_variables())
     while True:
         started_at = time.time()
         port = _port(options)

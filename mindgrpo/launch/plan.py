@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.health.resume_command import PREFIX_VARIABLE
@@ -33,13 +33,14 @@ DEFAULTS = {
 class LocalHost:
     """What a plan depends on besides options and environment: this launcher's Python, its id, and the cores.
 
-    `columns` is the width of its terminal, if it has one, which ranks cannot see.
+    `columns` is the width of its terminal, if it has one, which ranks cannot see; `variables` are for its devices.
     """
 
     python: str
     pid: int
     num_cores: int
     columns: int | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _environment(
     options: Options, environment: Mapping[str, str], host: LocalHost
 ) -> dict[str, str]:
     num_threads = max(1, host.num_cores // options.num_local_ranks)
-    ours = {**DEFAULTS, **cluster_variables(options.hosts.num_hosts)}
+    ours = {**DEFAULTS, **cluster_variables(options.hosts.num_hosts), **host.variables}
     ours["OMP_NUM_THREADS"] = str(num_threads)
     # Processes that are no ranks, such as vLLM's, are started without them.
     ours[SET_HERE_VARIABLE] = " ".join(name for name in ours if not environment.get(name))

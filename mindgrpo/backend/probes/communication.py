@@ -15,8 +15,8 @@ from mindgrpo.backend.probes.line import Line, fails, ok, skipped
 COUNT = 257
 LARGE_BYTES = 16 << 20
 REMEDY = (
-    "compare the ranks' logs in this report; set HCCL_CONNECT_TIMEOUT, HCCL_IF_IP or HCCL_SOCKET_IFNAME if ranks do "
-    "not reach each other, and ask hccn_tool -i NUMBER -link -g for each device's link"
+    "compare the ranks' logs in this report; set HCCL_IF_IP or HCCL_SOCKET_IFNAME if ranks do not reach each other, "
+    "and ask hccn_tool -i NUMBER -link -g for each device's link"
 )
 Check = Callable[[], str]
 
