@@ -6,13 +6,15 @@ installed), nor that several ranks gather their shares rightly.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
 from safetensors import safe_open
@@ -21,11 +23,19 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.cli.verbs import main
-from mindgrpo.grpo.hf_export import export_policy
+from mindgrpo.config import load_config
+from mindgrpo.grpo import hf_export, host_plan
+from mindgrpo.grpo.hf_export import ALONE, export_policy
+from mindgrpo.grpo.host_plan import HostPlan
+from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters
+from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import SafetensorsDirectory
+from mindgrpo.weights.pretrained import fill_random
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +108,58 @@ def test_export_takes_what_was_trained_and_not_the_source(backend: Backend, tmp_
     export_policy(weights, backend, str(golden.directory), tmp_path / "hf", Residency())
     expected = {name: a + np.float32(0.125) for name, a in tensors(golden.directory).items()}
     assert_same_bits(tensors(tmp_path / "hf"), expected)
+
+
+WIDE = {
+    "model_type": "qwen2",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+}
+MIB = 1 << 20
+
+
+def most_memory_of(call: Callable[[], object]) -> int:
+    """Bytes: the peak of this process while `call` runs, above what it has before."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = psutil.Process().memory_info().rss
+    call()
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["VmHWM"].split()[0]) - before
+
+
+@pytest.mark.parametrize("shard", [hf_export.MAX_SHARD_BYTES, 16 * MIB])
+def test_an_export_takes_the_memory_that_the_plan_says(
+    backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
+) -> None:
+    """Of a run in bfloat16, whose optimizer's weights are float32 and are what is written."""
+    for module in (hf_export, host_plan):
+        monkeypatch.setattr(module, "MAX_SHARD_BYTES", shard, raising=False)
+    model = decoder_config(WIDE, "here")
+    (tmp_path / "config.json").write_text(json.dumps(WIDE))
+    config = load_config(EXAMPLE, ["--context.compute_dtype", "bfloat16"]).config
+    plan = plan_run(config, model, None)
+    written = [line for line in HostPlan(plan).lines() if "when it is written" in line]
+    number, unit = written[0].split()[:2]
+    planned = float(number) * {"MiB": MIB, "GiB": 1024 * MIB}[unit]
+    policy = Weights(plan.train.whole_on(ALONE), 0, backend, "master_weights", shared=True)
+    fill_random(policy, seed=1)
+
+    def export() -> None:
+        export_policy(policy, backend, str(tmp_path), tmp_path / "hf", Residency())
+
+    whole = policy.num_bytes
+    assert whole > 150 * MIB
+    measured = most_memory_of(export)
+    assert 0.9 * planned < measured < 1.1 * planned
+    if shard < whole:
+        assert measured < whole / 2, "no rank has the whole model in memory"
+    assert_same_bits(tensors(tmp_path / "hf"), dict(policy.arrays.hf_views))
 
 
 def test_the_export_command_rounds_to_bfloat16_and_the_round_trip_changes_nothing_more(

@@ -19,7 +19,7 @@ from mindgrpo.checkpoint.load import ShardReader, read_box
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.hf_export import MAX_SHARD_BYTES, write_companions
+from mindgrpo.grpo.hf_export import write_companions
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.parameters import parameter_specs
@@ -27,7 +27,12 @@ from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import ModelFiles, ModelTensor, SafetensorsDirectory
 from mindgrpo.weights.pretrained import check_tensors, open_weights
-from mindgrpo.weights.safetensors_writer import INDEX_FILE, NAME_MAP_FILE, SafetensorsWriter
+from mindgrpo.weights.safetensors_writer import (
+    INDEX_FILE,
+    MAX_SHARD_BYTES,
+    NAME_MAP_FILE,
+    SafetensorsWriter,
+)
 
 FORMATS = ("huggingface", "mindformers")
 

@@ -1,23 +1,25 @@
 """Writes the policy's weights as a Hugging Face directory that other libraries load.
 
-They are gathered through memory onto rank 0 and written there. A directory that already holds weights is refused.
-What cannot be written there is a CannotWrite on all ranks.
+Rank 0 gathers them through memory, a group at a time, and writes them in float32. A directory that already holds
+weights is refused. What cannot be written there is a CannotWrite on all ranks.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
 
-from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.tokenizer_files import write_tokenizer
-from mindgrpo.errors import writing
+from mindgrpo.errors import UserError, writing
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.memory.residency import Residency
@@ -27,9 +29,10 @@ from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.stream import TensorStream, bucket_size
+from mindgrpo.weights.host_tensors import HostTensors
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+from mindgrpo.weights.safetensors_writer import MAX_SHARD_BYTES, SafetensorsWriter
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (
@@ -43,7 +46,6 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-MAX_SHARD_BYTES = 2 << 30
 ALONE = Grid(1, 1, 1)
 
 
@@ -92,29 +94,56 @@ def export_policy(
 ) -> None:
     """Writes the whole model, adapters added in; all ranks together, with the policy's weights on the device.
 
-    Rank 0 needs host memory for the whole model. `source` is the directory that the run started from.
+    Rank 0 has one group of tensors and one shard of the files in memory at a time (HostPlan counts them). `source` is
+    the directory that the run started from.
     """
-    full = Weights(
-        weights.layout.whole_on(ALONE),
-        backend.rank,
-        backend,
-        "export",
-        on_host_only=True,
-        dtype=weights.dtype,
-    )
-    syncer = WeightSyncer(weights, adapters, full, backend)
-    with memory.temporary_host("export_copy", [full.pool, *syncer.copies]):
-        syncer.run()
-        on_first_rank(backend, lambda: _write_model(full, source, target))
+    layout = weights.layout.whole_on(ALONE)
+    pool = backend.host_pool(bucket_size(layout, backend.rank, weights.dtype), dtype=weights.dtype)
+    with ExitStack() as opened:
+        files = _Files(pool, target, opened)
+        on_first_rank(backend, files.open)
+        stream = TensorStream(weights, adapters, layout, backend, files)
+        with memory.temporary_host("export_copy", stream.host_copies):
+            stream.run()
+        on_first_rank(backend, lambda: files.finish(Path(source)))
 
 
-def _write_model(full: Weights, source: str, target: Path) -> None:
-    with writing(target):
-        with SafetensorsWriter(target, MAX_SHARD_BYTES) as writer:
-            for spec in full.layout.specs:
-                values = full.arrays.hf_views[spec.name]
-                writer.add(spec.name, values.astype(np.float32, copy=False))
-        write_companions(Path(source), target, "float32")
+class _Files:
+    """A TensorSink that adds each group to the files in `target`, on rank 0; leaving `opened` removes what is not whole."""
+
+    def __init__(self, pool: Pool, target: Path, opened: ExitStack) -> None:
+        self.pool, self._target, self._opened = pool, target, opened
+        self._writer: SafetensorsWriter | None = None
+        self._error: UserError | None = None
+
+    @property
+    def host_copies(self) -> Sequence[Pool]:
+        return [self.pool]
+
+    def open(self) -> None:
+        """Raises UserError, CannotWrite among them."""
+        with writing(self._target):
+            writer = SafetensorsWriter(self._target, MAX_SHARD_BYTES)
+            self._writer = self._opened.enter_context(writer)
+
+    def take(self, tensors: HostTensors) -> None:
+        """Keeps what cannot be written for `finish`: the other ranks are in the middle of the transfer."""
+        assert self._writer is not None
+        if self._error is not None:
+            return
+        try:
+            for name, values in tensors.hf_views.items():
+                self._writer.add(name, values.astype(np.float32, copy=False))
+        except UserError as error:
+            self._error = error
+
+    def finish(self, source: Path) -> None:
+        """Raises CannotWrite."""
+        if self._error is not None:
+            raise self._error
+        with writing(self._target):
+            self._opened.close()
+            write_companions(source, self._target, "float32")
 
 
 def export_adapters(

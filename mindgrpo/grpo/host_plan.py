@@ -18,8 +18,10 @@ from mindgrpo.grpo.run_plan import FLOAT_BYTES, LARGEST, RunPlan
 from mindgrpo.grpo.settings import compute_dtype, device_budget
 from mindgrpo.memory.counted_pool import CountedPool
 from mindgrpo.memory.residency import Residency
+from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.weights.safetensors_writer import MAX_SHARD_BYTES
 
 # Roles that are made again instead of kept on the host (grpo/roles.py).
 REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
@@ -127,8 +129,8 @@ class HostPlan:
             share = COPIES_IN_A_CHECKPOINT * FLOAT_BYTES * num_parameters(plan.model)
             sizes["a checkpoint until it is written"] = share // plan.world_size
         lines = [f"{format_bytes(size):>10} a rank: {what}" for what, size in sizes.items() if size]
-        export = num_parameters(plan.model) * ITEM_BYTES[compute_dtype(config)]
-        lines.append(f"{format_bytes(export):>10} on rank 0: the model when it is written")
+        export = format_bytes(self.export_bytes)
+        lines.append(f"{export:>10} on rank 0: what is in memory of the model when it is written")
         if config.context.target == SHARED_MEMORY:
             return [*lines, "nothing is copied between device and host: they are one memory"]
         return [
@@ -136,12 +138,30 @@ class HostPlan:
             f"{format_bytes(self.step_bytes):>10} a step between device and host, over all ranks",
         ]
 
+    @property
+    def export_bytes(self) -> int:
+        """On rank 0: a group of tensors as they are kept, and in float32 those of a file that is not full yet."""
+        plan, lora = self._plan, self._plan.lora
+        kept = FLOAT_BYTES if lora is None else ITEM_BYTES[compute_dtype(plan.config)]
+        largest = FLOAT_BYTES * max(math.prod(spec.shape) for spec in plan.train.specs)
+        whole = FLOAT_BYTES * num_parameters(plan.model)
+        export = self._largest_group * kept + min(whole, max(MAX_SHARD_BYTES, largest) + largest)
+        if lora is not None:
+            # Whole adapters, and a tensor of narrow weights on its way to float32.
+            sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))
+            export += FLOAT_BYTES * sum(sizes) + (largest if kept != FLOAT_BYTES else 0)
+        return export
+
     def _bucket_bytes(self) -> int:
         """The largest group of tensors, in vLLM's dtype and once more in the run's where that is another."""
-        plan = self._plan
+        config = self._plan.config
+        engine, own = config.generate_config.vllm.dtype, compute_dtype(config)
+        return self._largest_group * sum(ITEM_BYTES[dtype] for dtype in {engine, own})
+
+    @property
+    def _largest_group(self) -> int:
+        """Elements of a layer, or of what stands before or after the layers."""
         groups: Counter[object] = Counter()
-        for spec in plan.train.specs:
+        for spec in self._plan.train.specs:
             groups[spec.position] += math.prod(spec.shape)
-        engine, own = plan.config.generate_config.vllm.dtype, compute_dtype(plan.config)
-        sizes = [ITEM_BYTES[dtype] for dtype in {engine, own}]
-        return max(groups.values()) * sum(sizes)
+        return max(groups.values())

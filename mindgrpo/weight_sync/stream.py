@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.models.lora import merge
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
@@ -19,7 +20,7 @@ from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.checksum import box_sum
-from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weights.host_tensors import HostTensors, aligned_size
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -45,6 +46,12 @@ def groups_of(layout: Layout) -> list[Layout]:
         number = spec.position if isinstance(spec.position, int) else at_the_ends
         groups.setdefault(number, []).append(spec)
     return [replace(layout, specs=tuple(groups[number])) for number in sorted(groups)]
+
+
+def bucket_size(layout: Layout, rank: int, dtype: Dtype) -> int:
+    """Elements of a pool with room for any one group of `layout` on `rank`."""
+    groups = [group.held_by(rank).values() for group in groups_of(layout)]
+    return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in boxes) for boxes in groups)
 
 
 class TensorStream:

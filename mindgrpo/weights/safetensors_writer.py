@@ -20,6 +20,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # MindFormers' index.
 NAME_MAP_FILE = "param_name_map.json"
+# Of a model's files, unless asked otherwise.
+MAX_SHARD_BYTES = 2 << 30
 
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

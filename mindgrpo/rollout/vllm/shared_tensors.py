@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
-from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
-from mindgrpo.weight_sync.stream import groups_of
+from mindgrpo.weight_sync.stream import bucket_size
 from mindgrpo.weights.host_tensors import HostTensors, aligned_size
 
 CONVERTED_AT_ONCE = 1 << 20
@@ -36,17 +36,12 @@ class SharedTensors:
     ) -> None:
         """`dtype` is the engine's."""
         self._hand_over = hand_over
-        groups = [group.held_by(backend.rank).values() for group in groups_of(layout)]
-
-        def largest(dtype: Dtype) -> int:
-            itemsize = ITEM_BYTES[dtype]
-            return max(sum(aligned_size(box, itemsize) for box in boxes) for boxes in groups)
-
-        self.bucket: Any = backend.host_pool(largest(dtype), shared=True, dtype=dtype)
+        size = bucket_size(layout, backend.rank, dtype)
+        self.bucket: Any = backend.host_pool(size, shared=True, dtype=dtype)
         self.pool: Pool = self.bucket
         own = backend.compute_dtype
         if dtype != own:
-            self.pool = backend.host_pool(largest(own), dtype=own)
+            self.pool = backend.host_pool(bucket_size(layout, backend.rank, own), dtype=own)
 
     @property
     def host_copies(self) -> Sequence[Pool]:
