@@ -128,3 +128,41 @@ PROGRAM_THAT_FAILS = textwrap.dedent(
     sys.exit(7)
     """
 )
+
+# A sitecustomize of Python: in the doctor's checks one kernel raises and leaves its process broken, another kills it.
+PLANTS_KERNELS = textwrap.dedent(
+    """
+    import importlib.util, os, signal, sys
+    CASES = "mindgrpo.backend.probes.kernel_cases"
+
+    def plant(module):
+        from dataclasses import replace
+        real, broken = module.cases, []
+
+        def planted(case):
+            def make(kernels):
+                if type(kernels).__name__ == "NativeKernels":
+                    if case.name == "packed attention, biases":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if case.name == "norm of a sum" or broken:
+                        broken.append(case.name)
+                        raise RuntimeError("this kernel breaks its process")
+                return case.make(kernels)
+
+            return replace(case, make=make)
+
+        module.cases = lambda: [planted(case) for case in real()]
+
+    class Finder:
+        def find_spec(self, name, path, target=None):
+            if name != CASES:
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), plant(module))
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+    """
+)

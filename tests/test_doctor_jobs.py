@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from npu_stand_ins import PROGRAM_THAT_FAILS
+from npu_stand_ins import PLANTS_KERNELS, PROGRAM_THAT_FAILS
 
 from mindgrpo.backend.probes.line import Line, fails, ok
 from mindgrpo.doctor import first_step
@@ -125,6 +125,73 @@ def test_kernels_that_compute_what_their_doubles_do_pass_and_others_fail(process
     }
 
 
+def test_integers_that_do_not_wrap_and_rows_that_take_anothers_angle_fail(
+    processors: None,
+) -> None:
+    from ascend_doubles import DOUBLES
+    from mindspore import Tensor, nn, ops
+
+    from mindgrpo.backend.kernels.ascend import AscendKernels
+    from mindgrpo.backend.probes.exact_cases import compare_exactly, exact_cases
+
+    class Shifted(nn.Cell):
+        def construct(self, x: Any) -> Any:
+            # With the sign from above.
+            return tuple(ops.bitwise_right_shift(x, shift) for shift in (11, 14, 15, 16, 17))
+
+    class Products(nn.Cell):
+        def construct(self, x: Any, y: Any) -> Any:
+            # Ends at the largest number, where it should wrap.
+            top = 2**31 - 1
+            both = x.asnumpy().astype(float) * y.asnumpy().astype(float)
+            return (Tensor(both.clip(-top, top).astype("int32")), *([x] * 4))
+
+    def of_a_thousand_rows(x: Any, cos: Any, sin: Any, mode: int) -> Any:
+        rows = Tensor([i % 1000 for i in range(x.shape[0])])
+        return DOUBLES.rotary_position_embedding(x, cos[rows], sin[rows], mode)
+
+    products, shifts, rotary = exact_cases()
+    good = AscendKernels(DOUBLES, "bfloat16")
+    for case in (products, shifts, rotary):
+        assert compare_exactly(case, good, "float16").status == "ok"
+    bad = AscendKernels(replace(DOUBLES, rotary_position_embedding=of_a_thousand_rows), "float16")
+    planted = (
+        replace(products, make=lambda _: Products()),
+        replace(shifts, make=lambda _: Shifted()),
+        rotary,
+    )
+    for case in planted:
+        line = compare_exactly(case, bad, "float16")
+        assert line.status == "fails" and "do not train on this device" in line.remedy
+
+
+def test_a_kernel_that_breaks_or_ends_its_process_spoils_no_other_line(tmp_path: Path) -> None:
+    """Planted in the place of a C kernel, in whatever process makes its check."""
+    (tmp_path / "sitecustomize.py").write_text(PLANTS_KERNELS)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MINDGRPO_FORK": "0"}
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "mindgrpo", "doctor", "--device", "--only", "kernels"]
+    ended = subprocess.run(
+        [*command, "--output", str(report)],
+        env=environment,
+        cwd=first_step.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    lines = {line["check"]: line for line in json.loads(report.read_text())["lines"]}
+    failed = {check: line["seen"] for check, line in lines.items() if line["status"] == "fails"}
+    assert set(failed) == {"C norm of a sum, float32", "C packed attention, biases, float32"}
+    assert "this kernel breaks its process" in failed["C norm of a sum, float32"]
+    assert "killed by signal 9" in failed["C packed attention, biases, float32"]
+    following = ("C gate, float32", "C packed attention, norms, float32")
+    assert [lines[check]["status"] for check in following] == ["ok", "ok"]
+    assert any(
+        "this kernel breaks" in str(job) for job in json.loads(report.read_text())["jobs"].values()
+    )
+
+
 def test_a_first_step_that_is_another_one_fails_within_what_its_dtype_allows() -> None:
     committed = json.loads(first_step.COMMITTED.read_text())
     assert {line.status for line in first_step.compared(committed, committed, "float32")} == {"ok"}
@@ -192,6 +259,8 @@ def test_every_line_that_can_run_on_processors_passes(content: dict[str, Any]) -
     assert set(checks(content, "weights").values()) == {"ok"}
     assert set(checks(content, "first_step").values()) == {"ok"}
     kernels = checks(content, "kernels")
+    exact = ("int32 products", "right shifts", "rotary positions of 8192 rows")
+    assert [kernels[check] for check in exact] == ["ok"] * 3
     skipped = {check for check, status in kernels.items() if status == "skipped"}
     assert {check for check in kernels if check.startswith("fused")} <= skipped
     assert all("no NPU here" in line["seen"] for line in content["lines"][:4])

@@ -14,14 +14,14 @@ from mindgrpo.backend.probes.line import Line, fails, ok, skipped
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.jobs import JobEnd, run_job
-from mindgrpo.doctor.records import ENDED_REMEDY, merged, read_records
+from mindgrpo.doctor.records import ENDED_REMEDY, Records, merged, read_records
 from mindgrpo.doctor.settings import DEADLINES, dtype_of, example_ranks
 
 PROGRAM = Path(__file__).with_name("on_ranks.py")
 # In the order of the report.
 SECTIONS = ("driver", "versions", "memory", "communication", "weights", "kernels", "first_step")
-# Sections that one job makes, and whether on all ranks or on one.
-JOBS = ((("communication", "weights"), True), (("kernels",), False))
+# Those that one job makes on all ranks.
+ON_ALL_RANKS = ("communication", "weights")
 
 
 @dataclass
@@ -40,15 +40,14 @@ class Examination:
         for section, check in HOST_CHECKS.items():
             if section in wanted:
                 yield self._timed(section, partial(check, host, self.num_ranks))
-        for names, on_all in JOBS:
-            chosen = [name for name in names if name in wanted]
-            if not chosen:
-                continue
-            num_ranks = self.num_ranks if on_all else 1
-            lines = self._job(chosen, num_ranks)
-            seconds = self.jobs[",".join(chosen)].seconds
-            for name in chosen:
-                yield name, lines[name], seconds
+        chosen = [name for name in ON_ALL_RANKS if name in wanted]
+        if chosen:
+            end = self._job(chosen, self.num_ranks)
+            records = read_records(self._folder(chosen), self.num_ranks)
+            for name, lines in merged(records, chosen, end.ending).items():
+                yield name, _without_ok(name, lines), end.seconds
+        if "kernels" in wanted:
+            yield self._timed("kernels", self._kernels)
         if "first_step" in wanted:
             yield self._timed("first_step", self._first_step)
 
@@ -63,16 +62,39 @@ class Examination:
             lines = [fails(section, f"{type(error).__name__}: {error}", "send this report")]
         return section, lines, time.monotonic() - started
 
-    def _job(self, sections: Sequence[str], num_ranks: int) -> dict[str, list[Line]]:
-        name = ",".join(sections)
-        folder = self.folder / name
+    def _folder(self, sections: Sequence[str]) -> Path:
+        folder = self.folder / ",".join(sections)
         folder.mkdir(parents=True, exist_ok=True)
-        command = [str(PROGRAM), name, str(folder), self.target.device]
+        return folder
+
+    def _job(self, sections: Sequence[str], num_ranks: int, first: int = 0) -> JobEnd:
+        """`first` is the number of the first check, where the sections' earlier ones were made by another job."""
+        folder, name = self._folder(sections), ",".join(sections)
+        command = [str(PROGRAM), name, str(folder), self.target.device, str(first)]
         deadline = max(DEADLINES[section] for section in sections)
-        end = run_job(num_ranks, command, self.environment, deadline, folder)
-        self.jobs[name] = end
-        lines = merged(read_records(folder, num_ranks), sections, end.ending)
-        return {section: _without_ok(section, own) for section, own in lines.items()}
+        logs = folder / str(first)
+        end = run_job(num_ranks, command, self.environment, deadline, logs)
+        self.jobs[f"{name},{first}" if first else name] = end
+        return end
+
+    def _kernels(self) -> list[Line]:
+        """A process makes the checks until one raises or ends it; the next process begins with the check after it."""
+        section, first = ("kernels",), 0
+        while True:
+            end = self._job(section, 1, first)
+            records = read_records(self._folder(section), 1)
+            begun = [
+                row["starts"] for row in records[0] if row.get("starts", "kernels") != "kernels"
+            ]
+            before, first = first, len(begun)
+            is_stuck = end.status is None and first == before + 1
+            if not end.ending or first == before or is_stuck:
+                return _without_ok("kernels", merged(records, section, end.ending)["kernels"])
+            if "line" not in records[0][-1]:
+                seen = f"its process did not come to its end: {end.ending}"
+                own = Records(self._folder(section), 0)
+                own.section = "kernels"
+                own.ends(fails(begun[-1], seen, ENDED_REMEDY))
 
     def _first_step(self) -> list[Line]:
         if not first_step.EXAMPLE.is_file():

@@ -1,6 +1,7 @@
 """The doctor's program on every rank: on_ranks.py SECTIONS FOLDER DEVICE, where FOLDER takes what was seen.
 
-SECTIONS are `communication`, `weights` and `kernels`, or `first_step` with further arguments.
+SECTIONS are `communication` and `weights`, `kernels` with the number of the first check, or `first_step` with further
+arguments.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from mindgrpo.doctor.weights import weight_lines
 Lines = Callable[[Callable[[str], None]], Iterator[Line]]
 
 
-def sections_of(names: str, backend: Backend, target: Target) -> dict[str, Lines]:
+def sections_of(names: str, backend: Backend, target: Target, first: int) -> dict[str, Lines]:
     known: dict[str, Lines] = {
         "communication": partial(communication_lines, backend),
         "weights": partial(weight_lines, backend, weight_bytes(target)),
-        "kernels": partial(kernel_lines, target.device),
+        "kernels": partial(kernel_lines, target.device, first),
     }
     return {name: known[name] for name in names.split(",")}
 
@@ -58,7 +59,8 @@ def main() -> None:
     target = Target(device, "device")
     settings = RuntimeSettings(compute_dtype=dtype_of(target))
     backend = connect(target, dict(os.environ), settings)
-    run_sections(sections_of(names, backend, target), Records(Path(folder), backend.rank))
+    first = int(sys.argv[4]) if sys.argv[4:] else 0
+    run_sections(sections_of(names, backend, target, first), Records(Path(folder), backend.rank))
     backend.close()
 
 

@@ -1,14 +1,17 @@
-"""Compares a device's fused kernels with their plain doubles on that device: outputs and gradients, by dtype.
+"""The doctor's checks of kernels: exact ones (exact_cases.py), then fused kernels against their plain doubles.
 
-The double is MindSpore's plain operations in float32, on inputs that were rounded to the compared dtype. A difference
-counts as a share of the largest value of an output or gradient.
+Fused kernels are compared on one device, outputs and gradients, by dtype. The double is MindSpore's plain operations in
+float32, on inputs that were rounded to the compared dtype. A difference counts as a share of the largest value of an
+output or gradient.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -20,6 +23,7 @@ from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.probes.exact_cases import compare_exactly, exact_cases
 from mindgrpo.backend.probes.kernel_cases import Case, cases, tensor_of
 from mindgrpo.backend.probes.line import Line, fails, ok, skipped
 
@@ -96,22 +100,21 @@ def difference(ours: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> float
 
 
 def compare(case: Case, fused: Fused) -> Line:
-    check = f"{fused.name} {case.name}, {fused.dtype}"
+    """Raises what the fused kernel raises."""
+    check = name_of(case, fused)
     passes = "forward and backward" if case.has_gradient else "forward"
     limit = TOLERANCE[fused.dtype]
     if case.is_plain_of(fused.make()):
         return skipped(check, "there is none: plain operations compute it")
     plain = results(case, PlainKernels(), fused.dtype, rounded=True)
-    try:
-        ours = results(case, fused.make(), fused.dtype, rounded=False)
-    except (RuntimeError, TypeError, ValueError) as error:
-        missing = _UNSUPPORTED.search(str(error))
-        if missing:
-            return skipped(check, f"the host's processors have no {missing[1]}")
-        return fails(check, f"{passes}: {type(error).__name__}: {first_words(error)}", REMEDY)
+    ours = results(case, fused.make(), fused.dtype, rounded=False)
     worst = difference(ours, plain)
     seen = f"{passes}, differs by {worst:.1e} of the largest value, allowed {limit:.0e}"
     return ok(check, seen) if worst <= limit else fails(check, seen, REMEDY)
+
+
+def name_of(case: Case, fused: Fused) -> str:
+    return f"{fused.name} {case.name}, {fused.dtype}"
 
 
 def first_words(error: BaseException) -> str:
@@ -137,14 +140,39 @@ def _native() -> Kernels:
     return NativeKernels()
 
 
-def kernel_lines(device: str, starts: Callable[[str], None]) -> Iterator[Line]:
-    """`starts` as in communication.py."""
+def kernel_checks(device: str) -> list[tuple[str, Callable[[], Line]]]:
+    """(name, what makes its line) of every check on `device`."""
+    # What runs compute with there; operations on integers are the same in all kernels.
+    own = Fused("plain", PlainKernels, "float32")
+    if device == "Ascend":
+        own = fused_of(device)[-1]
+    checks: list[tuple[str, Callable[[], Line]]] = []
+    for exact in exact_cases():
+        checks.append((exact.name, partial(compare_exactly, exact, own.make(), own.dtype)))
     for fused in fused_of(device):
         if fused.name == "C" and native_library.library() is None:
-            yield skipped("C kernels", "they cannot be compiled here, and runs go without")
+            reason = "they cannot be compiled here, and runs go without"
+            checks.append(("C kernels", partial(skipped, "C kernels", reason)))
             continue
-        for case in cases():
-            if case.is_attention and not fused.has_attention:
-                continue
-            starts(f"{fused.name} {case.name}, {fused.dtype}")
-            yield compare(case, fused)
+        chosen = [case for case in cases() if fused.has_attention or not case.is_attention]
+        checks += [(name_of(case, fused), partial(compare, case, fused)) for case in chosen]
+    return checks
+
+
+def kernel_lines(device: str, first: int, starts: Callable[[str], None]) -> Iterator[Line]:
+    """Of the checks from number `first` on; `starts` as in communication.py.
+
+    Ends this process after a check that raises: what it leaves of the device's state is no ground for the next one.
+    """
+    for name, check in kernel_checks(device)[first:]:
+        starts(name)
+        try:
+            line = check()
+        except (RuntimeError, TypeError, ValueError) as error:
+            missing = _UNSUPPORTED.search(str(error))
+            if not missing:
+                yield fails(name, f"{type(error).__name__}: {first_words(error)}", REMEDY)
+                traceback.print_exception(error)
+                raise SystemExit(1) from error
+            line = skipped(name, f"the host's processors have no {missing[1]}")
+        yield line
