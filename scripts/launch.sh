@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `mindgrpo launch` with the .venv of this clone: launch.sh --ranks N [--max_restarts M] [HOSTS] -- PROGRAM [ARGUMENTS];
-# HOSTS: --hosts H --host_index I --master A:P, or --cluster slurm, ascendjob or auto.
+# `mindgrpo launch` with the .venv of this clone: launch.sh --ranks N [--max_restarts M] [HOSTS] --config FILE [--key
+# value ...], or -- PROGRAM [ARGUMENTS]; HOSTS: --hosts H --host_index I --master A:P, or --cluster slurm, ascendjob or auto.
 # What it does and which variables it reads: mindgrpo/cli/launch.py. Logs go to this clone's output/logs by default.
 set -uo pipefail
 

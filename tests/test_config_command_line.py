@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from config_files import Loader, section
 
-from mindgrpo.config import Config, parse_command_line
+from mindgrpo.config import Config, load_config, parse_command_line
 from mindgrpo.errors import UserError
 
 
@@ -30,6 +30,20 @@ def test_flags_given_in_python_stand_between_file_and_overrides(load: Loader) ->
     loaded = load("rl_config:\n  beta: 0.5\n", "--rl_config.beta", "0.0", **flags)
     assert (loaded.config.rl_config.beta, loaded.config.rl_config.seed) == (0.0, 4)
     assert loaded.origins["rl_config.seed"] == "argument rl_config.seed"
+
+
+@pytest.mark.parametrize("words", [["--config", "FILE"], ["--config=FILE"]])
+def test_arguments_of_a_program_may_name_the_file_that_it_reads(
+    load: Loader, tmp_path: Path, words: list[str]
+) -> None:
+    (other := tmp_path / "other.yaml").write_text("rl_config:\n  seed: 7\n")
+    given = [word.replace("FILE", str(load.path)) for word in words]
+    config = load("rl_config:\n  seed: 3\n", *given, "--rl_config.beta=0.5").config
+    assert (config.rl_config.seed, config.rl_config.beta) == (3, 0.5)
+    # The command line wins, as over every value of the file; the one in code need not exist then.
+    given = [word.replace("FILE", str(other)) for word in words]
+    assert load_config(load.path, given).config.rl_config.seed == 7
+    assert load_config(tmp_path / "none.yaml", given).config.rl_config.seed == 7
 
 
 def test_the_users_flags_reach_their_keys(load: Loader) -> None:

@@ -168,6 +168,8 @@ def run_scripts(clone: Clone, command: str) -> None:
     assert "mindgrpo.cli.verbs" in code and verb == "launch"
     options = read_options(words, {})
     program, *arguments = options.command
+    if program == "eval":
+        arguments = list(options.command)
     assert has_config(arguments), f"{program} is started without --config, and nothing is checked"
     # A run goes on with its own settings only.
     short = SHORT if "--resume_training" in arguments else ()

@@ -162,6 +162,36 @@ def test_options_come_from_the_command_line_first_and_then_from_the_environment(
         read_options(words, {"MINDGRPO_STOP_SECONDS": "soon"})
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["--ranks", "8", "--config", "my.yaml", "--output_dir=x"], "train --config my.yaml"),
+        (["--config", "my.yaml", "--ranks=8", "--output_dir=x"], "train --config my.yaml"),
+        (["--ranks", "8", "--", "train", "--config=my.yaml", "--output_dir=x"], None),
+        (["--ranks", "8", "--", "eval", "--config=my.yaml", "--output_dir=x"], None),
+    ],
+)
+def test_ranks_need_no_program_of_the_users(words: list[str], command: str | None) -> None:
+    options = read_options(words, {})
+    asked = words[3:] if command is None else [*command.split(), "--output_dir=x"]
+    assert (options.num_ranks, list(options.command)) == (8, asked)
+    plan = plan_of(options)
+    assert list(plan.main.command[-len(asked) :]) == asked
+    # What `check` is given; an evaluation is checked as one.
+    arguments = asked if asked[0] == "eval" else asked[1:]
+    assert plan.check is not None and plan.fork_server is not None
+    assert list(plan.check.command[3:]) == ["check", "--quiet", "--ranks", "8", *arguments]
+    assert list(plan.fork_server.command[3:]) == arguments
+
+
+def test_what_is_neither_a_program_nor_a_configuration_is_refused() -> None:
+    for words in (["--output_dir", "x"], ["my.yaml"], ["--config", "my.yaml", "--", PROGRAM]):
+        with pytest.raises(UserError, match="usage: "):
+            read_options(["--ranks", "8", *words], {})
+    with pytest.raises(UserError, match="there is no program trian: give the path .* train, eval"):
+        read_options(["--ranks", "8", "--", "trian", "--config", "my.yaml"], {})
+
+
 MASTER = ("--master", "10.0.0.1:17000")
 
 

@@ -1,4 +1,4 @@
-"""The wheel alone, in an environment of its own: `mindgrpo launch` starts ranks from any folder.
+"""The wheel alone, in an environment of its own: `mindgrpo launch` starts ranks, and trains, from any folder.
 
 MindSpore and the other requirements are seen through the environment that runs the tests, so that nothing is
 downloaded. Does not prove that pip finds versions of them that fit.
@@ -14,6 +14,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import small_runs
+import yaml
 from report_runs import make_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +25,31 @@ import mindgrpo
 from mindgrpo.health.rank_health import RankHealth
 print("rank", os.environ["RANK_ID"], os.path.dirname(mindgrpo.__file__), "mindspore" in sys.modules, sys.argv[1:])
 """
+
+
+# As README has it.
+MY_MAIN = """
+import sys
+from mindgrpo import GRPOTrainer, load_config
+GRPOTrainer(load_config("my.yaml", sys.argv[1:])).train()
+"""
+SHORT = (
+    "--rl_config.max_steps",
+    "1",
+    "--verifier_function",
+    "accuracy_reward",
+    "--output_dir",
+    "out",
+)
+
+
+def outside() -> dict[str, str]:
+    """The environment of a shell in which no virtual environment is active, but for MindSpore's programs.
+
+    msrun is MindSpore's: a `pip install` with its requirements puts it beside `mindgrpo`.
+    """
+    kept = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ}
+    return kept | {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
 
 
 def run(*command: str | Path, **more: str | Path) -> str:
@@ -57,13 +84,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_path: Path) -> None:
     program = tmp_path / "my_main.py"
     program.write_text(PROGRAM)
-    kept = {name: os.environ[name] for name in ("HOME", "TMPDIR", "LANG") if name in os.environ}
-    # msrun is MindSpore's: a `pip install` with its requirements puts it beside `mindgrpo`.
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     words = ("--ranks", "2", "--", "my_main.py", "--a", "b")
-    shown = run(
-        installed / "bin" / "mindgrpo", "launch", *words, cwd=tmp_path, env=kept | {"PATH": path}
-    )
+    shown = run(installed / "bin" / "mindgrpo", "launch", *words, cwd=tmp_path, env=outside())
     (package,) = installed.glob("lib/python*/site-packages/mindgrpo")
     expected = [f"rank {rank} {package} True ['--a', 'b']\n" for rank in range(2)]
     assert shown == expected[0]
@@ -71,6 +93,33 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
     (logs,) = (tmp_path / "output" / "logs").iterdir()
     assert (logs / "worker_1.log").read_text() == expected[1]
     assert {path.name for path in tmp_path.iterdir()} == {"my_main.py", "output"}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--ranks", "2", "--", "my_main.py", "--config", "my.yaml"),
+        ("--ranks", "2", "--config", "my.yaml"),
+        ("--ranks", "1", "--", "train", "--config=my.yaml"),
+    ],
+    ids=["my_main.py", "no program", "train"],
+)
+def test_a_run_is_launched_from_an_installed_wheel(
+    installed: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    small_runs.make_inputs(tmp_path)
+    document = yaml.safe_load((tmp_path / "small.yaml").read_text())
+    document["actor_config"]["load"] = "model"
+    document["rl_config"] |= {"dataset_file": "train.jsonl", "eval_steps": 0}
+    for section in ("actor_config", "ref_config", "generate_config"):
+        document[section]["parallel_config"] = {"data_parallel": int(words[1])}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "my_main.py").write_text(MY_MAIN)
+    # Not what is meant.
+    (tmp_path / "train").write_text("raise AssertionError")
+    command = ("launch", *words, *SHORT)
+    run(installed / "bin" / "mindgrpo", *command, cwd=tmp_path, env=outside())
+    assert len(small_runs.rows(tmp_path / "out")) == 1
 
 
 def test_a_page_is_written_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:

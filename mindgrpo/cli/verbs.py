@@ -16,7 +16,8 @@ from mindgrpo.errors import UserError
 # The lines of the help, by verb.
 USAGE = {
     "launch": """\
-  launch  --ranks N [--max_restarts M] -- PROGRAM    a program and its arguments on N ranks, started again up to M times
+  launch  --ranks N [--max_restarts M] --config YAML  train on N ranks, started again up to M times
+          ... -- PROGRAM [ARGUMENTS]                 ... or run a program of your own, or -- eval --config YAML
           [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A
           [--cluster auto|msrun|slurm|ascendjob]     ... which the variables of that scheduler say (msrun: none)""",
     "train": """\

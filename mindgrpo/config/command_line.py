@@ -11,6 +11,7 @@ from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 from mindgrpo.errors import UserError
 
+CONFIG = "--config"
 FLAGS: dict[str, str] = {
     "--model_name": "rl_config.model_name",
     "--dataset_file": "rl_config.dataset_file",
@@ -65,7 +66,7 @@ def key_of(flag: str) -> str:
     name = flag[2:]
     if "." in name or name in SECTIONS or name in LIVE:
         return name
-    near = nearest(flag, ["--config", *FLAGS], cutoff=0.8)
+    near = nearest(flag, [CONFIG, *FLAGS], cutoff=0.8)
     is_near = near and not aliases().remedy(name)
     meant = f"did you mean {near}" if is_near else suggestion(name, "--")
     raise UserError(f"{flag} is no flag of this program; {meant}.")
@@ -76,7 +77,7 @@ def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
     config: Path | None = None
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
-        if flag == "--config":
+        if flag == CONFIG:
             config = Path(value)
             continue
         key_of(flag)

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.config.command_line import key_of, split_overrides
+from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.error_messages import explain, shown
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
@@ -48,13 +48,18 @@ class Loaded:
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Loaded:
-    """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError."""
-    entries = read_yaml(Path(path))
+    """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError.
+
+    `overrides` may be all that a program gets, `sys.argv[1:]`: a file behind --config is read instead of `path`.
+    """
+    pairs = split_overrides(overrides)
+    entries = read_yaml(Path(dict(pairs).get(CONFIG, path)))
     for name, value in (flags or {}).items():
         _override(entries, key_of(f"--{name}"), value, f"argument {name}")
-    for flag, text in split_overrides(overrides):
-        key = key_of(flag)
-        _override(entries, key, _value_of(text, key), f"command line {flag}")
+    for flag, text in pairs:
+        if flag != CONFIG:
+            key = key_of(flag)
+            _override(entries, key, _value_of(text, key), f"command line {flag}")
     return _loaded(entries)
 
 

@@ -11,8 +11,10 @@ from mindgrpo.launch.cluster import flags_of_cluster
 
 USAGE = (
     "usage: mindgrpo launch --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT | "
-    "--cluster auto|msrun|slurm|ascendjob] -- PROGRAM [ARGUMENTS]"
+    "--cluster auto|msrun|slurm|ascendjob] -- PROGRAM [ARGUMENTS], or --config FILE [--key value ...] to train"
 )
+# Verbs that run on ranks without a program of the user's. A file of such a name is written ./train.
+VERBS = ("train", "eval")
 FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master", "--cluster")
 STOP_SECONDS = "60"
 POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
@@ -29,7 +31,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Options:
-    """`command` is the program and its arguments; `max_restarts` is how often a job that failed is started again.
+    """`command` is a program or one of VERBS, with arguments; `max_restarts` is how often a failed job is restarted.
 
     `cluster` is the scheduler whose variables gave `hosts`; msrun: none, the user did.
     """
@@ -42,6 +44,11 @@ class Options:
     port: int | None = None
     log_folder: str = "output/logs"
     stop_seconds: float = float(STOP_SECONDS)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Those of the program; for a verb, as the examples' main.py has them: all but `train`."""
+        return self.command if self.command[0] == "eval" else self.command[1:]
 
     @property
     def num_local_ranks(self) -> int:
@@ -60,18 +67,29 @@ def _whole(text: str, numbers: range, otherwise: str) -> int:
     return int(text)
 
 
+def has_config(arguments: Sequence[str]) -> bool:
+    return any(word == "--config" or word.startswith("--config=") for word in arguments)
+
+
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Values by flag, and the command that follows `--`."""
+    """Returns values by flag, and the command: what follows `--`, or `train` with all other arguments."""
     values: dict[str, str] = {}
-    words = list(argv)
-    while words and words[0].partition("=")[0] in FLAGS:
-        flag, equals, value = words.pop(0).partition("=")
-        if not equals and not words:
+    words, others = list(argv), []
+    while words and words[0] != "--":
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS:
+            others.append(word)
+        elif equals or words:
+            values[flag] = value if equals else words.pop(0)
+        else:
             raise UserError(USAGE)
-        values[flag] = value if equals else words.pop(0)
-    if words[:1] != ["--"] or len(words) < 2:
+    command = words[1:]
+    if not words and others[:1] and others[0].startswith("--") and has_config(others):
+        others, command = [], ["train", *others]
+    if others or not command:
         raise UserError(USAGE)
-    return values, tuple(words[1:])
+    return values, tuple(command)
 
 
 def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
@@ -85,9 +103,9 @@ def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options
     text = values.get("--max_restarts", environment.get("MINDGRPO_MAX_RESTARTS") or "0")
     wrong = f"--max_restarts {text} is not a whole number ({USAGE})."
     restarts = _whole(text, range(POSITIVE.stop), wrong)
-    if not os.path.isfile(command[0]):
+    if command[0] not in VERBS and not os.path.isfile(command[0]):
         raise UserError(
-            f"there is no program {command[0]}: give the path of a Python file ({USAGE})."
+            f"there is no program {command[0]}: give the path of a Python file, or one of {', '.join(VERBS)} ({USAGE})."
         )
     text = values.get("--hosts", "1")
     num_hosts = _whole(text, POSITIVE, f"--hosts {text} {positive}")

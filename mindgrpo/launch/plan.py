@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.health.resume_command import PREFIX_VARIABLE
 from mindgrpo.launch.cluster_limits import cluster_variables
-from mindgrpo.launch.options import Options
+from mindgrpo.launch.options import Options, has_config
 
 STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
 SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
@@ -68,10 +68,6 @@ class JobPlan:
         return self.logs / "status"
 
 
-def has_config(arguments: Sequence[str]) -> bool:
-    return any(word == "--config" or word.startswith("--config=") for word in arguments)
-
-
 def make_plan(
     options: Options,
     environment: Mapping[str, str],
@@ -88,7 +84,7 @@ def make_plan(
         "MINDGRPO_LAUNCHED_AT": f"{started_at:.6f}",
         PREFIX_VARIABLE: _prefix(options, environment),
     }
-    arguments = options.command[1:]
+    arguments = options.arguments
     check = fork_server = None
     if has_config(arguments):
         words = ("check", "--quiet", "--ranks", str(options.num_ranks), *arguments)

@@ -1,4 +1,4 @@
-"""Runs a program as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
+"""Runs a program, or a verb, as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
 
 Where there is a fork server, the rank is forked there, which saves it the imports, and this process stands in for it:
 passes signals on and ends as the rank ends. Else the program runs here. It sees what it sees under
@@ -29,8 +29,11 @@ from typing import NoReturn
 
 from mindgrpo.health.parent import end_with_parent
 from mindgrpo.launch.cluster_limits import set_for_rank
+from mindgrpo.launch.options import VERBS
 from mindgrpo.launch.signals import STOPPING
 
+# Runs the verb that sys.argv begins with.
+VERB_PROGRAM = "mindgrpo.cli.launched"
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0
@@ -40,8 +43,12 @@ NUM_DESCRIPTORS = 5
 
 def run(program: str, arguments: list[str]) -> None:
     sys.argv = [program, *arguments]
-    sys.path[0] = str(Path(program).resolve().parent)
-    runpy.run_path(program, run_name="__main__")
+    if program in VERBS:
+        del sys.path[0]  # this folder: its modules must not stand in for the user's
+        runpy.run_module(VERB_PROGRAM, run_name="__main__")
+    else:
+        sys.path[0] = str(Path(program).resolve().parent)
+        runpy.run_path(program, run_name="__main__")
 
 
 def print_ending(ending: BaseException) -> int:
