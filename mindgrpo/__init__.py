@@ -1,4 +1,7 @@
-"""Group-relative policy optimisation with MindSpore. Refuses to import more than is asked for."""
+"""Group-relative policy optimisation with MindSpore. Refuses to import more than is asked for.
+
+A program that uses this interface and that a UserError ends prints one sentence and exits with status 2.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,28 @@ import os
 from importlib import import_module
 from typing import Any
 
+from mindgrpo.errors import UserError, end_programs_without_traceback
+
 # MindSpore 2.9.0 does not import after another library has loaded protobuf's C implementation, as tensorboardX does.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 __version__ = "0.1.0"
-__all__ = ["GRPOTrainer", "__version__", "load_config"]
+__all__ = ["GRPOTrainer", "UserError", "__version__", "load_config"]
+MODULES = {"GRPOTrainer": "mindgrpo.trainer", "load_config": "mindgrpo.config.load"}
 
 
 def __getattr__(name: str) -> Any:
     # Lazy, because `python -m mindgrpo doctor` must work where the device library does not import.
-    if name == "GRPOTrainer":
-        return import_module("mindgrpo.trainer").GRPOTrainer
-    if name == "load_config":
-        return import_module("mindgrpo.config.load").load_config
+    if name in MODULES:
+        end_programs_without_traceback()
+        return getattr(import_module(MODULES[name]), name)
+    if name[:1].isupper():  # a class, perhaps another trainer's
+        remedy = import_module("mindgrpo.config.names").aliases().remedy(name)
+        if remedy is not None:
+            end_programs_without_traceback()
+            raise UserError(f"there is no {name}; {remedy}.")
     raise AttributeError(f"module 'mindgrpo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

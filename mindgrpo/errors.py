@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import TracebackType
 
+# The exit status of a program that a UserError ends.
+USER_ERROR_STATUS = 2
 LONGEST_SENTENCE = 2000
 # Of OSErrors: the disk, the user's share of it, or what a file may take is used up.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,6 +42,32 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         remedy = "free space on its disk" if error.errno in FULL else "make it writable"
         target = error.filename or os.fspath(path)
         raise CannotWrite(f"{target} cannot be written ({error.strerror}); {remedy}.") from error
+
+
+def print_user_error(error: UserError) -> int:
+    """Prints `mindgrpo: <sentence>` to standard error; returns the exit status."""
+    print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
+    return USER_ERROR_STATUS
+
+
+@cache
+def end_programs_without_traceback() -> None:
+    """Lets a UserError that nobody catches end a Python program as it ends `mindgrpo`: a sentence and status 2.
+
+    Every other exception goes to the hook that was there before. An interactive session shows the sentence and stays
+    open; notebooks have a display of their own, which this does not change.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, UserError):
+            previous(kind, error, trace)
+            return
+        status = print_user_error(error)
+        if not hasattr(sys, "ps1"):
+            raise SystemExit(status)
+
+    sys.excepthook = hook
 
 
 def one_line(text: str) -> str:

@@ -30,7 +30,7 @@ from mindgrpo.run.resume import restored_roles
 from mindgrpo.run.reward_guard import RewardGuard
 from mindgrpo.run.session import Session
 from mindgrpo.run.stop_signals import Stop
-from mindgrpo.run.trl_arguments import Rows, with_arguments
+from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments
 
 
 class GRPOTrainer:
@@ -42,7 +42,7 @@ class GRPOTrainer:
 
     In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
     `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, and
-    `config` is a mapping of its sections, or left out.
+    `config` is a mapping of its sections, or left out. `others`, such as `args`, are refused with the key to use.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class GRPOTrainer:
         reward_funcs: Reward | Sequence[Reward] | None = None,
         train_dataset: str | Path | Rows | None = None,
         eval_dataset: str | Path | Rows | None = None,
+        **others: object,
     ) -> None:
+        refuse("GRPOTrainer", others)
         if reward_funcs is not None:
             if reward_functions is not None:
                 raise UserError(
@@ -109,12 +111,14 @@ class GRPOTrainer:
         with self.run.watch.phase(name):
             yield
 
-    def train(self) -> Path:
+    def train(self, **others: object) -> Path:
         """Runs to the end and writes the model; the run's folder.
 
-        Raises SystemExit after a signal, with a checkpoint of the steps that are done where they were asked for, and
-        CannotWrite, a UserError that names the newest checkpoint, where the disk is full.
+        `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
+        of the steps that are done where they were asked for, and CannotWrite, a UserError that names the newest
+        checkpoint, where the disk is full.
         """
+        refuse("GRPOTrainer.train", others)
         try:
             directory = self._train()
         finally:

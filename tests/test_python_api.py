@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import small_runs
 
+import mindgrpo
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.run.preflight import prepare
@@ -36,6 +37,101 @@ def test_weights_given_in_code_must_match_the_functions(monkeypatch: pytest.Monk
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match="2 weights were given for 1 reward functions"):
         prepare(load_config(EXAMPLE).config, None, [my_reward], [1.0, 2.0])
+
+
+# What a program may get wrong, and a part of the sentence.
+WRONG = {
+    "load_config('nowhere.yaml')": "nowhere.yaml",
+    "load_config(EXAMPLE, ['--rl_config.beta', 'lots'])": "rl_config.beta is 'lots'",
+    "GRPOTrainer(load_config(EXAMPLE), reward_functions=['nope'])": "'nope' is not built in",
+    "GRPOTrainer(model='nowhere', reward_funcs=len)": "nowhere",
+    "GRPOTrainer(args={})": "GRPOTrainer takes no argument 'args'; give its settings as config",
+    "GRPOTrainer(peft_config=None)": "set actor_config.lora.rank",
+    "GRPOTrainer(processing_class=1)": "'processing_class'; it is called rl_config.tokenizer_dir",
+    "GRPOTrainer(beta=0.1)": "'beta'; did you mean rl_config.beta",
+    "GRPOTrainer('model')": "config is 'model', but must be",
+    "GRPOTrainer.train(None, resume_from_checkpoint=True)": "it is called rl_config.resume_training",
+    "from mindgrpo import GRPOConfig": "there is no GRPOConfig; give its settings as config",
+}
+PROGRAM = """
+from mindgrpo import GRPOTrainer, load_config
+EXAMPLE = {example!r}
+{statement}
+"""
+
+
+def run_program(folder: Path, statement: str, *words: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "program.py"
+    path.write_text(PROGRAM.format(example=str(EXAMPLE), statement=statement))
+    return subprocess.run(
+        [sys.executable, *(word if word != "PROGRAM" else str(path) for word in words)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize("statement", WRONG)
+def test_a_program_that_is_wrong_ends_with_one_sentence(tmp_path: Path, statement: str) -> None:
+    ended = run_program(tmp_path, statement, "PROGRAM")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith("mindgrpo: ") and WRONG[statement] in ended.stderr
+
+
+def test_a_launched_program_that_is_wrong_ends_with_one_sentence_and_its_status(
+    tmp_path: Path,
+) -> None:
+    statement = "load_config('nowhere.yaml')"
+    launch = ("-m", "mindgrpo", "launch", "--ranks", "1", "--", "PROGRAM")
+    ended = run_program(tmp_path, statement, *launch)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr + ended.stdout
+    (log,) = (tmp_path / "output" / "logs").glob("*/worker_0.log")
+    (line,) = log.read_text().splitlines()
+    assert line.startswith("mindgrpo: ") and WRONG[statement] in line
+
+
+def test_who_catches_a_users_error_sees_it_and_other_errors_go_where_they_went(
+    tmp_path: Path,
+) -> None:
+    statement = """
+import sys
+from mindgrpo.errors import UserError
+try:
+    load_config("nowhere.yaml")
+except UserError as error:
+    print("caught", error)
+raise KeyError("mine")
+"""
+    ended = run_program(tmp_path, statement, "PROGRAM")
+    assert ended.stdout.startswith("caught ") and ended.returncode == 1
+    assert ended.stderr.startswith("Traceback") and ended.stderr.endswith("KeyError: 'mine'\n")
+    own = "import sys; sys.excepthook = lambda *_: print('own hook')\n"
+    path = tmp_path / "hooked.py"
+    path.write_text(own + PROGRAM.format(example="", statement="raise KeyError('mine')"))
+    ended = run_program(tmp_path, "", str(path))
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("own hook\n", "", 1)
+
+
+def test_a_users_error_leaves_an_interactive_session_open(tmp_path: Path) -> None:
+    lines = "from mindgrpo import load_config\nload_config('nowhere.yaml')\nprint('still here')\n"
+    ended = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=lines,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.stdout == "still here\n" and "Traceback" not in ended.stderr
+    assert "mindgrpo: " in ended.stderr and "nowhere.yaml" in ended.stderr
+
+
+def test_the_package_lists_its_interface() -> None:
+    assert set(dir(mindgrpo)) == set(mindgrpo.__all__) >= {"GRPOTrainer", "load_config"}
+    assert all(hasattr(mindgrpo, name) for name in dir(mindgrpo))
+    assert not hasattr(mindgrpo, "Nothing") and not hasattr(mindgrpo, "nothing")
 
 
 COMPUTES_BEFORE = """

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import USAGE, main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.schema import LIVE
@@ -285,6 +287,21 @@ def test_a_device_that_does_not_exist_is_told(refused: Check) -> None:
     assert "context.device_target is 'Abacus'" in sentence
 
 
+def test_a_device_that_is_not_on_this_host_is_told_once_all_else_is_right(
+    refused: Check, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(targets, "DEVICE_FILES", tmp_path)
+    ascend = ("--context.device_target", "Ascend")
+    assert "beta" in refused(*ascend, "--rl_config.beta=-1")
+    sentence = refused(*ascend)
+    for part in ("context.device_target is Ascend", "/dev/davinci*", "device_target: CPU"):
+        assert part in sentence
+    (tmp_path / "davinci0").touch()
+    for name in targets.CANN_FOLDERS:
+        monkeypatch.delenv(name, raising=False)
+    assert "source its set_env.sh" in refused(*ascend)
+
+
 def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "'trian' is no verb" in only_sentence(capsys.readouterr().err)
@@ -309,6 +326,27 @@ def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Pat
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "lots" in only_sentence(ended.stderr)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["config", "--reference"], ["config", "--explain", "rl_config.beta"], ["nope"]],
+    ids=" ".join,
+)
+def test_a_reader_that_has_gone_ends_a_verb_without_a_word(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        to_nobody = {"stderr" if words == ["nope"] else "stdout": unread}
+        ended = subprocess.run(
+            [sys.executable, "-m", "mindgrpo", *words],
+            cwd=ROOT,
+            timeout=120,
+            **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | to_nobody),
+        )
+    assert (ended.stdout or b"") + (ended.stderr or b"") == b""
+    # That of a program which the pipe's signal ends.
+    assert ended.returncode == 128 + signal.SIGPIPE
 
 
 def test_a_tracker_that_is_nowhere_is_told(refused: Check) -> None:

@@ -113,3 +113,16 @@ def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
         what = f"there is an Ascend device, but none of {', '.join(CANN_FOLDERS)} is set"
         return what, "install CANN and source its set_env.sh"
     return "runs compute on an Ascend device, through CANN", ""
+
+
+def check_device(target: Target, environment: Mapping[str, str]) -> None:
+    """Raises UserError where this host lacks what `target` computes on."""
+    if target.device != "Ascend":
+        return
+    if _has_ascend():
+        what, remedy = device_state(environment)
+    else:
+        what = "no Ascend device (/dev/davinci*) is on this host"
+        remedy = "start the run on a host that has one, or set context.device_target: CPU"
+    if remedy:
+        raise UserError(f"context.device_target is Ascend, but {what}; {remedy}.")

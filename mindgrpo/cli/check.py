@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.backend.targets import check_hosts, ranks_per_host
+from mindgrpo.backend.targets import check_device, check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.run_plan import RunPlan
@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> None:
         start = find_start(loaded.config, inputs, run_name(path))
         refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
+        # Last: who checks before the run goes to another host learns of everything else first.
+        check_device(loaded.config.context.target, os.environ)
     finally:
         inputs.scorer.close()
     if not is_quiet:

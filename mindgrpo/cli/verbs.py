@@ -7,12 +7,16 @@ that needs no MindSpore starts without it.
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, print_user_error
 
+STANDARD_OUTPUTS = (1, 2)
 # The lines of the help, by verb.
 USAGE = {
     "launch": """\
@@ -77,8 +81,33 @@ def _help(verb: str, described: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the verb that `argv` names; the exit status: 2, and one sentence, where the user's input cannot work."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Runs the verb that `argv` names and returns the exit status: 2, and one sentence, where the input cannot work.
+
+    Ends without a word where nobody reads what it prints any more, as in `mindgrpo config --reference | head`.
+    """
+    try:
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread():
+            raise
+        # What is still in the buffers has nowhere to go when the interpreter ends.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for output in STANDARD_OUTPUTS:
+            os.dup2(nowhere, output)
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _is_unread() -> bool:
+    """Whether standard output or standard error is a pipe that nobody reads any more."""
+    waiting = select.poll()
+    for output in STANDARD_OUTPUTS:
+        waiting.register(output, select.POLLOUT)
+    return any(events & select.POLLERR for _, events in waiting.poll(0))
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(usage())
         return 0 if words else 2
@@ -92,6 +121,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         module.main(rest)
     except UserError as error:
-        print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
-        return 2
+        return print_user_error(error)
     return 0

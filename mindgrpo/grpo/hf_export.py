@@ -109,7 +109,10 @@ def export_policy(
 
 
 class _Files:
-    """A TensorSink that adds each group to the files in `target`, on rank 0; leaving `opened` removes what is not whole."""
+    """A TensorSink that adds each group to the files in `target`, on rank 0.
+
+    Leaving `opened` by an exception removes what was written.
+    """
 
     def __init__(self, pool: Pool, target: Path, opened: ExitStack) -> None:
         self.pool, self._target, self._opened = pool, target, opened

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindgrpo.errors import USER_ERROR_STATUS
 from mindgrpo.health.heartbeat import heartbeat_path, read_heartbeat
 
-USER_ERROR_STATUS = 2
 SIGKILL = 9
 LONGEST_MESSAGE = 500
 LONGEST_TRACEBACK = 20_000

@@ -6,8 +6,8 @@ import re
 import time
 from pathlib import Path
 
+from mindgrpo.errors import USER_ERROR_STATUS
 from mindgrpo.health.failure import (
-    USER_ERROR_STATUS,
     Failure,
     describe_code,
     failure_of_code,

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from mindgrpo.errors import UserError, print_user_error
 from mindgrpo.health.parent import end_with_parent
 from mindgrpo.launch.cluster_limits import set_for_rank
 from mindgrpo.launch.options import VERBS
@@ -52,9 +53,11 @@ def run(program: str, arguments: list[str]) -> None:
 
 
 def print_ending(ending: BaseException) -> int:
-    """Prints what Python prints when a program ends so; returns its exit status."""
+    """Prints what Python prints when a program ends so, and of a UserError the sentence; returns its exit status."""
     if isinstance(ending, KeyboardInterrupt):
         return 130  # Ctrl-C is no fault of the program
+    if isinstance(ending, UserError):
+        return print_user_error(ending)
     if not isinstance(ending, SystemExit):
         traceback.print_exception(ending)
         return 1

@@ -11,12 +11,19 @@ from typing import Any
 
 from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
 from mindgrpo.config import Config, Loaded, config_with
+from mindgrpo.config.names import suggestion
 from mindgrpo.errors import UserError
 
 Rows = Iterable[Mapping[str, Any]]
 # In TRL a row has its prompt here, and what rewards compare with in a column of any name.
 PROMPT = "prompt"
 ANSWERS = ("answer", "solution", "ground_truth")
+
+
+def refuse(function: str, others: Mapping[str, object]) -> None:
+    """Raises UserError for arguments that `function` does not have, with what is here instead."""
+    for name in others:
+        raise UserError(f"{function} takes no argument '{name}'; {suggestion(name)}.")
 
 
 def with_arguments(
@@ -30,6 +37,11 @@ def with_arguments(
     A data set is a path, or rows, which are written to a file of the user's cache that is named by their content: ranks
     and a resumed run find them there. `config` may also be a mapping, as a file has it; None has the defaults.
     """
+    if config is not None and not isinstance(config, Config | Loaded | Mapping):
+        raise UserError(
+            f"config is {config!r:.60}, but must be a configuration or a mapping of its sections; write "
+            "config=load_config(FILE), or model=DIRECTORY for a model."
+        )
     values: dict[str, object] = {}
     if model is not None:
         values["actor_config.load"] = str(model)
