@@ -14,7 +14,13 @@ from typing import Any
 from math_verify import parse, verify
 
 from mindgrpo.rewards.builtin.accuracy import first_of
-from mindgrpo.rewards.builtin.numerals import GOLD_MARK, answer_content, box_content, gold_number
+from mindgrpo.rewards.builtin.numerals import (
+    GOLD_MARK,
+    answer_content,
+    box_content,
+    gold_number,
+    is_misread,
+)
 
 # What is looked at of a text that marks no answer, in characters: its conclusion.
 TAIL = 1000
@@ -49,6 +55,8 @@ def is_equivalent(text: object, answer: str, float_rounding: int) -> float | Non
     number = gold_number(gold)
     if number is not None and number in (gold_number(marked), gold_number(whole)):
         return 1.0
+    if number is not None and is_misread(marked or whole):
+        return 0.0
     wanted = expressions(as_mathematics(gold))
     if not wanted:
         return None

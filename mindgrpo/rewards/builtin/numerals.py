@@ -1,7 +1,11 @@
-"""The numbers that are written in a text, as exact fractions.
+r"""The numbers that are written in a text, as exact fractions.
 
-Reads a bounded window at the end of a text, so a megabyte costs no more than a scan for its last
-digit. What is no number, or is longer than any answer, is None.
+A number is decimal digits, plain or with `,` between groups of three; digits with an exponent (1.5e3); or a fraction of
+two whole numbers (3/4). A sign and a currency sign may stand before it, `%` and a unit of two letters or more behind.
+What is written otherwise (12,5 or 10 000 or 1 1/2 or 2^10 or 3-5) is no number, and no part of it is one.
+
+Reads a bounded window at the end of a text, so a megabyte costs no more than a scan for its last digit. What is longer
+than any answer is no number either.
 """
 
 from __future__ import annotations
@@ -13,54 +17,98 @@ from fractions import Fraction
 # Longer runs of digits are not an answer, and turning them into a number costs quadratic time.
 LONGEST_NUMBER = 256
 LONGEST_BOX = 1024
+LONGEST_AFTER = 64
 GOLD_MARK = "####"
 
-SIGN_AND_CURRENCY = r"(?<![\w)\]}.])(?P<sign>[-+\u2212])?\$?"
-DIGITS = r"(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-EXPONENT = r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?"
+WHOLE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?![0-9])"
+SIGN = r"[-+\u2212]?"
 NUMBER = re.compile(
-    rf"(?:{SIGN_AND_CURRENCY})?(?P<digits>{DIGITS}){EXPONENT}(?:/(?P<divisor>[0-9]+))?"
+    rf"(?P<sign>{SIGN}(?:[A-Z]{{0,3}}[$€£¥₹]{SIGN})?)"
+    rf"(?:(?P<dividend>{WHOLE})/(?P<divisor>{WHOLE})"
+    rf"|(?P<digits>(?:{WHOLE})?\.[0-9]+|{WHOLE})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9]))?)"
 )
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))")
-LATEX_GROUPING = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!])(?=[0-9])")
+
+SPACE = r"[^\S\r\n]"
+# Of alphabets that put spaces between words. Letters of others, such as Chinese ones, may touch a number.
+LETTER = r"A-Za-zµ\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0370-\u058f"
+VULGAR_FRACTION = r"\u00bc-\u00be\u2150-\u215e\u2189"
+NUMERAL = rf"0-9²³¹\u2070-\u209c{VULGAR_FRACTION}十百千万萬亿億兆"
+OPERATOR = r"\-+*×·⋅∙÷/^√±\u2010-\u2013\u2212"
+SPLITS = r"\s=<>≈≠≤≥→⇒|&"
+BRACKETS = r"(){}\[\]\\_'\"`$"
+OPENS = r"(?:\\?[(\[]|\\(?:boxed|fbox|text\w*|math\w+)\{|[{\"'“‘«*_`$])"
+# How a text may end that a number follows.
+BEGINS = re.compile(
+    rf"(?:^|[{SPLITS}]|(?:^|[{SPLITS}{LETTER}{OPERATOR}{BRACKETS}])"
+    rf"[^{SPLITS}{LETTER}{OPERATOR}{BRACKETS}{NUMERAL}.%]+){OPENS}*\Z"
+)
+# How it may not end: the number is an operand, or one with the digits before it.
+CONTINUES = re.compile(
+    rf"(?:[{NUMERAL}]{SPACE}+|[√±^/×÷]{SPACE}+|\S{SPACE}*[-+·⋅∙\u2212]{SPACE}+|[\w)\]}}]{SPACE}+\*{SPACE}+"
+    rf"|[0-9]{SPACE}*[\u2010-\u2014]{SPACE}+|[0-9)]{SPACE}*[xX]{SPACE}+"
+    r"|\\(?:times|cdot|div|pm|mp|sqrt|ast|over)\s+)\Z"
+)
+# How the text behind a number may not begin.
+GOES_ON = re.compile(
+    rf"(?:\\?%)?[)\]}}\"'”’»`$]*(?:(?!千[克米瓦卡])[{NUMERAL}]|[{LETTER}](?![{LETTER}])|[xX]|{SPACE}+[xX]\b"
+    rf"|_+\w|\*+[\w(\\]|{SPACE}+\*{SPACE}+\S|[({{\[]|{SPACE}*[+×·⋅∙÷^√±]|{SPACE}*/(?!{SPACE}*[{LETTER}]{{2}})"
+    rf"|[-\u2010-\u2013\u2212](?![{LETTER}]{{2}})[\w(\\]"
+    rf"|{SPACE}*\\(?![])%$,;:!\\ ]|text|math|mbox|quad|qquad|right|end|approx|implies))"
+)
+# Of digits that are no number: what is written in one with them, and whether mathematics goes on there.
+TOKEN_ENDS = re.compile(rf"(?:[\w.,'/]|(?<=[0-9]){SPACE}+(?=[{NUMERAL}]|\Z))+\Z")
+IS_OPERAND = re.compile(rf"(?:[{OPERATOR}({{\\]|\\[a-z]+){SPACE}*\Z")
+IS_OPERATED_ON = re.compile(rf"[)}}\]]*{SPACE}*[{OPERATOR}({{\\]")
+APART = re.compile(rf"[0-9]{SPACE}+[{NUMERAL}]")
+
+LATEX_FRACTION = re.compile(
+    r"(?<![0-9])\\[dt]?frac\s*(?:\{([0-9]+)\}\s*\{([0-9]+)\}|([0-9])\s*([0-9]))(?![0-9])"
+)
+LATEX_GROUPING = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,!;: ])(?=[0-9])")
+LATEX_DEGREE = re.compile(r"\^\s*\{?\s*\\circ\s*\}?")
 LATEX_DOLLAR = re.compile(r"\\\$")
 DECIMAL = re.compile(r"\d")
+LAST = re.compile(rf"[\d{VULGAR_FRACTION}]")
+# Full-width signs, and the separators of Arabic digits, in ASCII.
+IN_ASCII = {0x66B: ord("."), 0x66C: ord(","), **{n: n - 0xFEE0 for n in range(0xFF01, 0xFF5F)}}
 # What may stand beside a gold number: words, units and the LaTeX that wraps them.
-WRAPPING = re.compile(
-    r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{[^{}]*\}|\\[%$,!; ]|\^\s*\{?\s*\\circ\s*\}?"
-)
+WRAPPING = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{[^{}]*\}|\\[%$,!; ]")
 MATHEMATICS = re.compile(r"[\\^_{}()\[\]=<>+*/|~]")
 
 
 def gold_number(gold: object) -> Fraction | None:
-    """The number that a gold answer is; None where it is anything else, as an interval or 2x."""
+    """Return the number that a gold answer is; None where it is anything else, as an interval or 2x."""
     text = str(gold)[-2 * LONGEST_BOX :].rpartition(GOLD_MARK)[2]
     boxed = box_content(text)
     window = _plain(text if boxed is None else boxed)
     numbers = list(NUMBER.finditer(window))
-    if len(numbers) != 1 or len(numbers[0].group()) > LONGEST_NUMBER:
+    if len(numbers) != 1:
         return None
-    before, after = window[: numbers[0].start()], window[numbers[0].end() :]
-    # One letter right behind is a factor (2x), more are a unit (5cm).
-    if re.match(r"[^\W\d_](?![^\W\d_])", after) or re.search(r"[^\W_]$", before):
-        return None
-    if MATHEMATICS.search(WRAPPING.sub(" ", before + " " + after)):
-        return None
-    return _value(numbers[0])
+    around = WRAPPING.sub(" ", " ".join(_around(numbers[0])))
+    return None if MATHEMATICS.search(around) else _value(numbers[0])
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text`, thousands separators, fractions and exponents read."""
-    backwards = DECIMAL.search(text[::-1])
-    if backwards is None:
-        return None
-    last = len(text) - 1 - backwards.start()
-    start = max(0, last - 2 * LONGEST_NUMBER)
-    # One character more closes the braces of a LaTeX fraction.
-    numbers = list(NUMBER.finditer(_plain(text[start : last + 2])))
-    if not numbers or len(numbers[-1].group()) > LONGEST_NUMBER:
-        return None
-    return _value(numbers[-1])
+    """Return the last number in `text`; None where its last digits are no number, whatever stands before them."""
+    written = _last(text)
+    return None if written is None else _value(written)
+
+
+def is_misread(text: str) -> bool:
+    """Return whether the last digits are neither a number nor mathematics: 1.000.000, 10 000, 1 1/2, 0x1F, 5k.
+
+    Parsers of mathematics read a part of such text.
+    """
+    written = _last(text)
+    if written is None or _value(written) is not None:
+        return False
+    before, after = _around(written)
+    token = TOKEN_ENDS.search(before)
+    begun = "" if token is None else token.group()
+    is_operand = IS_OPERAND.search(before.removesuffix(begun)) or (begun and written["sign"])
+    if is_operand or IS_OPERATED_ON.match(after):
+        return False
+    return bool(APART.search(begun + written.group())) or "/" not in begun + written.group()
 
 
 def answer_content(text: str) -> str | None:
@@ -86,18 +134,42 @@ def box_content(text: str) -> str | None:
 
 
 def _plain(window: str) -> str:
-    """ASCII digits for those of any script, and LaTeX's spellings of a number undone."""
+    """Return it with ASCII digits for those of any script, and LaTeX's spellings of a number undone."""
     if not window.isascii():
+        window = window.translate(IN_ASCII)
         window = DECIMAL.sub(lambda digit: str(unicodedata.decimal(digit.group())), window)
-        window = window.replace("\uff0c", ",").replace("\uff0e", ".").replace("\uff0d", "-")
-    window = LATEX_GROUPING.sub("", LATEX_DOLLAR.sub("$", window))
+    window = LATEX_GROUPING.sub(",", LATEX_DOLLAR.sub("$", window))
+    window = LATEX_DEGREE.sub("°", window)
     return LATEX_FRACTION.sub(lambda f: f"{f[1] or f[3]}/{f[2] or f[4]}", window)
 
 
-def _value(number: re.Match[str]) -> Fraction | None:
-    value = Fraction(number["digits"].replace(",", ""))
-    value *= Fraction(10) ** int(number["exponent"] or 0)
-    divisor = int(number["divisor"] or 1)
-    if divisor == 0:
+def _last(text: str) -> re.Match[str] | None:
+    """Return the last digits of `text` as NUMBER reads them, in a window around them."""
+    backwards = LAST.search(text[::-1])
+    if backwards is None:
         return None
-    return value / divisor * (1 if number["sign"] in (None, "+") else -1)
+    end = len(text) - backwards.start()
+    window = text[max(0, end - 2 * LONGEST_NUMBER) : end + LONGEST_AFTER]
+    return [None, *NUMBER.finditer(_plain(window))][-1]
+
+
+def _around(number: re.Match[str]) -> tuple[str, str]:
+    return number.string[: number.start()], number.string[number.end() :]
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    """Return None where what stands around the number makes it a part of something else."""
+    before, after = _around(number)
+    if len(number.group()) > LONGEST_NUMBER or not BEGINS.search(before):
+        return None
+    if CONTINUES.search(before) or GOES_ON.match(after) or LAST.search(after):
+        return None
+    if number["divisor"] is not None:
+        dividend, divisor = (int(number[name].replace(",", "")) for name in ("dividend", "divisor"))
+        if divisor == 0:
+            return None
+        value = Fraction(dividend, divisor)
+    else:
+        value = Fraction(number["digits"].replace(",", ""))
+        value *= Fraction(10) ** int(number["exponent"] or 0)
+    return -value if re.search(r"[-\u2212]", number["sign"]) else value
