@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.types import Completion, Rollout
@@ -142,6 +143,14 @@ def test_nothing_is_drawn_again_where_every_group_teaches_or_nobody_asked() -> N
     assert task.replaced == [] and resampling == Resampling(0, 0, 0.5)
     _, _, resampling, task, _ = collected([[1, 1, 0, 1]], 0)
     assert task.replaced == [] and resampling is None
+
+
+def test_texts_that_are_not_those_of_the_replaced_samples_are_refused() -> None:
+    values = np.array([1.0, 0.0])
+    scores = Scores({"f": values}, values, values < 0, {"f": Report({"errors": 0})})
+    scored = Scored(scores, ["a", "b"])
+    with pytest.raises(ValueError, match="zip"):
+        scored.with_replaced([0, 1], Scored(scores, ["c"]))
 
 
 def test_ranks_without_the_texts_do_without() -> None:

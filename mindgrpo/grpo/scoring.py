@@ -58,8 +58,9 @@ class Scored:
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
         """`fresh`'s samples at `indices`, in order."""
         texts = list(self.texts)
-        for index, text in zip(indices, fresh.texts, strict=False):
-            texts[index] = text
+        if texts:
+            for index, text in zip(indices, fresh.texts, strict=True):
+                texts[index] = text
         of_turns = None
         if self.turn_rewards is not None and fresh.turn_rewards is not None:
             of_turns = list(self.turn_rewards)
@@ -86,7 +87,8 @@ class RolloutScorer:
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         """Rewards of all samples, `prompts` one a sample; all ranks together, the same on each.
 
-        A sample that a reward failed on has the mean of its group's others as its total. Raises ScoringFailed.
+        A sample that a reward failed on has the mean of its group's others as its total, or of all others. Raises
+        ScoringFailed.
         """
         texts: list[str] = []
         opened_with: dict[int, str] = {}
