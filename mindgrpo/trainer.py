@@ -100,7 +100,7 @@ class GRPOTrainer:
         self.export = ModelExport(self.roles, inputs.tokenizer)
         on_first_rank(backend, inputs.check_rewards)
         say, write = record.console.line, self.export.write
-        self.reward_guard = RewardGuard(run.config.reward_config.max_failed_steps)
+        self.reward_guard = RewardGuard(run.config.reward_config.max_failed_steps, run.num_steps)
         self.nan_guard = NanGuard(run.config, backend, record.directory, say, write)
 
     @contextmanager

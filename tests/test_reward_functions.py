@@ -216,7 +216,11 @@ def test_a_failed_sample_has_its_groups_mean_as_total(scorer: Any) -> None:
     texts = ["1", "x", "3", "4", "x", "x"]
     scores = scorer(fragile, "format_reward").score(texts, [""] * 6, {})
     assert scores.failed.tolist() == [False, True, False, False, True, True]
-    assert scores.filled([0, 0, 0, 1, 1, 2]).total.tolist() == [1.0, 2.0, 3.0, 4.0, 4.0, 0.0]
+    filled = scores.filled([0, 0, 0, 1, 1, 2])
+    assert filled.total[:5].tolist() == [1.0, 2.0, 3.0, 4.0, 4.0]
+    # Of its group nothing is known.
+    assert filled.total[5] == pytest.approx((1 + 3 + 4) / 3)
+    assert filled.known_totals.tolist() == [1.0, 3.0, 4.0]
     fresh = scorer("format_reward", fragile).score(["8"], [""], {})
     replaced = scores.with_replaced([4], fresh)
     assert (replaced.total[4], replaced.failed[4], replaced.errors["fragile"]) == (8.0, False, 3)

@@ -1,6 +1,6 @@
 """How a run scores: from the configuration's keys to the figures of a step, on rank 0 and told to the others.
 
-The ranks are stand-ins here. Does NOT prove a whole run; the distributed tests do.
+The ranks are stand-ins here, but for runs of one rank. Does NOT prove a run of several; the distributed tests do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_runs import make_inputs, run
 
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.config import load_config
@@ -29,6 +30,7 @@ from mindgrpo.run.reward_guard import RewardGuard
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
 
+PLAIN = ("--rl_config.dynamic_sampling", "false", "--rl_config.eval_on_start", "false")
 GREEDY = ("--generate_config.sampling_config.temperature", "0")
 REWARD = """
 def fragile(completions, completion_lengths, finish_reasons, prompts, completion_ids, max_completion_length):
@@ -152,7 +154,8 @@ def test_impossible_limits_are_refused(key: str, value: str, said: str) -> None:
 def scores_of(values: list[float], errors: int) -> Scores:
     report = Report({"errors": errors}, "4 raised: ZeroDivisionError" if errors else "")
     array = np.array(values)
-    return Scores({"f": array}, np.nan_to_num(array), np.isnan(array), {"f": report})
+    failed = np.isnan(array) & (errors > 0)
+    return Scores({"f": array}, np.nan_to_num(array), failed, {"f": report})
 
 
 def test_a_function_that_fails_on_all_samples_of_steps_in_a_row_ends_the_run_with_its_name() -> (
@@ -175,6 +178,67 @@ def test_a_function_that_fails_on_all_samples_of_steps_in_a_row_ends_the_run_wit
 def test_a_function_that_applies_to_no_sample_has_not_failed() -> None:
     guard = RewardGuard(1)
     guard.step_done(1, scores_of([np.nan] * 4, 0))
+
+
+def test_steps_count_in_which_no_sample_has_a_reward_whichever_functions_fail_on_it() -> None:
+    """The samples of each function's failures are others, and together they are all."""
+    halves = [scores_of([np.nan, np.nan, 1.0, 1.0], 2), scores_of([1.0, 1.0, np.nan, np.nan], 2)]
+    one, other = halves
+    reports = {"f": one.reports["f"], "g": other.reports["f"]}
+    functions = {"f": one.per_function["f"], "g": other.per_function["f"]}
+    guard = RewardGuard(1)
+    with pytest.raises(UserError, match="function f, g failed on all samples of 1 steps in a row"):
+        guard.step_done(1, Scores(functions, one.total, one.failed | other.failed, reports))
+
+
+def away(completions: list[str]) -> list[float]:
+    """Works on the two samples that every function is tried with, and never again."""
+    if len(completions) != 2:
+        raise ValueError("the judge is away")
+    return [0.5, 0.5]
+
+
+@pytest.mark.parametrize("most", ["5", "null"])
+def test_a_run_of_nothing_but_failures_is_an_error_however_short_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], most: str
+) -> None:
+    make_inputs(tmp_path)
+    words = ["--rl_config.max_steps", "2", "--rl_config.eval_steps", "0", *PLAIN]
+    words += ["--reward_config.max_failed_steps", most]
+    with pytest.raises(UserError, match="away failed on all samples of the run's 2 steps.*is away"):
+        run(tmp_path, tmp_path / "run", *words, reward=away)
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["reward/mean"] is None and row["reward/std"] is None
+    said = capsys.readouterr().out
+    assert "step 1/2  reward -  away -" in said and "done" not in said
+
+
+def of_some(completions: list[str], answers: list[str]) -> list[float]:
+    """Fails on every completion of a prompt with an odd answer."""
+    if any(int(answer) % 2 for answer in answers):
+        raise ValueError("no odd ones")
+    return [10.0 + len(text) for text in completions]
+
+
+def test_what_failed_has_no_part_in_the_mean_reward(tmp_path: Path) -> None:
+    make_inputs(tmp_path)
+    lines = [{"question": f"{i} + 0", "answer": str(i)} for i in (2, 4, 5, 6, 7, 8, 9)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    folder = run(tmp_path, tmp_path / "run", *PLAIN, "--rl_config.eval_steps", "0", reward=of_some)
+    samples = [json.loads(line) for line in (folder / "completions.jsonl").open()]
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert any(0 < row["reward/of_some/errors"] < 12 for row in rows)
+    for row in rows:
+        own = [s for s in samples if s["step"] == row["step"]]
+        rewards = [s["rewards"]["of_some"] for s in own]
+        known = [reward for reward in rewards if reward is not None]
+        assert len(known) == len(own) - row["reward/of_some/errors"]
+        found = row["reward/mean"], row["reward/std"]
+        if known:
+            assert found == pytest.approx((np.mean(known), np.std(known)), rel=1e-6)
+        else:
+            assert found == (None, None)
+        assert all(s["advantage"] == 0 for s in own if s["rewards"]["of_some"] is None)
 
 
 def test_training_at_temperature_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ class RewardConfig(Section):
     """seconds for all samples of a step in one call, after which each sample is scored separately; null: deadline, at
     most 2.5"""
     max_failed_steps: int | None = Field(5, ge=1)
-    """end the run after so many steps in a row in which a function failed on all samples; null: never"""
+    """end the run after so many steps in a row in which no sample could be scored; null: only a run of nothing but such
+    steps, which is an error in any case"""
     memory: Annotated[str, AFTER_SIZE] = "2GB"
     """memory limit of a worker process"""
     workers: int = Field(1, ge=1)

@@ -1,6 +1,7 @@
 """Turns a step's outcome into the metrics of its row in metrics.jsonl, and has the limit of the log-prob gap.
 
-Metrics of updates are means over those that were made; where none was, they are None.
+Metrics of updates are means over those that were made, those of rewards over samples whose reward is known; where there
+is none, they are None.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from mindgrpo.config import Config
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.monitor.host_memory import process_rss
+from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import PerToken, UpdateReport
 
@@ -61,16 +63,16 @@ def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapL
 def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) -> dict[str, Any]:
     """`prompts_used` over the whole run."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
-    lengths, totals = rollout.action_lengths, scores.total
+    lengths, totals = rollout.action_lengths, scores.known_totals
     # Of tokens that older weights wrote the difference is what the policy has learnt since.
     version = None if outcome.partial is None else outcome.partial.version
     gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, version) or (None, None)
     return {
-        "reward/mean": float(totals.mean()),
-        "reward/std": float(totals.std()),
+        "reward/mean": mean_of(totals),
+        "reward/std": float(totals.std()) if totals.size else None,
         **scores.figures(),
         **_of_updates(outcome),
-        "zero_std_fraction": float(zero_std_groups(totals, num_generations).mean()),
+        "zero_std_fraction": float(zero_std_groups(scores.total, num_generations).mean()),
         "completion_length/mean": float(lengths.mean()),
         "completion_length/max": int(lengths.max()),
         "truncated_fraction": rollout.finish_reasons.count(LENGTH) / len(rollout),

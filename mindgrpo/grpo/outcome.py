@@ -26,12 +26,12 @@ class SkippedUpdate:
 @dataclass(frozen=True)
 class Resampling:
     """Dynamic sampling in numbers: `groups` were replaced over `rounds`; `sampled_mean` is the reward of all samples
-    that were drawn, the replaced ones too: that of the step's own is biased by the choice.
+    that were drawn, the replaced ones too: that of the step's own is biased by the choice. None where none is known.
     """
 
     rounds: int
     groups: int
-    sampled_mean: float
+    sampled_mean: float | None
 
 
 @dataclass(frozen=True)

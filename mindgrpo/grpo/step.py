@@ -31,6 +31,7 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import Replicas, Rows, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.partial import PartialGroup
@@ -169,7 +170,7 @@ class Stepper:
             return rollout, self._score(rollout), None
         rollout = self._rollout(step, self._prompts.begin_step(step))
         scored = self._score(rollout)
-        totals, replaced = [scored.scores.total], 0
+        totals, replaced = [scored.scores.known_totals], 0
         for number in range(1, settings.resampling_rounds + 1):
             is_equal = zero_std_groups(scored.scores.total, settings.num_generations)
             groups = np.flatnonzero(is_equal).tolist()
@@ -181,11 +182,11 @@ class Stepper:
             fresh_scored = self._score(fresh)
             scored = scored.with_replaced(rollout.samples_of(groups), fresh_scored)
             rollout = rollout.with_groups_of(fresh)
-            totals.append(fresh_scored.scores.total)
+            totals.append(fresh_scored.scores.known_totals)
             replaced += len(groups)
         if not settings.resampling_rounds:
             return rollout, scored, None
-        mean = float(np.concatenate(totals).mean(dtype=np.float64))
+        mean = mean_of(np.concatenate(totals))
         return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
 
     def _rollout(

@@ -87,10 +87,15 @@ class Scores:
         """One line for each function that failed on a sample, or had to be called a second time."""
         return {name: report.line for name, report in self.reports.items() if report.line}
 
+    @property
+    def known_totals(self) -> np.ndarray:
+        """float64: the totals of the samples that no reward failed on."""
+        return self.total[~self.failed].astype(np.float64)
+
     def means(self) -> dict[str, float | None]:
         """Return the mean of what each function scored; None where that is nothing."""
         scored = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
-        return {name: float(v.mean()) if v.size else None for name, v in scored.items()}
+        return {name: mean_of(values) for name, values in scored.items()}
 
     def figures(self) -> dict[str, Figure]:
         """Return metrics: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
@@ -106,15 +111,16 @@ class Scores:
         """Give each failed sample the mean total of its group's others.
 
         Its advantage is 0, and the group's other advantages are as without it.
-        `groups` is each sample's. Where all of a group have failed, their totals are 0.
+        `groups` is each sample's. Where all of a group have failed, their totals are the mean of all others,
+        0 where there is none.
         """
         if not self.failed.any():
             return self
         total, numbers = self.total.astype(np.float64), np.asarray(groups)
+        of_all = mean_of(self.known_totals) or 0.0
         for group in np.unique(numbers[self.failed]):
-            known = (numbers == group) & ~self.failed
-            mean = float(total[known].mean()) if known.any() else 0.0
-            total[(numbers == group) & self.failed] = mean
+            known = total[(numbers == group) & ~self.failed]
+            total[(numbers == group) & self.failed] = known.mean() if known.size else of_all
         return replace(self, total=total.astype(np.float32))
 
     def with_function(self, name: str, result: RewardResult, weight: float) -> Scores:
@@ -137,6 +143,11 @@ class Scores:
             per_function[name][chosen] = values
         reports = {name: report.plus(fresh.reports[name]) for name, report in self.reports.items()}
         return Scores(per_function, total, failed, reports)
+
+
+def mean_of(values: np.ndarray) -> float | None:
+    """None where there is no value."""
+    return float(values.mean()) if values.size else None
 
 
 def added_up(
