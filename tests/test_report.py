@@ -193,6 +193,22 @@ def test_the_choice_is_even_and_of_all_rewards() -> None:
     assert stratified([0.5, 0.0, 1.0])[:2] == [1, 2]
 
 
+def test_a_group_stays_one_where_an_environment_gave_its_samples_prompts_of_their_own(
+    a_run: Path,
+) -> None:
+    path = a_run / "completions.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["prompt"] = f"level {number % 2}"
+    write_rows(path, rows)
+    data = data_of(page([read_run(a_run)]))["step-0-1"]
+    assert data["num_groups"] == PROMPTS
+    for group in data["groups"]:
+        assert len(group["samples"]) == GENERATIONS and group["prompt"] == "level 0"
+        own = [sample.get("prompt") for sample in group["samples"]]
+        assert own == [None, "level 1"] * (GENERATIONS // 2)
+
+
 def test_groups_are_of_one_prompt_and_of_the_number_of_samples() -> None:
     rows: list[Any] = [{"prompt": "a"}] * 4 + [{"prompt": "b"}, None]
     sizes = [[number for number, _ in group] for group in groups_of(rows, 2)]

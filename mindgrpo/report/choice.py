@@ -8,7 +8,7 @@ from itertools import groupby
 from mindgrpo.report.rows import Row
 
 Group = list[tuple[int, Row]]
-"""The samples of one prompt with their numbers in the step."""
+"""Samples that are compared with each other, with their numbers in the step."""
 
 
 def evenly(items: Sequence[int], limit: int) -> list[int]:
@@ -36,11 +36,14 @@ def spread(count: int) -> Iterator[int]:
 
 
 def groups_of(rows: Sequence[Row | None], group_size: int) -> list[Group]:
-    """Consecutive samples of one prompt; a prompt drawn twice gives two groups where the size is known (not 0)."""
+    """Consecutive samples, so many as the size says, or where that is not known (0) those of one prompt.
 
-    def key(pair: tuple[int, Row | None]) -> tuple[int, str]:
+    An environment may give each sample of a group a prompt of its own.
+    """
+
+    def key(pair: tuple[int, Row | None]) -> int | str:
         number, row = pair
-        return number // group_size if group_size else 0, str((row or {}).get("prompt", ""))
+        return number // group_size if group_size else str((row or {}).get("prompt", ""))
 
     groups = [list(pairs) for _, pairs in groupby(enumerate(rows), key)]
     whole = [[(i, row) for i, row in group if row is not None] for group in groups]

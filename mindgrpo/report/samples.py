@@ -64,8 +64,12 @@ class _Packer:
     def group(self, group: Group, arrays: Mapping[int, Row]) -> dict[str, Any]:
         first = group[0][1]
         samples = [self.sample(number, row, arrays.get(number, {})) for number, row in group]
+        prompt = text_of(first, "prompt")
+        for sample, (_, row) in zip(samples, group, strict=True):
+            if (own := text_of(row, "prompt")) != prompt:
+                sample["prompt"] = shortened(own)
         return {
-            "prompt": shortened(text_of(first, "prompt")),
+            "prompt": shortened(prompt),
             "answer": shortened(text_of(first, "answer")),
             "samples": samples,
         }

@@ -1,4 +1,4 @@
-// Groups of a step side by side: the samples of one prompt, as cards.
+// Groups of a step side by side, their samples as cards; one whose prompt is not the group's first shows its own.
 let seen = null;
 
 function spread(samples) {
@@ -35,7 +35,7 @@ function sampleCard(sample, fill) {
   const enlarge = element("button", { type: "button", class: "small", title: word("expand"), "aria-label": word("expand"),
     "aria-expanded": "false", onclick: () => enlarge.setAttribute("aria-expanded", String(card.classList.toggle("large"))) }, "⤢");
   card.append(element("div", { class: "card-head" }, element("span", { class: "quiet" }, `#${sample.number}`), badges(sample), enlarge),
-    ...[functionLine(sample.rewards)].filter(Boolean), text);
+    ...[functionLine(sample.rewards), sample.prompt ? promptRow(sample.prompt) : null].filter(Boolean), text);
   // A card's tokens become elements when it comes into sight: a step may have a million of them.
   text.fill = () => fill(text, sample);
   text.sample = sample;
@@ -43,14 +43,18 @@ function sampleCard(sample, fill) {
   return card;
 }
 
+function promptRow(prompt, answer = "") {
+  return element("div", { class: "prompt" },
+    element("span", { class: "tag" }, word("prompt")), element("pre", { tabindex: "0" }, prompt),
+    answer ? [element("span", { class: "tag" }, word("answer")), element("code", {}, answer)] : []);
+}
+
 function groupArticle(group, samples, number, fill) {
   const [mean, deviation] = spread(group.samples);
   return element("article", { class: "group" },
     element("header", { class: "group-head" },
       element("h3", {}, word("group", number)), element("span", { class: "quiet" }, word("mean_spread", mean, deviation))),
-    element("div", { class: "prompt" },
-      element("span", { class: "tag" }, word("prompt")), element("pre", { tabindex: "0" }, group.prompt),
-      group.answer ? [element("span", { class: "tag" }, word("answer")), element("code", {}, group.answer)] : []),
+    promptRow(group.prompt, group.answer),
     element("div", { class: "cards" }, samples.map((sample) => sampleCard(sample, fill))));
 }
 
@@ -65,7 +69,7 @@ function lazily(entries) {
 // The groups in the order of their best sample, by what samples are sorted by.
 function orderedGroups(data) {
   const groups = data.groups.map((group, i) => ({ group, number: i + 1,
-    samples: sorted(group.samples.filter((sample) => matches(sample, group.prompt))) }));
+    samples: sorted(group.samples.filter((sample) => matches(sample, sample.prompt ?? group.prompt))) }));
   const kept = groups.filter(({ samples }) => samples.length);
   if (state.sort === "order") return kept;
   const rank = new Map(sorted(kept.map(({ samples }) => samples[0])).map((sample, i) => [sample, i]));
