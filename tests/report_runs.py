@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,38 @@ HOSTILE = (
     "<!--<script>",
     "@@DATA@@ ${alert(3)} \\u003cb\\u003e \u2028\u2029 ]]>",
 )
+
+
+class Blocks(HTMLParser):
+    """Every element of a page, and the texts of its scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[int, str] = {}
+        self.is_inside = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.texts[len(self.tags) - 1] = ""
+        self.is_inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.is_inside:
+            self.texts[len(self.tags) - 1] += data
+
+    def inside(self, wanted: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(attrs, self.texts[i]) for i, (tag, attrs) in enumerate(self.tags) if tag == wanted]
+
+
+def data_of(text: str) -> dict[str, Any]:
+    """JSON by the block's id."""
+    scripts = Blocks(text).inside("script")
+    return {str(attrs["id"]): json.loads(body) for attrs, body in scripts if "id" in attrs}
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -46,6 +79,7 @@ def a_sample(step: int, number: int) -> dict[str, Any]:
         "finish_reason": "length" if place == 3 else "stop",
         "length": len(ids),
         "rewards": {"accuracy_reward": float(place % 2), "format_reward": place / 4},
+        "reward": float(place % 2) + place / 4,
         "advantage": place - 1.5,
         "token_ids": ids,
     }
@@ -105,6 +139,7 @@ def make_run(folder: Path, steps: int = STEPS, summary: bool = True) -> Path:
     held_out = (
         {**a_sample(step, i), "step": step, "mode": "sampled", "prompt": f"Held out {i}?"}
         | {"completion": f"after {step} steps", "rewards": {"accuracy_reward": float(i < step)}}
+        | {"reward": float(i < step)}
         for step in (0, steps)
         for i in range(3)
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import data_of
 from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
 from mindgrpo.algorithm.types import STOPPED
@@ -106,6 +107,26 @@ def test_turns_are_rewarded_and_told(whole: Path) -> None:
     assert all(1 < row["environment/turns"] <= 3 for row in told)
     assert any(row["environment/failures"] for row in told)
     assert any("eval/environment/turns" in row for row in told)
+
+
+def test_the_files_and_the_page_have_the_total_with_the_environments_weight(whole: Path) -> None:
+    shown = data_of((whole / "report.html").read_text(encoding="utf-8"))
+    num_sure = 0
+    for row in rows(whole):
+        groups = [group["samples"] for group in shown[f"step-0-{row['step']}"]["groups"]]
+        samples = [sample for group in groups for sample in group]
+        mean = sum(sample["total"] for sample in samples) / len(samples)
+        assert mean == pytest.approx(row["reward/mean"], abs=1e-5)
+        for sample in samples:
+            own = sample["rewards"]["environment"]
+            if own is not None:
+                # A page has six digits of each number.
+                assert sample["total"] == pytest.approx(2 * own + 0.25, abs=3e-5)
+                num_sure += 1
+    assert num_sure
+    for row in map(json.loads, (whole / "eval_completions.jsonl").open()):
+        if (own := row["rewards"]["environment"]) is not None:
+            assert row["reward"] == pytest.approx(2 * own + 0.25, abs=1e-5)
 
 
 def test_a_run_that_is_resumed_is_the_one_that_never_ended(

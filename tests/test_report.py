@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,9 @@ from report_runs import (
     HOSTILE,
     PROMPTS,
     STEPS,
+    Blocks,
     a_sample,
+    data_of,
     make_conversations,
     make_run,
     packed,
@@ -37,38 +38,6 @@ from mindgrpo.report.tokens import packed_lengths
 from mindgrpo.report.write import page, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-class Blocks(HTMLParser):
-    """Every element of a page, and the texts of its scripts and styles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[int, str] = {}
-        self.is_inside = False
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self.texts[len(self.tags) - 1] = ""
-        self.is_inside = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self.is_inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self.is_inside:
-            self.texts[len(self.tags) - 1] += data
-
-    def inside(self, wanted: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(attrs, self.texts[i]) for i, (tag, attrs) in enumerate(self.tags) if tag == wanted]
-
-
-def data_of(text: str) -> dict[str, Any]:
-    """JSON by the block's id."""
-    scripts = Blocks(text).inside("script")
-    return {str(attrs["id"]): json.loads(body) for attrs, body in scripts if "id" in attrs}
 
 
 @pytest.fixture
@@ -163,6 +132,26 @@ def test_rows_of_before_there_were_advantages_have_a_page(a_run: Path) -> None:
     (group,) = data_of(page([read_run(a_run)]))["step-0-1"]["groups"]
     (sample,) = group["samples"]
     assert sample["text"] == "only this" and sample["total"] is sample["advantage"] is None
+
+
+def test_the_total_of_a_sample_is_what_the_run_wrote_and_never_a_sum_of_its_own(
+    a_run: Path,
+) -> None:
+    for name in ("completions.jsonl", "eval_completions.jsonl"):
+        rows = [json.loads(line) for line in (a_run / name).read_text().splitlines()]
+        write_rows(a_run / name, ({**row, "reward": -3.5} for row in rows[1:]))
+        # As runs wrote them before they told of the total.
+        with (a_run / name).open("a") as lines:
+            old = {key: value for key, value in rows[0].items() if key != "reward"}
+            lines.write(json.dumps({**old, "prompt": "An old one"}) + "\n")
+    data = data_of(page([read_run(a_run)]))
+    shown = [group["samples"] for step in (1, 2) for group in data[f"step-0-{step}"]["groups"]]
+    totals = [sample["total"] for samples in shown for sample in samples]
+    assert sorted(map(str, totals)) == ["-3.5"] * (len(totals) - 1) + ["None"]
+    held_out = {row["prompt"]: row for row in data["data"]["heldOut"]["rows"]}
+    assert held_out["An old one"]["cells"][0]["total"] is held_out["An old one"]["change"] is None
+    assert held_out["Held out 1?"]["cells"][0]["total"] == -3.5
+    assert held_out["Held out 1?"]["change"] == 0
 
 
 @pytest.mark.parametrize(

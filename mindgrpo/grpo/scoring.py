@@ -41,7 +41,10 @@ class Scored:
     opened_with: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-        """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample."""
+        """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample.
+
+        `reward` is the total that advantages are computed from, with all weights.
+        """
         per_function = self.scores.per_function
         for i, prompt in enumerate(prompts):
             turns = {"messages": list(messages)} if (messages := rollout.messages[i]) else {}
@@ -53,6 +56,8 @@ class Scored:
                 "finish_reason": rollout.finish_reasons[i],
                 "length": int(rollout.action_lengths[i]),
                 "rewards": {name: number(values[i]) for name, values in per_function.items()},
+                # The shortest number that is this float32.
+                "reward": number(float(str(self.scores.total[i]))),
             }
 
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:

@@ -14,6 +14,7 @@ from mindgrpo.report.samples import (
     shortened,
     significant,
     text_of,
+    total_of,
     turns_of,
 )
 
@@ -83,13 +84,11 @@ def _row(key: Key, answers: Sequence[Answers], compared: tuple[int, int]) -> dic
 
 
 def _cell(row: dict[str, Any]) -> dict[str, Any]:
-    rewards = rewards_of(row)
-    scored = [value for value in rewards.values() if value is not None]
     return {
         "text": shortened(text_of(row, "completion")),
         "finish": text_of(row, "finish_reason"),
         "length": row.get("length"),
-        "rewards": rewards,
-        "total": sum(scored) if scored else None,
+        "rewards": rewards_of(row),
+        "total": total_of(row),
         **({"turns": turns} if (turns := turns_of(row)) else {}),
     }

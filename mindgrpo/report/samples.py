@@ -37,7 +37,6 @@ class Samples:
 class _Packer:
     run: RunFolder
     tokenizer: Tokenizer | None
-    weights: Mapping[str, float]
     group_size: int
 
     def groups(self, step: int) -> list[Group]:
@@ -47,17 +46,8 @@ class _Packer:
         rows = self.run.per_token.of_step(step)
         return {row["sample"]: row for row in rows if row and type(row.get("sample")) is int}
 
-    def total(self, row: Row) -> float | None:
-        """The sample's reward; None where no function gave one."""
-        scored = [
-            self.weights.get(name, 1.0) * value
-            for name, value in rewards_of(row).items()
-            if value is not None
-        ]
-        return sum(scored) if scored else None
-
     def mean(self, group: Group) -> float:
-        totals = [self.total(row) for _, row in group]
+        totals = [total_of(row) for _, row in group]
         scored = [total for total in totals if total is not None]
         return sum(scored) / len(scored) if scored else 0.0
 
@@ -84,7 +74,7 @@ class _Packer:
             "length": row.get("length"),
             "finish": text_of(row, "finish_reason"),
             "rewards": rewards_of(row),
-            "total": significant(self.total(row)),
+            "total": total_of(row),
             "advantage": significant(row.get("advantage")),
         }
         if turns := turns_of(row):
@@ -121,17 +111,8 @@ def choose_samples(run: RunFolder, budget: int) -> Samples:
 
 
 def _packer(run: RunFolder) -> _Packer:
-    functions = run.values.get("reward_config.verifier_function")
-    weights = run.values.get("reward_config.verifier_weight")
-    by_name = {}
-    if isinstance(functions, list) and isinstance(weights, list) and len(functions) == len(weights):
-        by_name = {
-            str(name).rpartition(":")[2]: weight
-            for name, weight in zip(functions, weights, strict=True)
-        }
-    numbers = {name: weight for name, weight in by_name.items() if isinstance(weight, int | float)}
     size = int(number_of(run.values, "rl_config.num_generations", 0))
-    return _Packer(run, tokenizer_of(run), numbers, max(0, size))
+    return _Packer(run, tokenizer_of(run), max(0, size))
 
 
 def _group_bytes(packer: _Packer, step: int) -> int:
@@ -192,6 +173,11 @@ def rewards_of(row: Row) -> dict[str, float | None]:
     if not isinstance(rewards, dict):
         return {}
     return {str(name): significant(value) for name, value in rewards.items()}
+
+
+def total_of(row: Row) -> float | None:
+    """What the run trained with; None in the rows of runs that did not write it."""
+    return significant(row.get("reward"))
 
 
 def text_of(row: Row, key: str) -> str:

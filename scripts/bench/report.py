@@ -115,7 +115,11 @@ class SeededRun:
     def _row(self, step: int, prompt: str, text: str) -> dict[str, Any]:
         right = float(self._draw.random() < step / self._asked.steps)
         row = {"step": step, "prompt": prompt, "completion": text, "answer": "7"}
-        return row | {"finish_reason": "stop", "rewards": {"accuracy_reward": right}}
+        return row | {
+            "finish_reason": "stop",
+            "rewards": {"accuracy_reward": right},
+            "reward": right,
+        }
 
     def _arrays(self, step: int) -> Iterator[dict[str, Any]]:
         """Of the samples that were written."""
