@@ -68,13 +68,12 @@ def _environments(plan: RunPlan) -> list[str]:
 
 def summary(path: Path, inputs: Inputs) -> list[str]:
     plan = inputs.plan
-    held_out = [] if inputs.held_out is None else [f"held out: {inputs.held_out.report()}"]
     assert inputs.scorer is not None
     sections = {
         "run": [f"{plan.steps_text(len(inputs.prompts))} on {plan.world_size} ranks"],
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
-        "data": [inputs.prompts.report(), *held_out],
+        "data": inputs.data_lines(),
         "rewards": [", ".join([*inputs.scorer.names, *_environments(plan)])],
         "notes": list(inputs.notes),
     }

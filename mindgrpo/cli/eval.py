@@ -25,7 +25,7 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
-from mindgrpo.grpo.environment import EnvironmentForm, environment_weight
+from mindgrpo.grpo.environment import Trial, environment_weight
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
 from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
@@ -49,6 +49,7 @@ from mindgrpo.run.preflight import (
     read_model,
     read_tokenizer,
     scorer_of,
+    try_environment,
 )
 from mindgrpo.weights.pretrained import check_tensors
 
@@ -76,11 +77,10 @@ class EvaluationInputs:
     modes: list[Mode]
     num_prompts: int
     turns: Turns | None
+    trial: Trial | None
 
     def check_rewards(self) -> None:
-        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
-        if isinstance(self.turns, EnvironmentForm):
-            self.turns.check(self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts, self.turns, self.trial)
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -124,8 +124,9 @@ def read_inputs(
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
         layout = layout_of(grid, model)
+        trial = try_environment(turns, prompts, ranks)
         return EvaluationInputs(
-            model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns
+            model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial
         )
     except BaseException:
         if scorer is not None:

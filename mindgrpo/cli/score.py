@@ -133,6 +133,10 @@ def trial_of(
     for key, name in OF_A_RUN.items():
         if all(key in row for row in rows):
             columns.setdefault(name, columns.get(key, []))
+    if completion == answer or "messages" not in columns:
+        columns["messages"] = [
+            [{"role": "assistant", "content": str(row[completion])}] for row in rows
+        ]
     columns.setdefault("question", columns.get("problem", columns.get("prompts", [""] * len(rows))))
     return Trial(
         [str(row[completion]) for row in rows],

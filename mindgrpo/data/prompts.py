@@ -275,12 +275,16 @@ class PromptSet(Sequence[Prompt]):
         """Tokens of the longest prompt."""
         return int(np.diff(self._ends, prepend=0).max())
 
+    @property
+    def kept(self) -> str:
+        return f"{len(self)} of {len(self.examples)} rows kept"
+
     def report(self) -> str:
         """Says in one line what became of the rows."""
         rule = f"longer than {self.form.max_prompt_length} tokens"
         return (
-            f"{len(self)} of {len(self.examples)} rows kept, {self.num_dropped} dropped and {self.num_cut} cut "
-            f"({rule}); the longest prompt has {self.longest} tokens"
+            f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest prompt has "
+            f"{self.longest} tokens"
         )
 
 

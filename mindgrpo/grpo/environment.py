@@ -10,7 +10,7 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Messages
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.prompts import PromptForm, PromptSet
+from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import Opening
@@ -26,6 +26,15 @@ NAME = "environment"
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What became of one conversation: its prompt, and `messages`, one turn of the policy and what was answered."""
+
+    text: str
+    num_tokens: int
+    messages: Messages
+
+
+@dataclass(frozen=True)
 class EnvironmentForm:
     """What of rl_config.environment every rank knows: its name, and how its messages become tokens."""
 
@@ -36,22 +45,32 @@ class EnvironmentForm:
     names: tuple[str, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
 
-    def check(self, prompts: PromptSet) -> None:
-        """Resets an environment with the first row, and makes a prompt of its messages. Raises UserError."""
+    def check(self, prompts: PromptSet) -> Trial:
+        """Reset an environment with the first row and step it with the gold answer. Raises UserError."""
+        first = prompts[0]
+        opening, completion = Opening(first.row, "check"), first.row["answer"] or "?"
         pool = EnvironmentPool(self.text, self.limits)
-        question = Opening(prompts[0].row, "check")
         try:
-            result = pool.ask({0: question})[0]
+            reply = reply_to(opening, pool.ask({0: opening})[0])
+            prompt = reply if reply.has_failed else prompt_of(reply.messages, self.form)
+            if not isinstance(prompt, np.ndarray):
+                raise self._fails("reset", first, prompt.turn["error"])
+            reply = reply_to(completion, pool.ask({0: completion})[0])
+            if reply.has_failed:
+                raise self._fails(f"step({completion!r})", first, reply.turn["error"])
             pool.end_all()
         finally:
             pool.close()
-        reply = reply_to(question, result)
-        prompt = reply if reply.has_failed else prompt_of(reply.messages, self.form)
-        if not isinstance(prompt, np.ndarray):
-            raise UserError(
-                f"environment {self.text!r}: reset fails on the row of {prompts[0].example.where}: "
-                f"{prompt.turn['error']}; correct the class or {ENVIRONMENT.key}"
-            )
+        turn = {"role": "assistant", "content": completion, **reply.turn}
+        answered = () if reply.is_last else reply.messages
+        text = self.form.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+        return Trial(text, len(prompt), (turn, *answered))
+
+    def _fails(self, call: str, prompt: Prompt, error: str) -> UserError:
+        return UserError(
+            f"environment {self.text!r}: {call} fails on the row of {prompt.example.where}: {error}; correct the class "
+            f"or {ENVIRONMENT.key}"
+        )
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:

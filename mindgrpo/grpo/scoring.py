@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.types import Messages, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.grpo.environment import NAME, rewards_in, turn_rewards, turns_of
-from mindgrpo.rewards.call import own_columns
+from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
 
@@ -21,6 +21,30 @@ from mindgrpo.rewards.scores import Scores
 def number(value: float) -> float | None:
     """None for nan: a sample that a reward did not score."""
     return None if value != value else float(value)
+
+
+def reward_columns(
+    prompts: Sequence[Prompt],
+    begun: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    completion_lengths: Sequence[int],
+    finish_reasons: Sequence[str],
+    conversations: Sequence[Messages],
+) -> Columns:
+    """Return the columns that rewards get, a value a sample.
+
+    `prompts` are the samples' rows and `begun` the rendered texts that they begin with; the policy's own tokens count
+    in `completion_lengths`. `conversations` are empty where completions have one turn.
+    """
+    own: dict[str, list[Any]] = {
+        "prompts": list(begun),
+        "completion_ids": list(completion_ids),
+        "completion_lengths": list(completion_lengths),
+        "finish_reasons": list(finish_reasons),
+    }
+    turns = {"messages": [list(messages) for messages in conversations]}
+    # A data set's own column of such a name wins: its author knows what it is for. Its `messages` are a prompt's.
+    return own | columns_of(prompts) | (turns if any(conversations) else {})
 
 
 class ScoringFailed(RuntimeError):
@@ -135,13 +159,10 @@ class RolloutScorer:
             for tokens, messages in zip(ids, rollout.messages, strict=True)
         ]
         begun = [opened_with.get(i) or prompt.text for i, prompt in enumerate(prompts)]
-        own = own_columns(begun, ids, rollout.finish_reasons)
-        own["completion_lengths"] = rollout.action_lengths.tolist()
-        if any(rollout.messages):
-            own["messages"] = [list(messages) for messages in rollout.messages]
+        lengths, reasons = rollout.action_lengths.tolist(), rollout.finish_reasons
+        columns = reward_columns(prompts, begun, ids, lengths, reasons, rollout.messages)
         answers = [prompt.answer for prompt in prompts]
-        # A data set's own column of such a name wins: its author knows what it is for.
-        columns, total = own | columns_of(prompts), len(texts) * len(self.rewards.names)
+        total = len(texts) * len(self.rewards.names)
         with self.backend.health.counting("rewards", total, self.rewards.num_done):
             return texts, self.rewards.score(texts, answers, columns)
 

@@ -136,20 +136,6 @@ class Signature:
                 )
 
 
-def own_columns(
-    prompts: Sequence[str],
-    completion_ids: Sequence[Sequence[int]],
-    finish_reasons: Sequence[str],
-) -> dict[str, list[Any]]:
-    """Return what a run knows of its samples beside the data set's columns."""
-    return {
-        "prompts": list(prompts),
-        "completion_ids": [list(ids) for ids in completion_ids],
-        "completion_lengths": [len(ids) for ids in completion_ids],
-        "finish_reasons": list(finish_reasons),
-    }
-
-
 class Caller:
     """Calls one function. All calls share an event loop, so that what an async function keeps open stays usable."""
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.algorithm.types import Messages
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map
-from mindgrpo.data.prompts import PromptForm, PromptSet, columns_of
+from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.sources import (
     ALONE,
     FOR_EVALUATION,
@@ -26,15 +27,15 @@ from mindgrpo.data.sources import (
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.environment import NAME as ENVIRONMENT_NAME
-from mindgrpo.grpo.environment import EnvironmentForm
+from mindgrpo.grpo.environment import EnvironmentForm, Trial
 from mindgrpo.grpo.mindformers_yaml import check_agreement
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
+from mindgrpo.grpo.scoring import reward_columns
 from mindgrpo.grpo.settings import device_budget, sampling_settings
 from mindgrpo.grpo.turns import Turns, read_turns
 from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.rewards.call import own_columns
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.vllm.cache_size import BLOCK_MULTIPLE
@@ -59,22 +60,58 @@ class Inputs:
     sampling: SamplingParams
     notes: tuple[str, ...] = ()
     turns: Turns | None = None
+    trial: Trial | None = None
 
     def check_rewards(self) -> None:
-        dry_run_rewards(self.scorer, self.tokenizer, self.prompts)
-        if isinstance(self.turns, EnvironmentForm):
-            self.turns.check(self.prompts)
+        dry_run_rewards(self.scorer, self.tokenizer, self.prompts, self.turns, self.trial)
+
+    @property
+    def first_prompt(self) -> str:
+        """What the policy gets to read first."""
+        return self.prompts[0].text if self.trial is None else self.trial.text
+
+    def data_lines(self) -> list[str]:
+        """Say what became of the rows, and how long prompts are."""
+        if self.trial is None:
+            lines = [self.prompts.report()]
+            return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
+        limit = self.prompts.form.max_prompt_length
+        opened = (
+            f"reset returns {self.trial.num_tokens} of at most {limit} tokens for the first one"
+        )
+        lines = [f"{self.prompts.kept}; {opened}"]
+        return lines + ([f"held out: {self.held_out.kept}"] if self.held_out else [])
 
 
-def dry_run_rewards(scorer: Scorer | None, tokenizer: Tokenizer, prompts: PromptSet) -> None:
-    """The answers of two of the prompts through every reward, when all have been imported. Raises UserError."""
+def try_environment(turns: Turns | None, prompts: PromptSet, ranks: Ranks) -> Trial | None:
+    """Have one rank try the environment, if there is one. Raises UserError, on all ranks."""
+    if not isinstance(turns, EnvironmentForm):
+        return None
+    trial: Trial = ranks.by_one(lambda: turns.check(prompts))
+    return trial
+
+
+def dry_run_rewards(
+    scorer: Scorer | None,
+    tokenizer: Tokenizer,
+    prompts: PromptSet,
+    turns: Turns | None,
+    trial: Trial | None,
+) -> None:
+    """Put the answers of two of the prompts through every reward, when all have been imported. Raises UserError."""
     if scorer is None:
         return
     two = (prompts[:2] * 2)[:2]
     answers = [prompt.answer for prompt in two]
     ids = [tokenizer.encode(answer) for answer in answers]
-    made = own_columns([prompt.text for prompt in two], ids, ["stop"] * len(two))
-    scorer.dry_run(answers, answers, made | columns_of(two))
+    begun = [prompt.text if trial is None else trial.text for prompt in two]
+    conversations: list[Messages] = [()] * len(two)
+    if turns is not None:
+        turn, *answered = ({"role": "assistant"},) if trial is None else trial.messages
+        conversations = [({**turn, "content": answer}, *answered) for answer in answers]
+    lengths, reasons = [len(own) for own in ids], ["stop"] * len(two)
+    columns = reward_columns(two, begun, ids, lengths, reasons, conversations)
+    scorer.dry_run(answers, answers, columns)
 
 
 def prepare(
@@ -158,7 +195,8 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             "above 0."
         )
     notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices, *engine_notes(config))
-    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns)
+    trial = try_environment(turns, prompts, ranks)
+    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns, trial)
 
 
 def engine_notes(config: Config) -> list[str]:

@@ -152,15 +152,11 @@ class RunRecord:
 
     def banner(self, inputs: Inputs, notes: Sequence[str] = ()) -> None:
         plan, backend = self._plan, self._backend
-        first = inputs.prompts[0]
         name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
         stops = ", ".join(
             f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
             for i in inputs.sampling.stop_ids
         )
-        data = [inputs.prompts.report()]
-        if inputs.held_out is not None:
-            data.append(f"held out: {inputs.held_out.report()}")
         ranks = (
             f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name}, "
             f"{_computes_in(backend)})"
@@ -174,8 +170,8 @@ class RunRecord:
             "algorithm": algorithm_lines(plan.config, plan.batch),
             "memory": plan.memory_lines() if plan.config.verbose else [plan.most_memory()],
             "reshard": plan.reshard_lines(),
-            "data": data,
-            "prompt": [self.console.shortened(repr(first.text))],
+            "data": inputs.data_lines(),
+            "prompt": [self.console.shortened(repr(inputs.first_prompt))],
             "stops": [stops],
             "kernels": backend.notices,
             "elsewhere": self._paths.elsewhere,
