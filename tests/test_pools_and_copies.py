@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -142,6 +143,26 @@ def test_another_process_reads_a_shared_pool_and_cannot_write_it() -> None:
     expected = float(view[7:18].sum())
     assert [float(told[0]), float(told[1])] == [expected, expected]
     assert told[2] == "False"
+
+
+def held_by_descriptors() -> tuple[int, int]:
+    """How many descriptors this process has, and the bytes in the files without a name that they are of."""
+    entries = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    shared = [path for path in entries if "/memfd:" in os.readlink(path)]
+    blocks = {path.stat().st_ino: path.stat().st_blocks for path in shared}
+    return len(entries), 512 * sum(blocks.values())
+
+
+def test_shared_pools_that_are_gone_leave_nothing_and_what_others_have_mapped_stays() -> None:
+    before = held_by_descriptors()
+    for _ in range(4):
+        pool = SharedPool(SIZE)
+        kept = filled(pool)[7:18].copy()
+        peer = PeerPool(os.getpid(), pool.descriptor, pool.num_bytes, "float32")
+        del pool
+        np.testing.assert_array_equal(peer.view(7, (11,)), kept)
+        del peer
+        assert held_by_descriptors() == before
 
 
 def test_a_pool_that_is_not_there_is_an_error_of_the_system() -> None:

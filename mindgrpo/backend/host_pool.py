@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -102,6 +103,8 @@ class SharedPool(HostPool):
 
     def _pages(self) -> mmap.mmap:
         self.descriptor = os.memfd_create("mindgrpo-pool", os.MFD_CLOEXEC)
+        # The pages stay as long as somebody has mapped them, views of this pool and other ranks.
+        weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, self._length)
         return mmap.mmap(self.descriptor, self._length)
 

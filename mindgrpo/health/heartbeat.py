@@ -12,6 +12,7 @@ import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 FILE_BYTES = 1024
 LONGEST_NAME = 64
@@ -71,17 +72,17 @@ class HeartbeatFile:
     """Writes one rank's heartbeats. A file that cannot be made or written must not end a run, and is left out."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor: int | None = None
+        self._file: IO[bytes] | None = None
         with suppress(OSError):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._file = path.open("wb", buffering=0)
 
     def write(self, heartbeat: Heartbeat) -> None:
-        if self._descriptor is None:
+        if self._file is None:
             return
         names = {"phase": heartbeat.phase[:LONGEST_NAME], "graph": heartbeat.graph[:LONGEST_NAME]}
         fields = json.dumps(vars(heartbeat) | names).encode()
         with suppress(OSError):
-            os.pwrite(self._descriptor, (_checksum(fields) + fields).ljust(FILE_BYTES), 0)
+            os.pwrite(self._file.fileno(), (_checksum(fields) + fields).ljust(FILE_BYTES), 0)
 
 
 def _checksum(fields: bytes) -> bytes:

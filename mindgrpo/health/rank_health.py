@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -48,19 +49,18 @@ class RankHealth:
         """Starts the thread too; the launcher has put the status folder into `environment`."""
         folder = environment.get("MINDGRPO_STATUS_DIR")
         health = cls(rank, world_size, Path(folder) if folder else None)
-        threading.Thread(target=health._beat, name="heartbeat", daemon=True).start()
+        beating = (weakref.ref(health),)
+        threading.Thread(target=_beat, args=beating, name="heartbeat", daemon=True).start()
         return health
 
     @property
     def heartbeat_file(self) -> Path | None:
         return heartbeat_path(self.folder, self.rank) if self.folder else None
 
-    def _beat(self) -> None:
-        while True:
-            time.sleep(BEAT_SECONDS)
-            self._update(beat_at=time.monotonic())
-            for check in [*self._checks]:
-                check()
+    def beat(self) -> None:
+        self._update(beat_at=time.monotonic())
+        for check in [*self._checks]:
+            check()
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
@@ -184,3 +184,14 @@ class RankHealth:
         if self.folder is not None and self.rank != 0:
             with suppress(OSError), (self.folder / "messages").open("a", encoding="utf-8") as lines:
                 lines.write(f"mindgrpo: rank {self.rank}: {line}\n")
+
+
+def _beat(of: weakref.ref[RankHealth]) -> None:
+    """Until it is gone with what it is the health of: a process may have several runs, one after the other."""
+    while True:
+        time.sleep(BEAT_SECONDS)
+        health = of()
+        if health is None:
+            return
+        health.beat()
+        del health
