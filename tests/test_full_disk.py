@@ -23,8 +23,10 @@ from small_runs import EVAL_SAMPLES, Reward, completions, make_inputs, model_bit
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
+from mindgrpo.config.observation import MonitorConfig
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.console import Console
+from mindgrpo.monitor.host_memory import HostMemoryMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 4
@@ -252,3 +254,15 @@ def test_a_log_that_is_full_ends_no_run() -> None:
         Console(True, full).line("a step")
         with suppress(OSError):
             full.close()
+
+
+def test_the_hosts_memory_is_watched_on_when_its_file_cannot_be_written() -> None:
+    lines: list[str] = []
+    settings = MonitorConfig(host_max_memory_threshold=0.0001)
+    monitor = HostMemoryMonitor(settings, Path("/dev/full"), {0: os.getpid()}, lines.append)
+    monitor.look()
+    monitor.look()
+    assert [line for line in lines if "/dev/full" in line] == [
+        "  warning: /dev/full is not written any more: No space left on device"
+    ]
+    assert "the host's memory is used to" in lines[-1]
