@@ -264,6 +264,31 @@ def test_held_out_answers_of_two_runs_are_compared_at_their_ends(tmp_path: Path)
     assert changes == {"Held out 0?": 0, "Held out 1?": 1, "Held out 2?": 0}
 
 
+@pytest.mark.parametrize(
+    ("beta", "own", "shown"),
+    [
+        ("0.05", None, "DP2 MP4"),
+        ("0.05", 1, "DP1 MP4"),
+        ("0.0", 1, None),
+        ("0.0", None, None),
+    ],
+)
+def test_the_layout_of_the_reference_is_shown_where_there_is_one(
+    a_run: Path, beta: str, own: int | None, shown: str | None
+) -> None:
+    degrees = "    data_parallel: {}  # default\n    model_parallel: 4  # default\n"
+    layout = "  parallel_config: null  # default\n"
+    if own is not None:
+        layout = f"  parallel_config:\n{degrees.format(own)}"
+    (a_run / "config_resolved.yaml").write_text(
+        f"rl_config:\n  beta: {beta}  # default\n"
+        f"actor_config:\n  parallel_config:\n{degrees.format(2)}ref_config:\n{layout}"
+    )
+    (run_shown,) = data_of(page([read_run(a_run)]))["data"]["runs"]
+    facts = dict(run_shown["facts"])
+    assert facts["layout_actor"] == "DP2 MP4" and facts.get("layout_ref") == shown
+
+
 def test_a_folder_that_is_no_run_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

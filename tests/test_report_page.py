@@ -288,6 +288,38 @@ def test_two_runs_are_side_by_side(opened: Page, tmp_path: Path) -> None:
     assert opened.errors == []
 
 
+def test_a_figure_that_is_always_0_is_drawn_from_0_to_1(opened: Page, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    figures = {"clip_fraction": 0.0, "truncated_fraction": 0.0, "entropy": 0.0}
+    write_rows(
+        folder / "metrics.jsonl",
+        ({"step": step, **figures, "kl": 20.0 * step} for step in range(1, STEPS + 1)),
+    )
+    opened.open(write_report([folder]))
+    scales = (
+        "Object.fromEntries(plots.map(({ plot, holder }) => "
+        "[holder.previousSibling.textContent, [plot.scales.y.min, plot.scales.y.max]]))"
+    )
+    shown = opened.value(scales)
+    for name in ("Clip fraction", "Truncated fraction", "Entropy"):
+        assert shown[name] == [0, 1]
+    assert shown["KL to the reference"] == [14, 86], "a tenth of the figures around them"
+
+
+def test_a_steps_seconds_are_the_median_of_those_measured(opened: Page, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    tile = "[...document.querySelectorAll('#overview .tile-note')].map((node) => node.textContent)"
+    write_rows(
+        folder / "metrics.jsonl",
+        ({"step": i + 1, "time/step": seconds} for i, seconds in enumerate((9.0, 1.5, 1.25))),
+    )
+    opened.open(write_report([folder]))
+    assert opened.value(tile)[-1] == "median 1.5 s a step"
+    write_rows(folder / "metrics.jsonl", [{"step": 1, "kl": 0.5}])
+    opened.open(write_report([folder]))
+    assert not [note for note in opened.value(tile) if note.endswith("a step")]
+
+
 def test_a_step_that_is_not_in_the_page_opens_the_nearest(opened: Page, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]

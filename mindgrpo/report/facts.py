@@ -40,6 +40,11 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     )
     for role in ("actor", "generate", "ref"):
         texts[f"layout_{role}"] = _layout(values, f"{role}_config.parallel_config.")
+    if not number_of(values, "rl_config.beta", 0.0):
+        del texts["layout_ref"]
+    elif not texts["layout_ref"]:
+        # As a run lays it out where nothing is said of it.
+        texts["layout_ref"] = texts["layout_actor"]
     texts |= {name: summary.get(name) for name in _SUMMARY}
     texts |= {name: summary.get(name) for name in ("ranks", "host")}
     texts["folder"] = str(run.path)

@@ -86,6 +86,12 @@ function compact(value) {
   return Math.abs(value) >= 1e4 ? value.toLocaleString("en", { notation: "compact" }) : figure(value);
 }
 
+// Of figures that are all 0, up to 1: many are fractions.
+function yRange(_, low, high) {
+  if (low === 0 && high === 0) return [0, 1];
+  return low === null ? [null, null] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function options(width, data, isLog) {
   const lines = data.series.map(({ label, number, index, values }) => {
     const count = values.filter((value) => value !== null).length;
@@ -102,7 +108,7 @@ function options(width, data, isLog) {
   return {
     width,
     height: 190,
-    scales: { x: { time: false }, y: isLog ? { distr: 3 } : {} },
+    scales: { x: { time: false }, y: isLog ? { distr: 3 } : { range: yRange } },
     series: [{ label: word("step") }, ...lines],
     axes: [
       axisOf({ size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }),

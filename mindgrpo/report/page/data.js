@@ -27,6 +27,17 @@ function stepData(run, step) {
   return stepCache.get(id);
 }
 
+// The figures of a key, without the steps that have none.
+function known(run, key) {
+  return (run.figures.columns[key] ?? []).filter((value) => value !== null);
+}
+
+function median(values) {
+  if (!values.length) return null;
+  const [ordered, half] = [[...values].sort((a, b) => a - b), values.length / 2];
+  return (ordered[Math.ceil(half) - 1] + ordered[Math.floor(half)]) / 2;
+}
+
 function nearest(steps, step) {
   return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best), steps[0]);
 }

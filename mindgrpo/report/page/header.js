@@ -1,6 +1,6 @@
 // The head of the page: what ran, how it ended, its main figures and warnings.
 function ends(run, key) {
-  const values = (run.figures.columns[key] ?? []).filter((value) => value !== null);
+  const values = known(run, key);
   return values.length ? [values[0], values[values.length - 1]] : null;
 }
 
@@ -24,7 +24,8 @@ function tiles(run) {
   }
   if (best) shown.push(tile(word("best"), figure(best.score), word("best_at", best.step)));
   if (seconds !== null) {
-    const note = steps ? word("seconds_a_step", duration(seconds / steps)) : null;
+    const times = known(run, "time/step");
+    const note = times.length ? word("seconds_a_step", duration(median(times))) : null;
     shown.push(tile(word("duration"), duration(seconds), note));
   }
   return element("div", { class: "tiles" }, shown);

@@ -1,8 +1,4 @@
 // Time and memory by phase, and the configuration with the origin of each value.
-function known(run, key) {
-  return (run.figures.columns[key] ?? []).filter((value) => value !== null);
-}
-
 function bar(share) {
   const fill = element("span", { class: "fill" });
   fill.style.width = `${Math.min(100, 100 * share).toFixed(1)}%`;
@@ -20,10 +16,9 @@ function phaseTable(run) {
   const cell = (text) => element("td", { class: "number" }, text);
   const rows = [...names, "step"].map((name) => {
     const times = known(run, `time/${name}`);
-    const middle = [...times].sort((a, b) => a - b)[Math.floor(times.length / 2)];
     const peak = known(run, `memory/device_peak/${name}`);
     return element("tr", {}, element("th", { scope: "row" }, name),
-      cell(figure(middle)), cell(times.length ? figure(sum(times) / times.length) : "–"), cell(figure(times[times.length - 1])),
+      cell(figure(median(times))), cell(times.length ? figure(sum(times) / times.length) : "–"), cell(figure(times[times.length - 1])),
       cell(times.length ? duration(sum(times)) : "–"), times.length && whole ? bar(sum(times) / whole) : cell("–"),
       cell(peak.length ? bytes(peak.reduce((most, value) => Math.max(most, value), 0)) : "–"));
   });
