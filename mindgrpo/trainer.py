@@ -177,10 +177,11 @@ class GRPOTrainer:
     def _what_is_left(self) -> str:
         """Part of a sentence, where a file could not be written."""
         session, left = self.session, self.session.checkpoints.safe
-        if not session.has_model:
-            return left
-        model = f"the model after step {session.done} is in {self.run.record.model_directory}"
-        return f"{model}; {left}" if session.checkpoints.newest else f"{left}; {model}."
+        where = f"the model after step {session.done} is in {self.run.record.model_directory}"
+        model = [where] if session.has_model else []
+        if session.checkpoints.newest:
+            return "; ".join([*model, left])  # its command comes last, without a full stop
+        return "; ".join([left, *model]) + "."
 
     def _rescue_model(self) -> None:
         """Writes the model of a run that cannot go on, where there is room for it."""
