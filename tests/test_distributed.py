@@ -228,6 +228,14 @@ def test_every_rank_reports_the_same_bits(launch: Launch, case: c.Case) -> None:
     assert all(_steps(launch, case, rank) == first for rank in range(1, case.world[0]))
 
 
+@spread_case
+def test_ranks_that_hold_the_same_weights_hold_the_same_bits_after_every_step(
+    launch: Launch, case: c.Case
+) -> None:
+    _, ranks = launch(case.world)
+    assert [rank["cases"][case.name]["differences"] for rank in ranks] == [[]] * len(ranks)
+
+
 @every_case
 def test_generator_and_trainer_agree_on_log_probs_after_every_reshard(
     launch: Launch, case: c.Case
@@ -329,6 +337,12 @@ def test_sums_inside_a_graph_are_right_on_either_backend(launch: Launch, world: 
     for rank in launch(world)[1]:
         found = rank["sum_in_graph"]
         assert found["error"] <= 1e-6 * found["largest"]
+
+
+@several_ranks
+def test_a_sum_inside_a_graph_has_the_same_bits_on_every_rank(launch: Launch, world: Which) -> None:
+    bits = [rank["sum_in_graph"]["bits"] for rank in launch(world)[1]]
+    assert len(bits[0]) == 2 and bits == [bits[0]] * world[0]
 
 
 @several_ranks

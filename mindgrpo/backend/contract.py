@@ -47,7 +47,14 @@ class Group(ABC):
 
     @abstractmethod
     def sum_cell(self) -> nn.Cell:
-        """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member."""
+        """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member.
+
+        What reaches weights that several members hold has to be such a sum, in whatever order a transport adds.
+        """
+
+    def quick_sum_cell(self) -> nn.Cell:
+        """As sum_cell, in one transfer wherever that is possible; last bits may differ between members."""
+        return self.sum_cell()
 
     @abstractmethod
     def gather_cell(self) -> nn.Cell:

@@ -86,13 +86,15 @@ def _transfer_bytes(plan: RunPlan, transfer: Plan) -> int:
 
 
 def _sum_bytes(plan: RunPlan) -> int:
-    """Of a sum of gradients over data-parallel ranks: a bucket and its sum."""
-    if plan.train.grid.data_parallel == 1:
+    """Of a sum of gradients over data-parallel ranks: a bucket, a rank's share of its sum, and the sum."""
+    num_ranks = plan.train.grid.data_parallel
+    if num_ranks == 1:
         return 0
     layout, lora = plan.train, plan.lora
     if lora is not None:
         layout = replace(layout, specs=adapter_specs(layout.specs, lora))
-    return 2 * max(BUCKET_BYTES, _largest(layout) * FLOAT_BYTES)
+    bucket = max(BUCKET_BYTES, _largest(layout) * FLOAT_BYTES)
+    return 2 * bucket + bucket // num_ranks
 
 
 def _largest(layout: Layout) -> int:

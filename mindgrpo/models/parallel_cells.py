@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import nn, ops
 
 from mindgrpo.backend.contract import Group
 
@@ -31,12 +31,15 @@ class CopyTo(nn.Cell):
 
 
 class ReduceFrom(nn.Cell):
-    """g: the sum over the group, in float32, whose gradient is the identity."""
+    """g: the sum over the group, in float32, whose gradient is the identity.
 
-    def __init__(self, group: Group) -> None:
+    Of a model that is never trained (`is_trained`), last bits may differ between ranks.
+    """
+
+    def __init__(self, group: Group, is_trained: bool) -> None:
         super().__init__()
         self.alone = group.size == 1
-        self.total = group.sum_cell()
+        self.total = group.sum_cell() if is_trained else group.quick_sum_cell()
 
     def construct(self, x: Any) -> Any:
         if self.alone:
@@ -87,17 +90,14 @@ class Linear(nn.Cell):
 
 
 class GatherColumns(nn.Cell):
-    """x [B, k] on each rank -> [B, size, k] on all, by a sum of arrays that are zero in the others' columns."""
+    """x [B, k] on each rank -> [B, size, k] on all."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.alone = group.size == 1
-        self.total = group.sum_cell()
-        column = [[float(index == group.index)] for index in range(group.size)]
-        self.one_hot = Tensor([column], ms.float32)
+        self.gather = group.gather_cell()
 
     def construct(self, x: Any) -> Any:
-        x = ops.expand_dims(x, 1)
         if self.alone:
-            return x
-        return self.total(x * self.one_hot)
+            return ops.expand_dims(x, 1)
+        return self.gather(x).transpose(1, 0, 2)

@@ -38,7 +38,8 @@ class Adapters:
 class Shard:
     """A rank's parameters of one role, by stored key, with the sizes that cells need.
 
-    With `adapters`, matrices that have some are used together with them.
+    With `adapters`, matrices that have some are used together with them. Of a role that is not trained (`is_trained`),
+    no gradient is computed: sums over ranks may take the quicker way.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Shard:
         weights: Weights,
         backend: Backend,
         adapters: Adapters | None = None,
+        is_trained: bool = True,
     ) -> None:
         layout = weights.layout
+        self.is_trained = is_trained
         self.config = config
         self.weights = weights
         self.backend = backend
@@ -101,7 +104,7 @@ class Shard:
         return self.cell(CopyTo, self.group)
 
     def reduce_from_group(self) -> nn.Cell:
-        return self.cell(ReduceFrom, self.group)
+        return self.cell(ReduceFrom, self.group, self.is_trained)
 
     def linear(self, key: str) -> nn.Cell:
         """The product with matrix `key` (without bias)."""

@@ -21,6 +21,8 @@ WORLDS = (
     (3, "device"),
     (4, "device"),
 )
+# Where MindSpore's sums add in another order on every rank (own_order.py).
+OWN_ORDER_WORLD = (4, "device")
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 67,  # divisible by no model axis: padded columns everywhere
@@ -229,6 +231,8 @@ SPREAD = (
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
     Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle
     Case("low rank", (2, 1, 2), (1, 4), backend="device"),
+    # Keys that two ranks hold; norms and biases that all do.
+    Case("olmo2", (1, 4, 1), (2, 2), backend="device"),
 )
 CASES = ALONE + SPREAD
 

@@ -22,6 +22,8 @@ from typing import Any
 import cases as c
 import numpy as np
 from carried import communication, cores_of, sum_in_graph
+from comparison import Comparison
+from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
 from task import Task, prompts
@@ -106,6 +108,7 @@ class Run:
         for pool in backend.live_pools:
             pool.load()
         self.replaced: list[int] = []
+        self.comparison = Comparison(backend)
 
     def _stepper(self) -> Stepper:
         """Of which only the collecting is used: this run is what it takes for its roles."""
@@ -199,6 +202,7 @@ class Run:
         ]
         estimator = self.policy.settings.loss_config.kl_estimator
         version = self.generator.version
+        self.comparison.make(number, self.policy)
         return _figures(rollout, reports, version) | {
             "per_token": [*token_rows(batch, reports, estimator)]
         }
@@ -255,6 +259,7 @@ def trajectory(case: c.Case, backend: Backend) -> tuple[dict[str, Any], dict[str
     result: dict[str, Any] = {
         "steps": steps,
         "replaced": run.replaced,
+        "differences": run.comparison.differences,
         "greedy": greedy,
         "sums": {name: float(p.sum(dtype=np.float64)) for name, p in parameters.items()},
         "norms": {name: float(np.linalg.norm(p.astype(float))) for name, p in parameters.items()},
@@ -368,7 +373,7 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
             for part in (outcome, *outcome["steps"]):
-                for name in ("seconds", "greedy", "per_token"):
+                for name in ("seconds", "greedy", "per_token", "differences"):
                     part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
@@ -379,6 +384,11 @@ def main() -> None:
         write_golden(connect(SHARED_MEMORY, dict(os.environ)), sys.argv[2:])
     else:
         folder, name = sys.argv[1:]
+        if (
+            int(os.environ.get("MS_WORKER_NUM", "1")) == c.OWN_ORDER_WORLD[0]
+            and name == c.OWN_ORDER_WORLD[1]
+        ):
+            add_in_own_order()
         target = SHARED_MEMORY if name == "high" else choose_target("CPU", name)
         settings = RuntimeSettings(matmul_precision="high" if name == "high" else "highest")
         run_all(Path(folder), connect(target, dict(os.environ), settings))

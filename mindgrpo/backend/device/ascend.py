@@ -32,6 +32,17 @@ class _Gather(nn.Cell):
         return self.call(ops.expand_dims(x, 0))
 
 
+class _ScatterSum(nn.Cell):
+    """ReduceScatter cuts the first dim, and keeps it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.call = ops.ReduceScatter(ops.ReduceOp.SUM, name)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x).reshape(-1)
+
+
 class Ascend(Hardware):
     name = "Ascend"
     communication = "hccl"
@@ -46,7 +57,16 @@ class Ascend(Hardware):
 
     @property
     def memory_bytes(self) -> int | None:
+        # 0 before the first operation, where no communication has opened the device. `hal` goes after MindSpore 2.9,
+        # which has nothing else that tells.
+        self.zeros((1,), "float32").asnumpy()
         return int(ms.hal.get_device_properties(0).total_memory) or None
+
+    def take_peak(self) -> int | None:
+        # The peak starts anew at 0, and what is allocated already counts only once something else is.
+        peak = max(ms.runtime.max_memory_allocated(), ms.runtime.memory_allocated())
+        ms.runtime.reset_max_memory_allocated()
+        return peak
 
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         return mint.zeros(tuple(shape), dtype=mindspore_dtype(dtype))
@@ -59,6 +79,9 @@ class Ascend(Hardware):
 
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return _Gather(group)
+
+    def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        return _ScatterSum(group)
 
     def exchange(
         self,

@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Group, Link
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.group_cells import AloneGather, AloneSum, MindSporeSum
+from mindgrpo.backend.group_cells import AgreedSum, AloneGather, AloneSum, MindSporeSum
 from mindgrpo.health.rank_health import RankHealth
 
 
@@ -28,6 +28,12 @@ class DeviceGroup(Group):
         self._name, self._hardware, self._health = name, hardware, health
 
     def sum_cell(self) -> nn.Cell:
+        if not self._name:
+            return AloneSum()
+        scatter = self._hardware.scatter_sum_cell(self._name, self.index, self.size)
+        return AgreedSum(scatter, self.gather_cell(), self.size)
+
+    def quick_sum_cell(self) -> nn.Cell:
         return MindSporeSum(self._name) if self._name else AloneSum()
 
     def gather_cell(self) -> nn.Cell:

@@ -38,8 +38,12 @@ class Hardware(ABC):
         """`array`, which is of `dtype`, in fresh memory of the device, apart from the host's."""
 
     def give_up(self, parameter: Any) -> None:
-        """Gives back the memory of a parameter that is about to get another."""
-        return None
+        """Gives back the memory of a parameter that is about to get another.
+
+        Compiled graphs that used the parameter refer to the memory until they run again: it is taken from under them.
+        """
+        # Of `data`, which is made anew: a Parameter goes on returning the storage that it returned first.
+        parameter.data.untyped_storage().resize_(0)
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -48,6 +52,10 @@ class Hardware(ABC):
     @abstractmethod
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         """See contract.Group.gather_cell."""
+
+    @abstractmethod
+    def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        """A cell for use inside graphs: [size, n] -> [n], the sum of what the members have at [index]."""
 
     @abstractmethod
     def exchange(
@@ -62,7 +70,11 @@ class Hardware(ABC):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the device; None where it has no limit of its own."""
+        """Of the device, once ranks are connected; None where it has no limit of its own."""
+        return None
+
+    def take_peak(self) -> int | None:
+        """See contract.Backend.take_device_peak."""
         return None
 
     def profile(self, folder: Path, settings: ProfileSettings) -> AbstractContextManager[None]:

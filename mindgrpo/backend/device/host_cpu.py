@@ -18,7 +18,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
-from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum
+from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 
 
@@ -64,6 +64,9 @@ class HostCpu(Hardware):
 
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return GatherBySum(MindSporeSum(group), index, size)
+
+    def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        return ScatterBySum(MindSporeSum(group), index)
 
     def exchange(
         self,

@@ -58,7 +58,7 @@ class EmbeddedEngine:
                 f"completions of {sampling.max_tokens} tokens in a cache for {cache_config.max_tokens}"
             )
         self._max_prompt = cache_config.max_prompt
-        shard = Shard(config, self.weights, backend)
+        shard = Shard(config, self.weights, backend, is_trained=False)
         shard.kernels = kernels or backend.kernels
         in_slots = shard.kernels.has_slots and not missing_options(config)
         decoder = SlotDecoder if in_slots else PlainDecoder
