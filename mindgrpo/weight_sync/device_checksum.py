@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from mindgrpo.weights.checksum import MODULUS, factors_of, part_sums
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import Weights, device_bits
 
 
 def sums_of(weights: Weights) -> dict[str, int]:
@@ -28,17 +28,18 @@ def device_sums(weights: Weights) -> dict[str, int]:
         rows, columns = (Tensor(f.view(np.int32)) for f in factors)
         if weights.is_transposed(name):
             rows, columns = columns, rows
-        bits = _bits(part.reshape(rows.size, columns.size))
-        upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
-        bits = ops.bitwise_xor(bits, upper)
+        bits = _mixed(part.reshape(rows.size, columns.size))
         # Products wrap, and so a sum of any width has the sum's lower 32 bits.
         terms = bits * rows.reshape(-1, 1) * columns.reshape(1, -1)
         sums[name] = int(terms.sum().asnumpy()) % MODULUS
     return sums
 
 
-def _bits(part: Any) -> Any:
-    """int32, the elements' bits: of two bytes, the upper ones are zero."""
-    if part.dtype == ms.float32:
-        return part.view(ms.int32)
-    return ops.bitwise_and(part.view(ms.int16).astype(ms.int32), 0xFFFF)
+def _mixed(part: Any) -> Any:
+    """int32, the elements' bits, the upper half of four bytes in the lower one, too."""
+    bits = device_bits(part)
+    if bits.dtype == ms.int16:
+        # Nothing is above: a shift, which NPUs have no vectors for, would add zeros.
+        return ops.bitwise_and(bits.astype(ms.int32), 0xFFFF)
+    upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
+    return ops.bitwise_xor(bits, upper)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import ops
 
@@ -208,26 +209,16 @@ class Weights:
         return is_transposed(name, len(self.boxes[name].start))
 
     def part(self, name: str, box: Box | None = None) -> Any:
-        """A copy of `box` of parameter `name` on the device, as it is stored."""
+        """`box` of parameter `name` on the device, as it is stored: a view, which sees what is written later."""
         region = self.region(name, box)
         return self.parameters[region.key][region.slices]
 
     def set_parts(self, written: Sequence[tuple[Region, Any]]) -> None:
         """Writes tensors of the device, in the order of their elements, into regions of parameters."""
-        by_key: dict[str, list[tuple[Region, Any]]] = {}
         for region, values in written:
-            by_key.setdefault(region.key, []).append((region, values))
-        for key, own in by_key.items():
-            parameter = self.parameters[key]
-            first, values = own[0]
-            if len(own) == 1 and first.shape == tuple(parameter.shape):
-                whole = values.reshape(parameter.shape)
-            else:
-                whole = parameter.copy()
-                for region, values in own:
-                    whole[region.slices] = values.reshape(region.shape)
-            # Into the memory that graphs know: assigning to a slice of a Parameter may give it another.
-            ops.assign(parameter, whole)
+            # As integers, which no device rounds, and in place: graphs go on to read the memory that they know.
+            bits = device_bits(self.parameters[region.key])
+            bits[region.slices] = device_bits(values.reshape(region.shape))
 
     @cached_property
     def _stored_at(self) -> dict[str, tuple[FusedParameter, int]]:
@@ -238,6 +229,11 @@ class Weights:
     def specs(self) -> Iterator[ParameterSpec]:
         for entry in self.fused:
             yield from entry.specs
+
+
+def device_bits(tensor: Any) -> Any:
+    """The same memory of the device as integers, int32 or int16."""
+    return tensor.view(ms.int32 if tensor.dtype == ms.float32 else ms.int16)
 
 
 def round_into(target: Weights, source: Weights) -> None:
