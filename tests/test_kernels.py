@@ -178,3 +178,41 @@ def test_a_span_that_reaches_into_another_cluster_is_refused() -> None:
         kernels.attention(heads, rotary)(
             Tensor(floats(8, heads.width)), nothing, nothing, nothing, positions, Tensor(spans)
         ).asnumpy()
+
+
+class Picked(nn.Cell):
+    def __init__(self, pick: nn.Cell) -> None:
+        super().__init__()
+        self.pick = pick
+
+    def construct(self, x: Any, picks: Any) -> Any:
+        return self.pick(picks, x)
+
+
+def test_the_gradient_of_rows_that_are_picked_often_is_not_a_sum_of_two_byte_numbers() -> None:
+    # Of ones, float16 adds up 2048 and no more.
+    picks = np.array([1] * 4096 + [-1, 0, -1, 3], np.int32)
+    x = Tensor(np.ones((4, 8), np.float16))
+    gradient = ms.grad(Picked(PlainKernels().embedding(0)))(x, Tensor(picks))
+    assert gradient.dtype == ms.float16
+    np.testing.assert_array_equal(gradient.asnumpy()[:, 0], [1, 4096, 0, 1])
+
+
+def test_tokens_of_other_shards_take_rows_all_over_the_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[np.ndarray] = []
+    real = ops.unsorted_segment_sum
+
+    def recorded(x: Any, rows: Any, count: int) -> Any:
+        taken.append(rows.asnumpy())
+        return real(x, rows, count)
+
+    monkeypatch.setattr(ops, "unsorted_segment_sum", recorded)
+    tokens, table = np.arange(1024, dtype=np.int32), np.ones((256, 4), np.float32)
+    cell, dout = PlainKernels().exact_embedding(512), np.ones((1024, 4), np.float32)
+    out = cell(Tensor(tokens), Tensor(table)).asnumpy()
+    assert (out.any(axis=1) == (tokens >= 512) & (tokens < 768)).all()
+    _, gradient = cell.bprop(Tensor(tokens), Tensor(table), Tensor(out), Tensor(dout))
+    np.testing.assert_array_equal(gradient.asnumpy(), 1.0)
+    assert np.bincount(taken[0]).max() <= 8

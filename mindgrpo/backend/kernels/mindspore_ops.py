@@ -30,6 +30,8 @@ from mindgrpo.backend.kernels.mindspore_log_probs import LinearLogProbGrad, Line
 
 # Elements of an array that the host works on at once.
 PIECE = 1 << 18
+# Rows, a power of two, that tokens of other shards are spread over.
+SPREAD = 256
 SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
@@ -60,29 +62,35 @@ class _Glu(nn.Cell):
 
 
 class _Embedding(nn.Cell):
-    def __init__(self, first_token: int) -> None:
+    """The gradient of the table, a sum over tokens, is computed in float32, and left so if `is_exact`.
+
+    A token of another shard takes a row as well, times zero: one of many, as thousands that add to one row would wait
+    for each other.
+    """
+
+    def __init__(self, first_token: int, is_exact: bool) -> None:
         super().__init__()
-        self.first = first_token
+        self.first, self.is_exact = first_token, is_exact
+        self.choose = ops.Select()
 
     def construct(self, tokens: Any, table: Any) -> Any:
+        rows, mine = self.rows_of(tokens, table.shape[0])
+        return ops.gather(table, rows, 0) * ops.expand_dims(mine.astype(table.dtype), 1)
+
+    def rows_of(self, tokens: Any, count: int) -> Any:
+        """Each token's row of `count`, and whether it is the token's own."""
         local = tokens - self.first
-        rows = table.shape[0]
-        mine = ops.logical_and(local >= 0, local < rows)
-        gathered = ops.gather(table, ops.clamp(local, 0, rows - 1), 0)
-        return gathered * ops.expand_dims(mine.astype(table.dtype), 1)
-
-
-class _ExactEmbedding(_Embedding):
-    """As _Embedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
+        mine = ops.logical_and(local >= 0, local < count)
+        # Not ops.clamp or ops.where, which have no graph in a bprop.
+        spread = ops.minimum(ops.bitwise_and(local, SPREAD - 1), count - 1)
+        return self.choose(mine, local, spread), mine
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
-        local = tokens - self.first
-        rows = table.shape[0]
-        mine = ops.logical_and(local >= 0, local < rows).astype(ms.float32)
-        dout = dout.astype(ms.float32) * ops.expand_dims(mine, 1)
-        # Not ops.clamp, which has no graph in a bprop.
-        local = ops.minimum(ops.maximum(local, 0), rows - 1)
-        dtable = ops.unsorted_segment_sum(dout, local, rows)
+        rows, mine = self.rows_of(tokens, table.shape[0])
+        dout = dout.astype(ms.float32) * ops.expand_dims(mine.astype(ms.float32), 1)
+        dtable = ops.unsorted_segment_sum(dout, rows, table.shape[0])
+        if not self.is_exact:
+            dtable = dtable.astype(table.dtype)
         return ops.zeros_like(tokens), dtable
 
 
@@ -160,10 +168,10 @@ class PlainKernels(Kernels):
         return _Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
-        return _Embedding(first_token)
+        return _Embedding(first_token, is_exact=False)
 
     def exact_embedding(self, first_token: int) -> nn.Cell:
-        return _ExactEmbedding(first_token)
+        return _Embedding(first_token, is_exact=True)
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return RopeAndMask(rotary)
