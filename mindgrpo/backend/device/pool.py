@@ -126,6 +126,8 @@ class DevicePool(Pool):
             self._count(values.nbytes)
 
     def _give_up(self, state: _State) -> None:
+        # What was started may still use the memory.
+        self._hardware.synchronize()
         for parameter, _, _ in self._parameters:
             self._replace(parameter, Tensor([np.nan], mindspore_dtype(self.dtype)))
         self._state = state
