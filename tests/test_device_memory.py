@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 import psutil
+import pytest
 from mindspore import Tensor, mint, nn
 
+from mindgrpo.backend.device import backend as device_backend
+from mindgrpo.backend.device.ascend import Ascend
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.host_cpu import HostCpu
@@ -60,3 +65,49 @@ def test_memory_that_a_graph_still_refers_to_is_given_back_and_used_again() -> N
         # The graph has not run again: with its old memory there would be two.
         assert rss() - once < LARGE // 2
         np.testing.assert_array_equal(graph(Tensor([2.0])).asnumpy(), [0.0])
+
+
+# -- the size of the device's memory ---------------------------------------------------------------------------------
+
+
+class Sized(HostCpu):
+    """A device that knows its size once it was opened, as an NPU does."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def open(self, world_size: int) -> None:
+        self.calls.append("open")
+
+    @property
+    def memory_bytes(self) -> int | None:
+        self.calls.append("size")
+        return 64 << 30 if {"open", "connect"} <= {*self.calls} else None
+
+
+def test_the_size_of_the_memory_is_read_after_the_ranks_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(device_backend, "init", lambda name: calls.append("connect"))
+    monkeypatch.setattr(device_backend, "get_rank", lambda: 0)
+    monkeypatch.setattr(device_backend, "get_group_size", lambda: 2)
+    backend = DeviceBackend(Sized(calls), {"MS_WORKER_NUM": "2"})
+    assert calls == ["open", "connect", "size"]
+    assert backend.device_memory_bytes == 64 << 30
+
+
+def test_an_npu_is_used_before_it_is_asked_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+
+    def zeros(self: Ascend, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        used.append(True)
+        return Tensor(np.zeros(shape, np.float32))
+
+    def properties(device: int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=64 << 30 if used else 0)
+
+    monkeypatch.setattr(Ascend, "zeros", zeros)
+    monkeypatch.setattr(ms.hal, "get_device_properties", properties)
+    assert Ascend().memory_bytes == 64 << 30

@@ -56,7 +56,6 @@ class DeviceBackend(Backend):
         self.name = f"{hardware.name}, {hardware.communication}"
         self.kernels = hardware.kernels
         self.has_device_profile = hardware.has_profile
-        self.device_memory_bytes = hardware.memory_bytes
         self.compile_log = CompileLog()
         self.live_pools = WeakSet()
         self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
@@ -65,6 +64,8 @@ class DeviceBackend(Backend):
         if self.world_size > 1:
             init(hardware.communication)
             self.rank, self.world_size = get_rank(), get_group_size()
+        # Not earlier: the device is opened by then.
+        self.device_memory_bytes = hardware.memory_bytes
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
         self._groups: dict[tuple[int, ...], DeviceGroup] = {}
