@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from mindspore import Tensor, mint, nn
+from small_runs import make_inputs, run
 
 from mindgrpo.backend.device import backend as device_backend
 from mindgrpo.backend.device.ascend import Ascend
@@ -22,6 +24,13 @@ from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.host_cpu import HostCpu
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
+from mindgrpo.config import load_config
+from mindgrpo.grpo.device_plan import phase_needs
+from mindgrpo.grpo.run_plan import plan_run
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.rollout.embedded import plain
 
 MIB = 1 << 20
 LARGE = 256 * MIB
@@ -111,3 +120,47 @@ def test_an_npu_is_used_before_it_is_asked_for_its_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(Ascend, "zeros", zeros)
     monkeypatch.setattr(ms.hal, "get_device_properties", properties)
     assert Ascend().memory_bytes == 64 << 30
+
+
+# -- what was measured -----------------------------------------------------------------------------------------------
+
+
+def test_metrics_have_the_peak_that_the_device_measured_beside_the_planned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = iter(range(1, 1000))
+    monkeypatch.setattr(plain, "DECODE_STEPS", 2)
+    monkeypatch.setattr(HostCpu, "take_peak", lambda self: next(counted) * MIB, raising=False)
+    make_inputs(tmp_path)
+    words = ("--context.backend", "device", "--rl_config.max_steps", "2")
+    first, second = read_metrics(run(tmp_path, tmp_path / "run", *words) / "metrics.jsonl")
+    for row in (first, second):
+        measured = [
+            row[f"memory/device_peak/{phase}"] for phase in ("reshard", "rollout", "update")
+        ]
+        # In the order of the phases, each by a reading of its own.
+        assert measured == sorted(measured) and len({*measured}) == 3
+        assert all(size % MIB == 0 for size in measured)
+    assert second["memory/device_peak/update"] > first["memory/device_peak/update"]
+    config = load_config(tmp_path / "run" / "config_resolved.yaml", []).config
+    plan = plan_run(config, read_config(config.actor_config.load), 1)
+    (update,) = (need for need in phase_needs(plan) if need.phase == "update")
+    assert second["memory/device_peak_planned/update"] >= update.total > 0
+
+
+def test_an_npus_peak_is_counted_anew_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SimpleNamespace(peak=0, now=0)
+
+    def allocate(size: int) -> None:
+        pool.now += size
+        pool.peak = max(pool.peak, pool.now)
+
+    monkeypatch.setattr(ms.runtime, "max_memory_allocated", lambda: pool.peak)
+    monkeypatch.setattr(ms.runtime, "memory_allocated", lambda: pool.now)
+    monkeypatch.setattr(ms.runtime, "reset_max_memory_allocated", lambda: setattr(pool, "peak", 0))
+    residency = Residency(take_peak=Ascend().take_peak)
+    for phase, sizes in (("update", (900, -800)), ("rollout", ()), ("reference", (50, -50))):
+        residency.activate(phase)
+        for size in sizes:
+            allocate(size)
+    assert residency.peaks() == {"update": 900, "rollout": 100, "reference": 150}

@@ -224,6 +224,10 @@ class Backend(ABC):
         """
         return None
 
+    def take_device_peak(self) -> int | None:
+        """The most bytes that were allocated on the device at a time since the last call; None if it does not count."""
+        return None
+
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 

@@ -56,7 +56,7 @@ def make_roles(
     """
     budget = device_budget(plan.config) or backend.device_memory_bytes
     reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
-    residency = Residency(budget, not backend.shares_memory, reserved)
+    residency = Residency(budget, not backend.shares_memory, reserved, backend.take_device_peak)
     policy = make_policy(plan, backend, sampling)
     engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:

@@ -182,10 +182,11 @@ def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
         (process_rss(), traffic.bytes_received, outcome.stats, copied)
     )
     rollout = RolloutStats.total([rank[2] for rank in ranks])
-    peaks = roles.residency.ledger.peak_by_phase
+    peaks, planned = roles.residency.peaks(), roles.residency.planned_peaks()
     return {
         **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
         **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
+        **{f"memory/device_peak_planned/{phase}": size for phase, size in planned.items()},
         "memory/rss": sum(rank[0] for rank in ranks),
         "host_device_bytes": sum(rank[3] for rank in ranks),
         "reshard/bytes": sum(rank[1] for rank in ranks),

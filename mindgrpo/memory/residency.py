@@ -8,7 +8,7 @@ is rebuilt are released and come back as zeros; all others are kept on the host.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -44,9 +44,13 @@ class Role:
 
 @dataclass
 class Ledger:
-    """Peak bytes on the device by phase; bytes and seconds of all transfers between device and host."""
+    """Peak bytes on the device by phase; bytes and seconds of all transfers between device and host.
+
+    `peak_by_phase` has the roles' bytes, `measured_by_phase` all that was allocated, where the device counts it.
+    """
 
     peak_by_phase: dict[str, int] = field(default_factory=dict)
+    measured_by_phase: dict[str, int] = field(default_factory=dict)
     transfer_seconds: float = 0.0
     transfer_bytes: int = 0
 
@@ -56,6 +60,7 @@ class Residency:
     stays on the device where the budget allows it, and so nothing is copied that need not be.
 
     `reserved`: bytes by phase that graphs take beside all roles, which those that only stay must leave free.
+    `take_peak`: see contract.Backend.take_device_peak.
     """
 
     def __init__(
@@ -63,12 +68,13 @@ class Residency:
         budget_bytes: int | None = None,
         keeps: bool = False,
         reserved: Mapping[str, int] | None = None,
+        take_peak: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.roles: dict[str, Role] = {}
         self.phase = ""
         self.ledger = Ledger()
         self._budget, self._keeps = budget_bytes, keeps
-        self._reserved = reserved or {}
+        self._reserved, self._take_peak = reserved or {}, take_peak
         self._spare = SparePages()
 
     def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
@@ -115,6 +121,7 @@ class Residency:
     def activate(self, phase: str) -> None:
         """Moves roles so that exactly those of `phase` are on the device. Raises UserError before anything moves."""
         check_budget([row for row in self.table() if row.phase == phase], self._budget)
+        self._measure()
         self.phase = phase
         needed = PHASES[phase]
         moving = [role for role in self.roles.values() if not role.host_only]
@@ -133,6 +140,23 @@ class Residency:
         self.ledger.transfer_seconds += time.perf_counter() - started
         peak = self.ledger.peak_by_phase.get(phase, 0)
         self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
+
+    def peaks(self) -> dict[str, int]:
+        """The most bytes on the device by phase so far: measured, or, where the device does not count, of the roles."""
+        self._measure()
+        return self.ledger.peak_by_phase | self.ledger.measured_by_phase
+
+    def planned_peaks(self) -> dict[str, int]:
+        """By phase, of the roles that were on the device, those that only stay among them, with what graphs take."""
+        planned = self.ledger.peak_by_phase
+        return {phase: size + self._reserved.get(phase, 0) for phase, size in planned.items()}
+
+    def _measure(self) -> None:
+        """What was allocated since the last call was in the phase that is about to end, or goes on."""
+        peak = self._take_peak()
+        if peak is not None and self.phase:
+            measured = self.ledger.measured_by_phase
+            measured[self.phase] = max(peak, measured.get(self.phase, 0))
 
     def _fits(self) -> bool:
         """Whether what is on the device may stay there, beside what the phase brings."""

@@ -104,6 +104,9 @@ class DeviceBackend(Backend):
     def synchronize(self) -> None:
         self._hardware.synchronize()
 
+    def take_device_peak(self) -> int | None:
+        return self._hardware.take_peak()
+
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return DeviceGraph(cell, name, self.compile_log, self._pools_of)
 

@@ -16,7 +16,7 @@ const CHARTS = [
   ["length", "truncated", matching(/^truncated_fraction$/)],
   ["time", "time", matching(/^time\//)],
   ["memory", "memory", matching(/^memory\/(?!device_peak)|^host_device_bytes$/)],
-  ["memory", "peak", matching(/^memory\/device_peak\//)],
+  ["memory", "peak", matching(/^memory\/device_peak(_planned)?\//)],
 ];
 const PALETTE = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 let plots = [];
