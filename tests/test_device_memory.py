@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from mindspore import Tensor, mint, nn
+from small_generators import CONFIG, LAYOUT
 from small_runs import make_inputs, run
 
 from mindgrpo.backend.device import backend as device_backend
@@ -29,8 +31,11 @@ from mindgrpo.grpo.device_plan import phase_needs
 from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.parallel.sharding import Box
 from mindgrpo.rollout.embedded import plain
+from mindgrpo.weights.local_weights import Weights
 
 MIB = 1 << 20
 LARGE = 256 * MIB
@@ -164,3 +169,66 @@ def test_an_npus_peak_is_counted_anew_in_every_phase(monkeypatch: pytest.MonkeyP
         for size in sizes:
             allocate(size)
     assert residency.peaks() == {"update": 900, "rollout": 100, "reference": 150}
+
+
+# -- writing in place ------------------------------------------------------------------------------------------------
+
+
+def patterns(dtype: Dtype) -> np.ndarray:
+    """Bits of every kind of number: subnormals, zeros of both signs, infinities, NaNs with payloads."""
+    if dtype == "float32":
+        some = np.random.default_rng(0).integers(0, 2**32, 1 << 16, dtype=np.uint32)
+        return np.concatenate([some, np.arange(1, 2000), [0x80000000, 0x7F800001, 0xFFC12345]])
+    return np.arange(1 << 16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_parts_are_written_in_place_bit_for_bit_and_nothing_beside_them(dtype: Dtype) -> None:
+    weights = Weights(LAYOUT, 0, DeviceBackend(HostCpu(), {}), dtype=dtype)
+    weights.pool.load()
+    unsigned = np.uint32 if dtype == "float32" else np.uint16
+    signed = np.int32 if dtype == "float32" else np.int16
+    known = patterns(dtype).astype(unsigned)
+    before = {key: parameter.data_ptr() for key, parameter in weights.parameters.items()}
+    # One matrix of several side by side, one that is whole, and a vector.
+    names = [f"model.layers.0.{own}.weight" for own in ("self_attn.k_proj", "mlp.down_proj")]
+    names.append("model.norm.weight")
+    written, expected = [], {key: 0 for key in before}
+    for number, name in enumerate(names):
+        region = weights.region(name)
+        values = np.resize(np.roll(known, 7 * number), region.shape)
+        tensor = Tensor(values.view(signed).reshape(-1)).view(mindspore_dtype(dtype))
+        written.append((region, tensor))
+        whole = np.zeros(weights.parameters[region.key].shape, unsigned)
+        whole[region.slices] = values
+        expected[region.key] = whole
+    weights.set_parts(written)
+    kind = ms.int32 if dtype == "float32" else ms.int16
+    for key, parameter in weights.parameters.items():
+        bits = parameter.view(kind).asnumpy().view(unsigned)
+        np.testing.assert_array_equal(bits, expected[key], err_msg=key)
+    assert {key: parameter.data_ptr() for key, parameter in weights.parameters.items()} == before
+
+
+def test_a_part_is_written_without_a_copy_of_the_tensor_that_it_belongs_to() -> None:
+    config = replace(CONFIG, vocab_size=1 << 20)
+    layout = replace(LAYOUT, specs=parameter_specs(config))
+    weights = Weights(layout, 0, DeviceBackend(HostCpu(), {}))
+    weights.pool.load()
+    name = "model.embed_tokens.weight"
+    box = Box((7, 0), (9, config.hidden_size))
+    size = 4 * config.vocab_size * config.hidden_size
+
+    def write(number: float) -> None:
+        values = Tensor(np.full(box.shape, number, np.float32))
+        weights.set_parts([(weights.region(name, box), values)])
+        assert weights.part(name)[8, 3:4].asnumpy() == number
+
+    write(1.0)
+    # The kernel's mark of the most that was resident, which it forgets on demand.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = rss()
+    write(2.0)
+    status = Path("/proc/self/status").read_text()
+    (most,) = (int(line.split()[1]) << 10 for line in status.splitlines() if "VmHWM" in line)
+    assert most - before < size // 4

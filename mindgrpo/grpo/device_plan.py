@@ -13,7 +13,7 @@ from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.training.buckets import BUCKET_BYTES
-from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 
 
@@ -72,17 +72,11 @@ def _has(plan: RunPlan, phase: str) -> bool:
 def _buffers(plan: RunPlan) -> dict[str, int]:
     """Where devices have memory of their own and ranks reach one another by sending. Those that the communication's
     own library keeps are not known."""
-    sizes = {"reshard": _transfer_bytes(plan, plan.reshard), "update": _sum_bytes(plan)}
+    sizes = {"reshard": device_buffer_bytes(plan.reshard), "update": _sum_bytes(plan)}
     if plan.reference is not None and plan.config.ref_config.sync_ref_model:
         to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
-        sizes["sync_reference"] = _transfer_bytes(plan, to_reference)
+        sizes["sync_reference"] = device_buffer_bytes(to_reference)
     return sizes
-
-
-def _transfer_bytes(plan: RunPlan, transfer: Plan) -> int:
-    """A tensor that arrives in parts is copied whole before it is written."""
-    copied = 0 if plan.config.generate_config.uses_vllm else _largest(transfer.target)
-    return device_buffer_bytes(transfer) + copied * transfer.itemsize
 
 
 def _sum_bytes(plan: RunPlan) -> int:
