@@ -109,8 +109,8 @@ def test_long_prompts_are_dropped_or_cut_and_counted(tmp_path: Path) -> None:
 
 def test_conversion_is_all_or_nothing_and_never_overwrites_unasked(tmp_path: Path) -> None:
     target = tmp_path / "rows.mindrecord"
-    bad = write_lines(tmp_path / "bad.jsonl", *questions(3), {"question": "x"})
-    with pytest.raises(UserError, match=r"bad.jsonl:4 has no \"answer\""):
+    bad = write_lines(tmp_path / "bad.jsonl", *questions(3), {"answer": "x"})
+    with pytest.raises(UserError, match=r"bad.jsonl:4 has no \"question\""):
         made(bad, target)
     good = write_lines(tmp_path / "good.jsonl", *questions(3))
     made(good, target)

@@ -22,12 +22,12 @@ from mindgrpo.errors import UserError
         ("{", "is not a line of JSON"),
         ("[1]", "holds a list"),
         (
-            '{"prompt": "x", "answer": "1"}',
-            'no "question", its keys are prompt, answer; .* question=prompt in',
+            '{"problem": "x", "answer": "1"}',
+            'no "question", its keys are problem, answer; .* question=problem in',
         ),
         (
-            '{"question": "x", "target": "1"}',
-            'no "answer", its keys are question, target; .* answer=target in',
+            '{"problem": "x", "target": "1"}',
+            'no "question" and no "answer", .* question=problem,answer=target in',
         ),
         ('{"question": "", "answer": "1"}', "must be a non-empty text"),
         ('{"question": "x", "answer": ["1"]}', "must be a text or a number"),

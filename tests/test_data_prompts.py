@@ -194,10 +194,10 @@ def test_every_rank_reads_its_share_and_has_the_whole_set(size: int, tokenizer: 
 
 
 def test_what_one_rank_finds_wrong_every_rank_says(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "rows.jsonl", *questions(5), {"question": "x"}, {"answer": "y"})
+    path = write_lines(tmp_path / "rows.jsonl", *questions(5), {"target": "x"}, {"answer": "y"})
     form = PromptForm(tokenizer, 64)
     said = as_ranks(4, lambda ranks: PromptSet(open_examples(path, ranks=ranks), form, ranks))
-    assert len(set(said)) == 1 and said[0].startswith(f'{path}:6 has no "answer"')
+    assert len(set(said)) == 1 and said[0].startswith(f'{path}:6 has no "question"')
     broken = tmp_path / "rows.json"
     broken.write_text("[")
     said = as_ranks(4, lambda ranks: open_examples(broken, ranks=ranks))

@@ -91,7 +91,7 @@ def test_completions_of_a_run_and_failures(
             "nearest name is 'accuracy_reward'",
         ),
         (["--reward", "accuracy_reward", "--data", "missing.jsonl"], "does not exist"),
-        (["--reward", "accuracy_reward", "--data", __file__], "is not a line of JSON"),
+        (["--reward", "accuracy_reward", "--data", __file__], "ends in '.py'; it must be"),
         (
             ["--reward", "accuracy_reward", "--data", str(PROBLEMS), "--answer-column", "gold"],
             "keys: question, answer",

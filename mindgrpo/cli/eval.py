@@ -80,7 +80,7 @@ class EvaluationInputs:
     trial: Trial | None
 
     def check_rewards(self) -> None:
-        dry_run_rewards(self.scorer, self.tokenizer, self.prompts, self.turns, self.trial)
+        dry_run_rewards(self.scorer, self.tokenizer, [self.prompts], self.turns, self.trial)
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
+from mindgrpo.data.examples import ANSWER_KEYS
+from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report
-from mindgrpo.strict_files import NotJson, parse_json
 
 STEP = 64
 ROWS_SHOWN = 20
@@ -44,6 +44,7 @@ class Trial:
     answers: list[str]
     columns: Columns
     note: str
+    unanswered: str = ""
 
     def steps(self) -> Iterator[Trial]:
         for start in range(0, len(self.completions), STEP):
@@ -59,12 +60,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     text = "a built-in name, module:function or file.py:function; once for each reward"
     parser.add_argument("--reward", action="append", required=True, help=text)
     parser.add_argument(
-        "--data", required=True, type=path_of, help="a .jsonl file, one sample a line"
+        "--data", required=True, type=path_of, help="a file or directory of rows, one a sample"
     )
     text = "default: completion, or the answers themselves where there is no such column"
     parser.add_argument("--completion-column", help=text)
-    text = "default: answer; what follows #### in it is the gold answer"
-    parser.add_argument("--answer-column", default="answer", help=text)
+    text = "default: answer, solution or ground_truth; what follows #### in it is the gold answer"
+    parser.add_argument("--answer-column", help=text)
     parser.add_argument("--limit", type=int, default=STEP, help="rows to score; 0: all (64)")
     parser.add_argument("--deadline", type=float, default=10.0, help="as reward_config.deadline")
     parser.add_argument("--memory", default="2GB", help="as reward_config.memory")
@@ -80,48 +81,46 @@ def main(argv: Sequence[str]) -> None:
         limits = Limits(deadline=flags.deadline, memory=memory_bytes(flags.memory))
     except ValueError as error:
         raise UserError(f"--memory is {flags.memory!r}, but it {error}.") from None
-    rows = list(islice(read_rows(flags.data), max(0, flags.limit) or None))
+    rows = read_rows(flags.data, flags.limit)
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
     with naming(FLAGS):
         scorer = Scorer(flags.reward, limits=limits, facts=facts)
         try:
-            scorer.dry_run(trial.completions, trial.answers, trial.columns)
+            scorer.dry_run(trial.completions, trial.answers, trial.columns, trial.unanswered)
             print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
             show(trial, scorer)
         finally:
             scorer.close()
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise UserError(f"--data {path} does not exist; give a .jsonl file.")
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = parse_json(line)
-            except NotJson as error:
-                raise UserError(f"{path}:{number} is not a line of JSON: {error}.") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number} is no object; write keys and values in braces.")
-            yield row
+def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:
+    """The first `limit` rows, all for 0, of whatever a run reads but a MindRecord. Raises UserError."""
+    if path.suffix == ".mindrecord":
+        raise UserError(f"--data {path} is a MindRecord; give the file that it was converted from.")
+    stored = open_rows(data_files(path, replace(FOR_TRAINING, key="--data"), "--data"))
+    located = list(stored.read(0, min(len(stored), max(0, limit) or len(stored))))
+    for where, row in located:
+        if not isinstance(row, dict):
+            raise UserError(f"{where} is no object; write keys and values in braces.")
+    return [row for _, row in located]
 
 
 def trial_of(
-    rows: Sequence[dict[str, Any]], path: Path, completion: str | None, answer: str
+    rows: Sequence[dict[str, Any]], path: Path, completion: str | None, answer: str | None
 ) -> Trial:
     if not rows:
         raise UserError(f"--data {path} holds no rows.")
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    note = ""
+    note, has_answers = "", answer is not None or any(key in keys for key in ANSWER_KEYS)
+    answer = answer or next((key for key in ANSWER_KEYS if key in keys), ANSWER_KEYS[0])
     if completion is None:
         completion = "completion" if "completion" in keys else answer
         if completion == answer:
             note = f"; without a column 'completion', {answer!r} is scored as if it were one"
-    for option, name in (("completion", completion), ("answer", answer)):
+    named = {"completion": completion} | ({"answer": answer} if has_answers else {})
+    for option, name in named.items():
         if any(name not in row for row in rows):
             raise UserError(
                 f"not every row of {path} has {name!r} (keys: {', '.join(keys)}); give the right "
@@ -140,9 +139,10 @@ def trial_of(
     columns.setdefault("question", columns.get("problem", columns.get("prompts", [""] * len(rows))))
     return Trial(
         [str(row[completion]) for row in rows],
-        [str(row[answer]).rpartition(GOLD_MARK)[2].strip() for row in rows],
+        [str(row.get(answer, "")).rpartition(GOLD_MARK)[2].strip() for row in rows],
         columns,
         note,
+        "" if has_answers else "name the column of the answers with --answer-column",
     )
 
 

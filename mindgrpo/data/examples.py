@@ -1,7 +1,8 @@
 """Makes examples of rows: the messages of a prompt, its gold answer, and columns for rewards.
 
 `dataset_type` says where the question and the gold answer are, a key map renames other keys. A row without a question
-or an answer is an error, and no column is lost: one whose name is taken goes on as original_NAME.
+is an error, one without a gold answer only where a reward asks for it, which the rows do not know. No column is lost:
+one whose name is taken goes on as original_NAME.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ DATASET_TYPES = ("gsm8k", "openr1math", "plain")
 WORKED_COLUMN = "full_answer"
 # Rewards get the completions and the gold answers under these names.
 RESERVED = ("completions", "answers")
-QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {"openr1math": ("problem", "question")}
-DEFAULT_QUESTION_KEYS = ("question", "messages")
+QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {
+    "openr1math": ("problem", "question", "prompt")
+}
+DEFAULT_QUESTION_KEYS = ("question", "prompt", "messages")
+# Under other names than the first the gold answer stays a column, too: rewards may know it by its own name.
+ANSWER_KEYS = ("answer", "solution", "ground_truth")
 # Where other data sets keep them, for the remedy in a sentence.
 LIKELY_KEYS = {
-    "question": ("problem", "prompt", "query", "instruction", "input", "conversations"),
-    "answer": ("solution", "ground_truth", "target", "label", "response", "output"),
+    "question": ("problem", "query", "instruction", "input", "conversations"),
+    "answer": ("reward_model.ground_truth", "target", "label", "response", "output"),
 }
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
@@ -34,12 +39,16 @@ MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
 
 @dataclass(frozen=True)
 class Example:
-    """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line."""
+    """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line.
+
+    `unanswered` is what to do about a row that has no gold answer, if a reward asks for it; "" where it has one.
+    """
 
     messages: tuple[Message, ...]
     answer: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+    unanswered: str = ""
 
     @property
     def question(self) -> str:
@@ -107,7 +116,7 @@ class RowForm:
         sources = [
             key for source in self.key_map.values() for key in (source, source.split(".")[0])
         ]
-        return list(dict.fromkeys([*self.question_keys, "answer", *sources, *self.columns]))
+        return list(dict.fromkeys([*self.question_keys, *ANSWER_KEYS, *sources, *self.columns]))
 
     def example(self, row: Any, where: str) -> Example:
         """Makes an example of a row that stands at `where`. Raises UserError."""
@@ -116,7 +125,15 @@ class RowForm:
                 f'{where} holds a {type(row).__name__}; each row must be an object with "question" and "answer"'
             )
         row = self._renamed(row, where)
-        question_key = self._question_key(row, where)
+        question_key, answer_key = self._question_key(row), self._answer_key(row)
+        lacking = [] if answer_key else ["answer"]
+        if question_key is None:
+            names = {"question": self.question_keys[0], "answer": "answer"}
+            missing = " and no ".join(f'"{names[name]}"' for name in ("question", *lacking))
+            raise UserError(
+                f"{where} has no {missing}, its keys are {', '.join(row) or 'none'}; "
+                f"{remedy(('question', *lacking), row)}"
+            )
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
         columns = {key: value for key, value in row.items() if key not in (question_key, "answer")}
         is_conversation = isinstance(row[question_key], list)
@@ -124,7 +141,7 @@ class RowForm:
             if "messages" in columns:
                 columns["original_messages"] = columns["messages"]
             columns["messages"] = [dict(message) for message in messages]
-        answer = self._answer(row, columns, where)
+        answer = self._answer(row, answer_key, columns, where) if answer_key else ""
         if self.columns is not None:
             kept = [*self.columns, *(["messages"] if is_conversation else [])]
             columns = {key: value for key, value in columns.items() if key in kept}
@@ -134,7 +151,8 @@ class RowForm:
                     f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
-        return Example(messages, answer, columns, where)
+        unanswered = f"{remedy(lacking, row)} ({where} has {', '.join(row)})" if lacking else ""
+        return Example(messages, answer, columns, where, unanswered)
 
     def _renamed(self, row: Row, where: str) -> Row:
         if not self.key_map:
@@ -150,24 +168,27 @@ class RowForm:
             renamed[f"original_{key}" if key in self.key_map else key] = value
         return renamed | values
 
-    def _question_key(self, row: Row, where: str) -> str:
+    def _question_key(self, row: Row) -> str | None:
         for key in self.question_keys:
             if key in row and (key != "messages" or isinstance(row[key], list)):
                 return key
-        raise UserError(missing("question", self.question_keys[0], row, where))
+        return None
 
-    def _answer(self, row: Row, columns: dict[str, Any], where: str) -> str:
+    def _answer_key(self, row: Row) -> str | None:
+        if "answer" in row or self.key_map.get("answer") == "":
+            return "answer"
+        return next((key for key in ANSWER_KEYS if is_answer(row.get(key))), None)
+
+    def _answer(self, row: Row, key: str, columns: dict[str, Any], where: str) -> str:
         if self.key_map.get("answer") == "":
             return ""
-        if "answer" not in row:
-            raise UserError(missing("answer", "answer", row, where))
-        answer = row["answer"]
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise UserError(f'{where}: "answer" is {answer!r}; it must be a text or a number')
+        answer = row[key]
+        if not is_answer(answer):
+            raise UserError(f'{where}: "{key}" is {answer!r}; it must be a text or a number')
         text = str(answer)
         if self.dataset_type == "gsm8k" and GOLD_MARK not in text:
             raise UserError(
-                f'{where}: "answer" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; correct the '
+                f'{where}: "{key}" has no {GOLD_MARK} before its gold answer, which gsm8k asks for; correct the '
                 "row or use the dataset_type plain"
             )
         gold = gold_answer(text, self.dataset_type)
@@ -190,12 +211,24 @@ def at_path(row: Row, source: str, where: str) -> Any:
     return value
 
 
-def missing(name: str, key: str, row: Row, where: str) -> str:
-    likely = next((other for other in LIKELY_KEYS[name] if other in row), "KEY")
-    return (
-        f'{where} has no "{key}", its keys are {", ".join(row) or "none"}; name the one that holds it with '
-        f"{name}={likely} in {MAP_WHERE}"
-    )
+def is_answer(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def remedy(names: Sequence[str], row: Row) -> str:
+    """Says how to name the keys of a row that hold what it lacks under `names`, question or answer."""
+    pairs = ",".join(f"{name}={likely_key(name, row)}" for name in names)
+    whose = "the one that holds it" if len(names) == 1 else "those that hold them"
+    return f"name {whose} with {pairs} in {MAP_WHERE}"
+
+
+def likely_key(name: str, row: Row) -> str:
+    for path in LIKELY_KEYS[name]:
+        outer, dot, inner = path.partition(".")
+        held = row.get(outer)
+        if outer in row and (not dot or (isinstance(held, Mapping) and inner in held)):
+            return path
+    return "KEY"
 
 
 def messages_of(value: object, where: str) -> tuple[Message, ...]:

@@ -41,6 +41,8 @@ ROWS_PER_WRITE = ROWS_PER_MESSAGE = 1000
 SECONDS_PER_MESSAGE = 120.0
 MIN_MEMORY_BYTES = 4 << 30
 
+# The name among columns, which no column has, of what to do about a row without a gold answer.
+UNANSWERED = ""
 AGAIN = "convert the data again with rlhf_data.py"
 
 Decode = Callable[[Sequence[int]], str]
@@ -86,12 +88,13 @@ def write_rows(target: Path, rows: Iterator[Row]) -> int:
 
 def packed(index: int, example: Example) -> Row:
     messages = "" if example.is_question else json.dumps(example.messages, ensure_ascii=False)
+    unanswered = {UNANSWERED: example.unanswered} if example.unanswered else {}
     return {
         "index": index,
         "question": example.question,
         "answer": example.answer,
         "messages": messages,
-        "columns": json.dumps(example.columns, ensure_ascii=False),
+        "columns": json.dumps({**example.columns, **unanswered}, ensure_ascii=False),
     }
 
 
@@ -102,7 +105,9 @@ def unpacked(row: Row, where: str) -> Example:
     if not isinstance(columns, dict):
         raise UserError(f"{where}: its columns are no JSON object; {AGAIN}")
     asked = loaded(row["messages"], where) if row["messages"] else row["question"]
-    return Example(messages_of(asked, where), row["answer"], columns, where)
+    remedy = columns.pop(UNANSWERED, "")
+    unanswered = f"{AGAIN} and {remedy}" if remedy else ""
+    return Example(messages_of(asked, where), row["answer"], columns, where, unanswered)
 
 
 def loaded(text: str, where: str) -> Any:

@@ -186,6 +186,7 @@ class Share:
     indices: np.ndarray
     cut_indices: list[int]
     column_names: list[str]
+    unanswered: str
     error: str | None
 
 
@@ -193,10 +194,11 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
     ids, lengths, indices = array("i"), array("i"), array("i")
     names: dict[str, None] = {}
     cut_indices: list[int] = []
-    error = None
+    unanswered, error = "", None
     try:
         for index, example in enumerate(examples.read(start, stop), start=start):
             names.update(dict.fromkeys(example.columns))
+            unanswered = unanswered or example.unanswered
             fitted = form.fit(example)
             if fitted is not None:
                 cut_indices += [index] if fitted.is_cut else []
@@ -211,6 +213,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
         indices=np.array(indices, np.int32),
         cut_indices=cut_indices,
         column_names=list(names),
+        unanswered=unanswered,
         error=error,
     )
 
@@ -233,6 +236,8 @@ class PromptSet(Sequence[Prompt]):
         self.column_names = list(
             dict.fromkeys(name for share in shares for name in share.column_names)
         )
+        # What to do about the first row without a gold answer, if a reward asks for it.
+        self.unanswered = next((share.unanswered for share in shares if share.unanswered), "")
         self._ids = np.concatenate([share.ids for share in shares])
         self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
         self._indices = np.concatenate([share.indices for share in shares])

@@ -74,7 +74,7 @@ class SplitChoice:
     preferred: tuple[str, ...] = ("train",)
     key: str = "rl_config.dataset_split (--split)"
 
-    def choose(self, splits: Sequence[str], directory: Path) -> str:
+    def choose(self, splits: Sequence[str], directory: Path | str) -> str:
         """One of `splits`. Raises UserError where there is none, or several fit."""
         fitting = [name for name in self.preferred if name in splits]
         if self.name is not None:
@@ -128,7 +128,35 @@ def open_examples(
     `decode` turns token ids into text, for MindRecords of those; `key` names the setting that `path` comes from. Every
     rank of `ranks` calls this, with the same values. Raises UserError.
     """
-    source, form = Path(path), form or RowForm()
+    form = form or RowForm()
+    files = data_files(path, choice, key)
+    if files[0].suffix == ".mindrecord":
+        examples = ranks.by_one(lambda: read_mindrecord(files[0], decode))
+        return Examples(ListedRows(examples, files[0]))
+    return Examples(open_rows(files, form.keys_read(), ranks), form)
+
+
+def open_rows(
+    files: Sequence[Path], columns: Sequence[str] | None = None, ranks: Ranks = ALONE
+) -> Rows:
+    """Rows as the files of one data set have them; `columns` are all that is wanted of tables. Raises UserError."""
+    first, suffix = files[0], files[0].suffix
+    if suffix in (".parquet", ".arrow"):
+        cache = TableCache()
+        return Blocks([TableFile(file, columns, cache) for file in files])
+    if suffix == ".json":
+        rows: Rows = ranks.by_one(lambda: open_json(first))
+        return rows
+    if suffix == ".csv":
+        return Blocks([ListedRows(ranks.by_one(partial(read_csv, file)), file) for file in files])
+    if suffix == ".jsonl":
+        return Blocks([JsonLines(file) for file in files])
+    raise UserError(f"the data set {first} ends in {suffix!r}; it must be a {KINDS} file")
+
+
+def data_files(path: str | Path, choice: SplitChoice, key: str) -> list[Path]:
+    """The files of one split of the data set that `path` leads to, all of one kind. Raises UserError."""
+    source = Path(path)
     if not source.exists():
         if HUB_ID.fullmatch(str(path)) and not source.suffix and not source.parent.exists():
             raise UserError(
@@ -144,22 +172,7 @@ def open_examples(
         raise UserError(
             f"{choice.key} is {choice.name!r}, but {source} is one file, without splits; leave it out"
         )
-    files = files_of(source, choice) if source.is_dir() else [source]
-    suffix = files[0].suffix
-    if suffix == ".mindrecord":
-        examples = ranks.by_one(lambda: read_mindrecord(source, decode))
-        return Examples(ListedRows(examples, source))
-    if suffix in (".parquet", ".arrow"):
-        cache = TableCache()
-        return Examples(Blocks([TableFile(file, form.keys_read(), cache) for file in files]), form)
-    if suffix == ".json":
-        return Examples(ranks.by_one(lambda: open_json(source)), form)
-    if suffix == ".csv":
-        tables = [ListedRows(ranks.by_one(partial(read_csv, file)), file) for file in files]
-        return Examples(Blocks(tables), form)
-    if suffix == ".jsonl":
-        return Examples(Blocks([JsonLines(file) for file in files]), form)
-    raise UserError(f"the data set {source} ends in {suffix!r}; it must be a {KINDS} file")
+    return files_of(source, choice) if source.is_dir() else [source]
 
 
 def files_of(directory: Path, choice: SplitChoice) -> list[Path]:

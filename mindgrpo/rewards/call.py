@@ -119,21 +119,15 @@ class Signature:
             return asked
         return asked + [name for name in offered if name not in asked and name != "completion_ids"]
 
-    def check(self, name: str, samples: Samples) -> None:
-        """Raises UserError where the function cannot be called with these samples."""
-        if not self.takes_completions:
-            raise UserError(
-                f"reward function {name} takes no positional argument; it is called as "
-                f"reward(completions, answers, **columns) ({WHERE})"
-            )
+    def answers_asked(self, samples: Samples) -> list[str]:
+        """Return the parameters without a default that only a gold answer can be."""
+        words = [word for word in ("answers", *ANSWER_WORDS) if word not in samples.columns]
+        return [name for name in self.required if name in words]
+
+    def lacking(self, samples: Samples) -> list[str]:
+        """Return the parameters without a default that these samples have nothing for."""
         accepted = self.accepted(samples)
-        for wanted in self.required:
-            if wanted not in accepted:
-                raise UserError(
-                    f"reward function {name} wants {wanted!r}, which the data does not have (it has "
-                    f"{', '.join(('answers', *samples.columns))}); add the column to the data set or "
-                    f"give the parameter a default or a value ({WHERE})"
-                )
+        return [name for name in self.required if name not in accepted]
 
 
 class Caller:
@@ -162,7 +156,6 @@ class Caller:
         return result if isinstance(result, Failure) else result[0]
 
     def _call(self, samples: Samples) -> Any:
-        self.signature.check(self._function.name, samples)
         answers: dict[str, Sequence[Any]]
         answers = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
         offered = answers | dict(samples.columns)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.rewards.call import Caller, Samples
+from mindgrpo.rewards.call import Caller, Samples, Signature
 from mindgrpo.rewards.load import RewardFunction
 from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, Outcome, RewardResult
 
@@ -75,6 +75,10 @@ class Executor(ABC):
         result.seconds = time.monotonic() - started
         return result
 
+    @abstractmethod
+    def signature(self) -> Signature:
+        """Return what the function can be given, when it is loaded. Raises UserError."""
+
     @property
     def num_done(self) -> int:
         """Samples of the latest call that have an outcome by now."""
@@ -105,6 +109,9 @@ class ThreadExecutor(Executor):
         super().__init__(function.name)
         self._caller, self._deadline = Caller(function), deadline
         self._is_busy = False
+
+    def signature(self) -> Signature:
+        return self._caller.signature
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
         self._started, self._indices = time.monotonic(), list(indices)

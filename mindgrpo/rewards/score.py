@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.call import CONTRACT, Columns, Samples
+from mindgrpo.rewards.call import CONTRACT, Columns, Samples, Signature
 from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor
 from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
-from mindgrpo.rewards.outcome import BAD_RESULT, REFUSED, RewardResult
+from mindgrpo.rewards.outcome import BAD_RESULT, NOT_FINITE, REFUSED, RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
 from mindgrpo.rewards.workers.executor import WorkerExecutor
 
@@ -57,14 +57,23 @@ class Scorer:
             self.close()
             raise
 
-    def dry_run(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> None:
+    def dry_run(
+        self,
+        completions: Sequence[str],
+        answers: Sequence[str],
+        columns: Columns,
+        unanswered: str = "",
+    ) -> None:
         """Score two samples with every function; what would fail on every step fails here.
 
-        Waits for functions that are still loading. Raises UserError.
+        Waits for functions that are still loading. `unanswered` is what to do about rows without a gold answer, ""
+        where all have one. Raises UserError.
         """
         samples = Samples(list(completions), list(answers), columns, self.facts)
         few = samples.select(range(min(2, len(samples))))
         firsts = [executors[0] for executors in self._executors.values()]
+        signatures = {executor.name: executor.signature() for executor in firsts}
+        refuse_what_is_lacking(signatures, few, unanswered)
         for executor in firsts:
             executor.start(few, range(len(few)), patient=True)
         for executor in firsts:
@@ -128,6 +137,35 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list
     return weights
 
 
+def refuse_what_is_lacking(
+    signatures: Mapping[str, Signature], samples: Samples, unanswered: str
+) -> None:
+    wants: dict[str, list[str]] = {}
+    remedies: list[str] = []
+    for name, signature in signatures.items():
+        if not signature.takes_completions:
+            raise UserError(
+                f"reward function {name} takes no positional argument; it is called as "
+                f"reward(completions, answers, **columns) ({WHERE})"
+            )
+        asked = signature.answers_asked(samples) if unanswered else []
+        remedies += [unanswered] if asked and not remedies else []
+        if lacking := [*asked, *signature.lacking(samples)]:
+            wants[name] = lacking
+    if not wants:
+        return
+    if any(signatures[name].lacking(samples) for name in wants):
+        remedies.append("add the columns to the data set")
+    each = " and ".join(
+        f"{name} wants {', '.join(map(repr, lacking))}" for name, lacking in wants.items()
+    )
+    has = [*([] if unanswered else ["answers"]), *samples.columns, *samples.facts]
+    raise UserError(
+        f"reward function {each}, which the data does not have (it has {', '.join(has)}); "
+        f"{', '.join(remedies)}, or give the parameters defaults or values ({WHERE})"
+    )
+
+
 def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -> None:
     together, failures = result.together_failure, list(result.failures.values())
     for failure in (together, *failures):
@@ -135,11 +173,12 @@ def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -
             raise UserError(failure.message)
     if together is not None and together.kind == BAD_RESULT:
         raise UserError(
-            f"reward function {name} {together.message} where {num_samples} completions were given; it "
-            f"must return {CONTRACT} ({WHERE})"
+            f"reward function {name} {together.message}; it must return {CONTRACT} ({WHERE})"
         )
     if len(failures) == num_samples:
+        returned = failures[0].kind in (BAD_RESULT, NOT_FINITE)
+        remedy = f"it must return {CONTRACT}" if returned else "correct the function"
         raise UserError(
             f"reward function {name} fails on each of {num_samples} samples: {failures[0].message}; "
-            f"it must return {CONTRACT} ({WHERE})"
+            f"{remedy} ({WHERE})"
         )

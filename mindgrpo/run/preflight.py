@@ -63,7 +63,8 @@ class Inputs:
     trial: Trial | None = None
 
     def check_rewards(self) -> None:
-        dry_run_rewards(self.scorer, self.tokenizer, self.prompts, self.turns, self.trial)
+        sets = [self.prompts] if self.held_out is None else [self.prompts, self.held_out]
+        dry_run_rewards(self.scorer, self.tokenizer, sets, self.turns, self.trial)
 
     @property
     def first_prompt(self) -> str:
@@ -94,14 +95,14 @@ def try_environment(turns: Turns | None, prompts: PromptSet, ranks: Ranks) -> Tr
 def dry_run_rewards(
     scorer: Scorer | None,
     tokenizer: Tokenizer,
-    prompts: PromptSet,
+    sets: Sequence[PromptSet],
     turns: Turns | None,
     trial: Trial | None,
 ) -> None:
-    """Put the answers of two of the prompts through every reward, when all have been imported. Raises UserError."""
+    """Put the answers of two prompts of the first set through every reward, when all are imported. Raises UserError."""
     if scorer is None:
         return
-    two = (prompts[:2] * 2)[:2]
+    two = (sets[0][:2] * 2)[:2]
     answers = [prompt.answer for prompt in two]
     ids = [tokenizer.encode(answer) for answer in answers]
     begun = [prompt.text if trial is None else trial.text for prompt in two]
@@ -111,7 +112,8 @@ def dry_run_rewards(
         conversations = [({**turn, "content": answer}, *answered) for answer in answers]
     lengths, reasons = [len(own) for own in ids], ["stop"] * len(two)
     columns = reward_columns(two, begun, ids, lengths, reasons, conversations)
-    scorer.dry_run(answers, answers, columns)
+    unanswered = next((prompts.unanswered for prompts in sets if prompts.unanswered), "")
+    scorer.dry_run(answers, answers, columns, unanswered)
 
 
 def prepare(

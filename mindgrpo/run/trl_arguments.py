@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
 from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.config.names import suggestion
+from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError
 
-Rows = Iterable[Mapping[str, Any]]
-# In TRL a row has its prompt here, and what rewards compare with in a column of any name.
-PROMPT = "prompt"
-ANSWERS = ("answer", "solution", "ground_truth")
+Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
 
 def refuse(function: str, others: Mapping[str, object]) -> None:
@@ -34,8 +33,9 @@ def with_arguments(
 ) -> Config | Loaded:
     """The configuration with a model and data sets of its own. Raises UserError.
 
-    A data set is a path, or rows, which are written to a file of the user's cache that is named by their content: ranks
-    and a resumed run find them there. `config` may also be a mapping, as a file has it; None has the defaults.
+    A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
+    named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
+    None has the defaults.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
@@ -45,12 +45,15 @@ def with_arguments(
     values: dict[str, object] = {}
     if model is not None:
         values["actor_config.load"] = str(model)
-    for name, key, data in (
-        ("train_dataset", "rl_config.dataset_file", train_dataset),
-        ("eval_dataset", "rl_config.eval_dataset_file", eval_dataset),
+    for name, key, data, choice in (
+        ("train_dataset", "rl_config.dataset_file", train_dataset, FOR_TRAINING),
+        ("eval_dataset", "rl_config.eval_dataset_file", eval_dataset, FOR_EVALUATION),
     ):
         if isinstance(data, str | Path):
             values[key] = str(data)
+        elif isinstance(data, Mapping):
+            split = replace(choice, key=name).choose(list(data), name)
+            values[key] = str(_written(name, data[split]))
         elif data is not None:
             values[key] = str(_written(name, data))
     if isinstance(config, Config | Loaded) and not values:
@@ -58,7 +61,7 @@ def with_arguments(
     return config_with(config, values)
 
 
-def _written(name: str, rows: Rows) -> Path:
+def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
     lines = []
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -66,9 +69,7 @@ def _written(name: str, rows: Rows) -> Path:
                 f'{name}: row {number} is {row!r:.60}; give rows such as {{"prompt": "...", "answer": "..."}}.'
             )
         try:
-            lines.append(
-                json.dumps(_under_our_names(row), ensure_ascii=False, allow_nan=False) + "\n"
-            )
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{name}: row {number} cannot be kept as JSON: {error}; leave such columns out."
@@ -90,12 +91,3 @@ def _written(name: str, rows: Rows) -> Path:
                 f"{name} cannot be written to {folder} ({error.strerror}); make it writable, or set XDG_CACHE_HOME."
             ) from None
     return path
-
-
-def _under_our_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """TRL's row as ours: its prompt is the question; the answer is a copy, as rewards may know it by its own name."""
-    if PROMPT not in row or "question" in row:
-        return dict(row)
-    others = {key: value for key, value in row.items() if key != PROMPT}
-    answer = next((row[name] for name in ANSWERS if name in row), "")
-    return {"question": row[PROMPT], "answer": answer, **others}

@@ -25,7 +25,7 @@ LONGEST_CODE = 100_000
 
 def code_reward(
     completions: Sequence[str],
-    answers: Sequence[str],
+    answers: Sequence[str] | None = None,
     test_cases: Sequence[Any] | None = None,
     test_list: Sequence[Any] | None = None,
     test_setup_code: Sequence[Any] | None = None,
@@ -53,7 +53,8 @@ def code_reward(
         repeat(None) if column is None else column
         for column in (test_cases, test_list, test_setup_code)
     )
-    samples = zip(completions, answers, *columns, strict=False)
+    golds = repeat("") if answers is None else answers
+    samples = zip(completions, golds, *columns, strict=False)
     return [score(sample, seconds, memory_mb << 20) for sample in samples]
 
 

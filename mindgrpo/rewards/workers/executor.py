@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.call import Samples
+from mindgrpo.rewards.call import Samples, Signature
 from mindgrpo.rewards.executors import Executor, Limits
 from mindgrpo.rewards.load import REWARD, Spec
 from mindgrpo.rewards.outcome import EXIT, REFUSED, Failure, RewardResult, from_json
@@ -49,6 +49,10 @@ class WorkerExecutor(Executor):
         worker = Worker(load, REWARD, self._spec.text, self._limits.memory, self._output)
         self._workers[isolated] = worker
         return worker
+
+    def signature(self) -> Signature:
+        worker = self._workers.get(False) or self._start_worker(False)
+        return worker.load()
 
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool

@@ -1,0 +1,222 @@
+"""Rows are accepted alike wherever they come from, and what they lack is said once, before a run.
+
+Does not prove that every format is read as it was written: test_data_sources.py does.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_sets import MODEL, flat, save_to_disk, write_arrow, write_lines, write_parquet
+
+from mindgrpo.cli.verbs import main
+from mindgrpo.data.convert import convert, progress_bar
+from mindgrpo.data.prompts import PromptForm
+from mindgrpo.data.sources import open_examples
+from mindgrpo.data.tokenizer import load_tokenizer
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.run.trl_arguments import with_arguments
+
+EXAMPLE = MODEL.parent / "grpo_config.yaml"
+Data = list[dict[str, Any]]
+ROWS: dict[str, Data] = {
+    "prompt and answer": [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)],
+    "prompt and ground truth": [{"prompt": f"{n}?", "ground_truth": str(n)} for n in range(4)],
+    "prompt and solution": [{"prompt": f"{n}?", "solution": f"so #### {n}"} for n in range(4)],
+    "prompt alone": [{"prompt": f"Say {n}", "level": "easy"} for n in range(4)],
+    "question alone": [{"question": f"Say {n}"} for n in range(4)],
+}
+
+
+def write_csv(path: Path, rows: Data) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_json(path: Path, rows: Data) -> Path:
+    path.write_text(json.dumps({"data": rows}))
+    return path
+
+
+def save_splits(folder: Path, rows: Data) -> Path:
+    save_to_disk(folder / "train", rows)
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
+    return folder
+
+
+def write_mindrecord(path: Path, rows: Data) -> Path:
+    lines = write_lines(path.with_suffix(".jsonl"), *rows)
+    form = PromptForm(load_tokenizer(MODEL).with_template("qwen"), 100)
+    convert(open_examples(lines), path, form, source=str(lines), progress=lambda _: progress_bar(0))
+    return path
+
+
+FORMATS: dict[str, Callable[[Path, Data], Path]] = {
+    "rows.jsonl": lambda path, rows: write_lines(path, *rows),
+    "rows.json": write_json,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "rows.arrow": write_arrow,
+    "saved": save_to_disk,
+    "splits": save_splits,
+    "rows.mindrecord": write_mindrecord,
+}
+
+
+def in_memory(rows: Any) -> list[dict[str, Any]]:
+    config: Any = with_arguments(None, None, rows, None)
+    return [flat(example) for example in open_examples(config.config.rl_config.dataset_file)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_of_a_file_are_those_in_memory(what: str, name: str, tmp_path: Path) -> None:
+    path = FORMATS[name](tmp_path / name, ROWS[what])
+    assert [flat(example) for example in open_examples(path)] == in_memory(ROWS[what])
+
+
+def test_rows_in_memory_may_come_by_split() -> None:
+    rows = ROWS["prompt and answer"]
+    assert in_memory({"train": rows, "test": rows[:1]}) == in_memory(rows)
+    with pytest.raises(UserError, match="train_dataset has the splits a, b; set train_dataset"):
+        in_memory({"a": rows, "b": rows})
+
+
+def check(folder: Path, path: Path, *words: str) -> int:
+    given = ["check", "--config", str(EXAMPLE), "--dataset_file", str(path), *words]
+    given += ["--rl_config.eval_steps", "0", "--rl_config.eval_dataset_file", "null"]
+    return main([*given, "--reward_config.verifier_weight", "null"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_are_needed_where_a_reward_asks_for_them(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FORMATS[name](tmp_path / name, ROWS["prompt alone"])
+    assert check(tmp_path, path, "--verifier_function", "format_reward") == 0
+    capsys.readouterr()
+    assert check(tmp_path, path, "--verifier_function", "format_reward,accuracy_reward") == 2
+    told = capsys.readouterr().err
+    assert "reward function accuracy_reward wants 'answers', which the data does not have" in told
+    assert "name the one that holds it with answer=KEY in rl_config.dataset_map_keys" in told
+    assert told.count("\n") == 1 and "prompt, level)" in told
+
+
+def test_one_row_without_an_answer_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*ROWS["prompt and answer"], {"prompt": "2+2?", "target": "4"}]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward") == 2
+    told = capsys.readouterr().err
+    assert "answer=target in rl_config.dataset_map_keys" in told
+    assert f"({path}:5 has prompt, target)" in told
+
+
+def test_an_environment_needs_no_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "game.py").write_text(
+        "class Game:\n    def reset(self, row):\n        return 'play ' + row['level']\n"
+        "    def step(self, completion):\n        return [], 1.0, True\n"
+    )
+    path = write_lines(tmp_path / "rows.jsonl", *ROWS["prompt alone"])
+    words = ["--rl_config.environment", f"{tmp_path}/game.py:Game", "--verifier_function", "[]"]
+    words += ["--rl_config.chat_template", "qwen", "--generate_config.max_prompt_length", "88"]
+    assert check(tmp_path, path, *words) == 0
+    assert "4 of 4 rows kept; reset returns" in capsys.readouterr().out
+
+
+def test_all_that_a_row_lacks_is_named_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", {"instruction": "1+1?", "output": "2"})
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward") == 2
+    told = capsys.readouterr().err
+    assert 'has no "question" and no "answer", its keys are instruction, output' in told
+    assert "name those that hold them with question=instruction,answer=output in rl_config" in told
+    keys = ["--rl_config.dataset_map_keys", "question=instruction,answer=output"]
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward", *keys) == 0
+
+
+def test_verls_gold_answer_is_found_for_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [{"role": "user", "content": "1+1?"}]
+    row = {"data_source": "sums", "prompt": asked, "reward_model": {"ground_truth": "2"}}
+    path = write_parquet(tmp_path / "verl.parquet", [row])
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward") == 2
+    assert "with answer=reward_model.ground_truth in" in capsys.readouterr().err
+    keys = ["--rl_config.dataset_map_keys", "answer=reward_model.ground_truth"]
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward", *keys) == 0
+
+
+def levels(completions: Sequence[str], level: Any, source: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def tags(completions: Sequence[str], answers: Any, tag: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def refused(function: Any, unanswered: str = "") -> str:
+    columns = {"question": ["q", "q"], "prompts": ["p", "p"]}
+    functions = function if isinstance(function, list) else [function]
+    scorer = Scorer(functions, facts={"max_completion_length": 9})
+    try:
+        with pytest.raises(UserError) as caught:
+            scorer.dry_run(["a", "b"], ["1", "2"], columns, *([unanswered] if unanswered else []))
+    finally:
+        scorer.close()
+    return str(caught.value)
+
+
+def test_all_columns_that_rewards_lack_are_named_at_once_and_all_that_there_are() -> None:
+    said = refused([levels, tags], "name it with --answer-column")
+    assert "levels wants 'level', 'source' and tags wants 'answers', 'tag', which the data" in said
+    assert "(it has question, prompts, max_completion_length); name it with --answer-column" in said
+    assert "(it has answers, question, prompts, max_completion_length)" in refused([levels, tags])
+
+
+def wordy(completions: Sequence[str]) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def short(completions: Sequence[str]) -> list[float]:
+    return [1.0]
+
+
+def broken(completions: Sequence[str]) -> list[float]:
+    raise KeyError("level")
+
+
+def test_what_a_reward_did_wrong_is_said_without_a_tail_that_does_not_fit() -> None:
+    assert "wordy returned a list holding a str; it must return a list with" in refused(wordy)
+    assert "short returned 1 values for 2 completions; it must return a list" in refused(short)
+    said = refused(broken)
+    assert "fails on each of 2 samples: KeyError" in said and "must return" not in said
+
+
+def test_score_reads_what_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, write in FORMATS.items():
+        path = write(tmp_path / name, ROWS["prompt and answer"])
+        status = main(["score", "--reward", "accuracy_reward", "--data", str(path)])
+        told = capsys.readouterr()
+        if name == "rows.mindrecord":
+            assert status == 2 and "give the file that it was converted from" in told.err
+        else:
+            assert status == 0 and "accuracy_reward: mean 1.0000 of 4; no failures" in told.out
