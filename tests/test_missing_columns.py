@@ -186,10 +186,12 @@ def refused(function: Any, unanswered: str = "") -> str:
 
 
 def test_all_columns_that_rewards_lack_are_named_at_once_and_all_that_there_are() -> None:
+    said = refused([levels, tags])
+    assert "levels wants 'level', 'source' and tags wants 'tag', which the data" in said
+    assert "(it has answers, question, prompts, max_completion_length)" in said
     said = refused([levels, tags], "name it with --answer-column")
     assert "levels wants 'level', 'source' and tags wants 'answers', 'tag', which the data" in said
     assert "(it has question, prompts, max_completion_length); name it with --answer-column" in said
-    assert "(it has answers, question, prompts, max_completion_length)" in refused([levels, tags])
 
 
 def wordy(completions: Sequence[str]) -> list[str]:
