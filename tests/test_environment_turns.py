@@ -374,3 +374,20 @@ def test_a_reset_that_fails_is_told_before_the_first_step(
     turns.check(prompts("fine"))
     with pytest.raises(UserError, match="reset fails on the row of a.jsonl line 1: KeyError: 'lev"):
         turns.check(prompts("fail"))
+
+
+def test_a_prompt_of_a_reset_that_is_too_long_is_met_with_the_limit_to_raise(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "game.py").write_text(ENVIRONMENT)
+    path = tmp_path / "config.yaml"
+    path.write_text(f"rl_config: {{environment: '{tmp_path}/game.py:Game'}}\n")
+    row = {"question": "play", "answer": "fine"}
+    prompts: Any = [SimpleNamespace(row=row, example=SimpleNamespace(where="a.jsonl line 1"))]
+    short = "--generate_config.max_prompt_length=1"
+    turns: Any = read_turns(load_config(path, [short]).config, tokenizer)
+    with pytest.raises(UserError) as refused:
+        turns.check(prompts)
+    assert "tokens long and max_prompt_length is 1; raise" in str(refused.value)
+    assert "raise generate_config.max_prompt_length" in str(refused.value)
+    assert "correct the class" not in str(refused.value)

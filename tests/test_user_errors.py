@@ -257,6 +257,29 @@ def test_an_output_folder_where_none_can_be_made_is_told_by_its_name(refused: Ch
     assert "checkpoint" not in sentence
 
 
+def test_a_folder_of_an_earlier_run_is_told_with_the_flag_that_resumes_it(
+    refused: Check, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    sentence = refused("--output_dir", str(tmp_path))
+    assert "name another directory" in sentence and "resume" not in sentence
+    (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
+    sentence = refused("--output_dir", str(tmp_path))
+    assert "resume it from step 3 with --resume_training true" in sentence
+
+
+def test_a_model_on_the_hub_is_told_with_the_command_that_downloads_it(refused: Check) -> None:
+    sentence = refused("--actor_config.load", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert "run 'hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-In" in sentence
+    assert "hf download" not in refused("--actor_config.load", "output/run/hf")
+
+
+def test_a_missing_column_is_told_with_a_key_of_the_run(refused: Check, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "1 + 1?", "output": "2"}\n')
+    sentence = refused("--rl_config.dataset_file", str(tmp_path / "rows.jsonl"))
+    assert "rl_config.dataset_map_keys" in sentence and "map-keys" not in sentence
+
+
 def test_a_value_that_is_nearly_right_is_answered_with_the_right_one(refused: Check) -> None:
     sentence = refused("--rl_config.advantage_estimator", "reinforce++")
     assert "; did you mean 'reinforce_plus_plus' (command line" in sentence

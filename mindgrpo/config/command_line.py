@@ -40,15 +40,17 @@ def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[t
     while words:
         flag, equals, value = words.pop(0).partition("=")
         if not flag.startswith("--") or flag == "--":
-            raise UserError(
-                f"'{flag}' on the command line belongs to no flag; write --key value, and quote "
-                "values that hold spaces."
-            )
+            # Hydra's form, which verl's scripts have.
+            theirs = aliases().remedy(flag.removeprefix("+"), "--") if equals else None
+            remedy = theirs or "write --key value, and quote values that hold spaces"
+            raise UserError(f"'{flag}' on the command line belongs to no flag; {remedy}.")
         if not equals:
             if words and not words[0].startswith("--"):
                 value = words.pop(0)
             elif flag in switches or _may_be_true(FLAGS.get(flag, flag[2:])):
                 value = "true"
+            elif theirs := aliases().remedy(flag[2:], "--"):
+                raise UserError(f"{flag} is no flag of this program; {theirs}.")
             else:
                 raise UserError(f"{flag} on the command line has no value; write {flag} VALUE.")
         pairs.append((flag, value))

@@ -48,11 +48,13 @@ SECTIONS: frozenset[str] = frozenset(
 class Aliases:
     """What other trainers call our keys. Only for suggestions: no value is ever taken over.
 
-    `by_key`: our key -> trainer -> its names. `absent`: a name -> why it has no key. `sections`: theirs -> ours.
-    `same_in_mindrlhf` are our keys that MindRLHF has too; `generic` are last words that lead to no key by themselves.
+    `by_key`: our key -> trainer -> its names. `differences`: such a name -> what its value means here. `absent`: a
+    name -> why it has no key. `sections`: theirs -> ours. `same_in_mindrlhf` are our keys that MindRLHF has too;
+    `generic` are last words that lead to no key by themselves.
     """
 
     by_key: dict[str, dict[str, list[str]]]
+    differences: dict[str, str]
     absent: dict[str, str]
     sections: dict[str, str]
     same_in_mindrlhf: frozenset[str]
@@ -64,22 +66,36 @@ class Aliases:
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        full = {name: key for key in self.by_key for name in self.names_of(key)}
+        """Our key by a name that is written in full."""
+        return {name: key for key in self.by_key for name in self.names_of(key)}
+
+    @cached_property
+    def _full_names(self) -> dict[str, str]:
+        """The name in full by what a user may write of it."""
+        full = self._keys
         # Last words that are also ours lead to the wrong key, or to where they lead anyway.
         not_alone = self.generic | {leaf_of(key) for key in (*self.by_key, *self.same_in_mindrlhf)}
         dotted = [name for name in reversed(full) if "." in name]
-        leaves = {leaf_of(name): full[name] for name in dotted if leaf_of(name) not in not_alone}
+        leaves = {leaf_of(name): name for name in dotted if leaf_of(name) not in not_alone}
         # A name that is written without dots wins over the last word of another.
-        return leaves | {name: key for name, key in full.items() if name not in not_alone}
+        return leaves | {name: name for name in full if name not in not_alone}
+
+    def _full_name(self, name: str) -> str:
+        return self._full_names.get(name) or self._full_names.get(leaf_of(name), "")
 
     def ours(self, name: str) -> str | None:
         """Returns our key for a name that is written as there, or with its last word alone."""
-        return self._keys.get(name) or self._keys.get(leaf_of(name))
+        return self._keys.get(self._full_name(name))
+
+    def called(self, name: str, dashes: str = "") -> str | None:
+        """Says what another trainer's name is called here, and what is different; None for a name without a key."""
+        ours, difference = self.ours(name), self.differences.get(self._full_name(name))
+        return ours and f"called {dashes}{ours} here{f': {difference}' if difference else ''}"
 
     def remedy(self, name: str, dashes: str = "") -> str | None:
         """Says what is here instead of another trainer's name, as the end of a sentence."""
-        ours = self.ours(name)
-        return f"it is called {dashes}{ours} here" if ours else self.absent.get(leaf_of(name))
+        called = self.called(name, dashes)
+        return f"it is {called}" if called else self.absent.get(leaf_of(name))
 
 
 @cache
@@ -88,7 +104,8 @@ def aliases() -> Aliases:
     absent = {name: group["why"] for group in data["absent"] for name in group["names"]}
     same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
     generic = frozenset(data["generic"])
-    return Aliases(data["keys"], absent, data["sections"], frozenset(same), generic)
+    keys, differences, sections = data["keys"], data["differences"], data["sections"]
+    return Aliases(keys, differences, absent, sections, frozenset(same), generic)
 
 
 def leaf_of(key: str) -> str:
@@ -112,14 +129,16 @@ def suggestion(key: str, dashes: str = "") -> str:
         return remedy
     section, _, leaf = key.rpartition(".")
     near = nearest(key, [known for known in KNOWN if leaf_of(known) == leaf], cutoff=0.0)
-    for among in (section, None):
-        if not near:
-            leaves = {
-                leaf_of(known): known
-                for known in reversed(KNOWN)
-                if among is None or known.rpartition(".")[0] == among
-            }
-            near = leaves.get(nearest(leaf, leaves) or "")
+    # A retired key is no remedy: it is only what somebody meant who mistyped it.
+    for cutoff, names in ((0.85, KNOWN), (0.6, (*LIVE, *PENDING))):
+        for among in (section, None):
+            if not near:
+                leaves = {
+                    leaf_of(known): known
+                    for known in reversed(names)
+                    if among is None or known.rpartition(".")[0] == among
+                }
+                near = leaves.get(nearest(leaf, leaves, cutoff) or "")
     if not near:
         return "no key comes near it, leave it out"
     retired = f" (which is retired: {RETIRED[near]})" if near in RETIRED else ""

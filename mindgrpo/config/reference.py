@@ -69,13 +69,15 @@ def written(value: object) -> str:
 
 def explain(name: str) -> str:
     """Explains a key, flag, section, or another trainer's name. Raises UserError for any other."""
+    # Also as it stands on a command line: --name, or name=value and +name=value where Hydra reads it.
+    name = name.partition("=")[0].removeprefix("+")
     key = FLAGS.get(name, name.removeprefix("--")).strip(".")
     if key not in KNOWN:
         sections = [known for known in sorted(SECTIONS) if f".{known}".endswith(f".{key}")]
         if sections:
             return "\n\n".join(_explain_section(section) for section in sections)
         if ours := aliases().ours(key):
-            return f"{name} is called {ours} here.\n\n{explain(ours)}"
+            return f"{name} is {aliases().called(key)}.\n\n{explain(ours)}"
         if why_absent := aliases().remedy(key):
             return f"{name} is no key here: {why_absent}."
     keys = [key]
@@ -196,6 +198,9 @@ def _their_names() -> Iterator[str]:
 def _without_a_key() -> Iterator[str]:
     yield from ("", "## Settings without a key here")
     yield from _table("name", "why, and what instead", aliases().absent.items())
+    yield from ("", "## Values that differ", "")
+    yield "What the value of a name means for the key that takes its place."
+    yield from _table("name", "difference", aliases().differences.items())
     yield from ("", "## Sections", "")
     yield "Where the settings of another trainer's section are in this project's configuration."
     yield from _table("section", "here", aliases().sections.items())

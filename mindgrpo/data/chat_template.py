@@ -19,7 +19,7 @@ from mindgrpo.strict_files import NotJson, parse_json
 
 MAX_TEMPLATE_BYTES = 1 << 20
 SHIPPED = Path(__file__).parent / "templates"
-SETTING = "rl_config.chat_template (--chat_template)"
+SETTING = "rl_config.chat_template"
 JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
 TURN_END = re.compile(r"A turn ends with (<\S+>)")
 MARKER = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>")

@@ -34,7 +34,7 @@ LIKELY_KEYS = {
     "answer": ("reward_model.ground_truth", "target", "label", "response", "output"),
 }
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-MAP_WHERE = "rl_config.dataset_map_keys (--map-keys)"
+MAP_WHERE = "rl_config.dataset_map_keys"
 
 
 @dataclass(frozen=True)

@@ -316,7 +316,7 @@ def plain_row(row: Row, where: str) -> Row:
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{where}: column {name!r} holds {error}, which is neither text nor number; choose the columns "
-                "that rewards get with rl_config.dataset_columns (--columns)"
+                "that rewards get with rl_config.dataset_columns"
             ) from error
     return row
 

@@ -72,7 +72,7 @@ class SplitChoice:
 
     name: str | None = None
     preferred: tuple[str, ...] = ("train",)
-    key: str = "rl_config.dataset_split (--split)"
+    key: str = "rl_config.dataset_split"
 
     def choose(self, splits: Sequence[str], directory: Path | str) -> str:
         """One of `splits`. Raises UserError where there is none, or several fit."""

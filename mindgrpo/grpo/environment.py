@@ -23,6 +23,7 @@ from mindgrpo.rollout.environment_turns import EnvironmentTurns, reply_to
 
 # The rewards' name among those of reward functions.
 NAME = "environment"
+CORRECT = f"; correct the class or {ENVIRONMENT.key}"
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,12 @@ class EnvironmentForm:
             reply = reply_to(opening, pool.ask({0: opening})[0])
             prompt = reply if reply.has_failed else prompt_of(reply.messages, self.form)
             if not isinstance(prompt, np.ndarray):
-                raise self._fails("reset", first, prompt.turn["error"])
+                # Messages that make no prompt have a remedy of their own.
+                remedy = CORRECT if reply.has_failed else ""
+                raise self._fails("reset", first, f"{prompt.turn['error']}{remedy}")
             reply = reply_to(completion, pool.ask({0: completion})[0])
             if reply.has_failed:
-                raise self._fails(f"step({completion!r})", first, reply.turn["error"])
+                raise self._fails(f"step({completion!r})", first, f"{reply.turn['error']}{CORRECT}")
             pool.end_all()
         finally:
             pool.close()
@@ -67,10 +70,8 @@ class EnvironmentForm:
         return Trial(text, len(prompt), (turn, *answered))
 
     def _fails(self, call: str, prompt: Prompt, error: str) -> UserError:
-        return UserError(
-            f"environment {self.text!r}: {call} fails on the row of {prompt.example.where}: {error}; correct the class "
-            f"or {ENVIRONMENT.key}"
-        )
+        where = prompt.example.where
+        return UserError(f"environment {self.text!r}: {call} fails on the row of {where}: {error}")
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:

@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 
+from mindgrpo.checkpoint.folders import steps_in
 from mindgrpo.errors import UserError
 
 ROOT = Path("output")
@@ -52,9 +53,11 @@ def check_free(directory: Path | str) -> None:
     """Raises UserError if the directory holds an earlier run."""
     directory = Path(directory)
     if (directory / "metrics.jsonl").exists():
+        steps = steps_in(directory)
+        resume = f"resume it from step {steps[-1]} with --resume_training true, " if steps else ""
         raise UserError(
             f"output_dir {directory} holds an earlier run (its metrics.jsonl), and a run "
-            "overwrites nothing: name another directory or leave --output_dir out."
+            f"overwrites nothing: {resume}name another directory or leave --output_dir out."
         )
 
 

@@ -265,7 +265,8 @@ def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Rep
     if isinstance(fitted, Fitted):
         return np.array(fitted.ids, np.int32)
     too_long = (
-        f"its first messages are {fitted} long and max_prompt_length is {form.max_prompt_length}"
+        f"its first messages are {fitted} long and max_prompt_length is {form.max_prompt_length}; raise "
+        "generate_config.max_prompt_length or shorten them"
     )
     return Reply.failed(Failure(BAD_RESULT, too_long))
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mindgrpo.cli.arguments import Arguments
+from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.data.convert import ConversionReport, convert, progress_bar
 from mindgrpo.data.examples import DATASET_TYPES, RowForm, parse_key_map
@@ -21,6 +21,13 @@ from mindgrpo.data.sources import FOR_TRAINING, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 
+# Of a run's keys, which messages name.
+FLAGS = {
+    "rl_config.chat_template": "--chat_template",
+    "rl_config.dataset_columns": "--columns",
+    "rl_config.dataset_map_keys": "--map-keys",
+    "rl_config.tokenizer_dir": "--tokenizer_dir",
+}
 RETIRED = {
     "--seq_length": "rows are packed by the trainer, rl_config.seq_length",
     "--pad_token_id": "nothing is padded, lengths tell where text ends",
@@ -134,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A program that is ended takes its half-written file with it.
     signal.signal(signal.SIGTERM, interrupt)
     try:
-        print(run(arguments))
+        with naming(FLAGS):
+            print(run(arguments))
     except UserError as error:
         print(f"mindgrpo: {error}", file=sys.stderr)
         return 2
