@@ -231,6 +231,17 @@ class Backend(ABC):
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 
+    def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
+        """Variables with which another program of this host sees the devices of `ranks` alone.
+
+        None where processors compute. Raises UserError for ranks of several hosts.
+        """
+        return {}
+
+    def make_room(self) -> None:
+        """Gives memory of the device that is kept for later use to other programs."""
+        return None
+
     def computing(self) -> AbstractContextManager[None]:
         """Surrounds a phase of work, or kernels that are called outside of graphs; may be nested.
 

@@ -21,6 +21,8 @@ BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
 # connected to it, and for a rank that writes while the others wait for it on their devices. These are the largest
 # numbers that every NPU takes (CANN's pages of these variables).
 HCCL_SECONDS = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "17340"}
+# The NPUs of the host that a process sees, by number; without it, all.
+VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # The launcher sets it where a job has several hosts.
 RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 

@@ -21,6 +21,7 @@ from mindgrpo.grpo.host_plan import HostPlan
 from mindgrpo.grpo.mindformers_yaml import read_model_yaml
 from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import compute_dtype
+from mindgrpo.grpo.vllm_settings import device_share, engine_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
@@ -91,10 +92,21 @@ def _not_counted(plan: RunPlan) -> list[str]:
     if not generate.uses_vllm:
         return [f"{own} weights and cache, {_OPTIMIZER}"]
     return [
-        f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {generate.vllm.dtype}",
+        f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {engine_dtype(plan.config)}",
+        *_share_of_devices(plan),
         "vLLM's own programs come on top: some 0.5 GB an engine of one worker, 0.9 GB and 0.25 GB a worker an engine",
         "of several (measured on processors, docs/vllm.md)",
     ]
+
+
+def _share_of_devices(plan: RunPlan) -> list[str]:
+    share = device_share(plan.config)
+    if share is None:
+        return []
+    line = f"vLLM takes {share:g} of each device (generate_config.gpu_memory_utilization) while it is awake"
+    if plan.device_memory is None:
+        line += "; how much that is, context.max_device_memory would say"
+    return [line]
 
 
 def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:

@@ -193,7 +193,7 @@ class GenerateConfig(Section):
     """vLLM: tokens in a block of the KV cache; null: vLLM's own"""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """vLLM: share of a device's memory that an engine may take; where processors compute, of the host's memory and all
-    engines of the run together; null: vLLM's own on a device, else no limit"""
+    engines of the run together; null: 0.9 on a device, else no limit"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
 

@@ -13,8 +13,9 @@ from mindgrpo.config.section import AFTER_SIZE, BEFORE_LIST, OptionalText, Secti
 class VllmConfig(Section):
     python: OptionalText = None
     """Python of an environment that has vLLM; null: .venv-vllm, which `bash scripts/setup_env.sh --vllm` makes"""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """in which vLLM computes; the policy's float32 weights are rounded to it when they are handed over"""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """in which vLLM computes; null: the run's compute dtype; the policy's float32 weights are rounded to it when they
+    are handed over"""
     kv_cache_memory: Annotated[str | None, AFTER_SIZE] = None
     """size of each engine's KV cache such as 4GB, over all its workers; null: what max_num_seqs samples of full length
     need, or on a device what gpu_memory_utilization leaves"""

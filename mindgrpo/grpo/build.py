@@ -13,7 +13,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.activation_plan import reference_shape, update_shape
-from mindgrpo.grpo.device_plan import phase_needs
+from mindgrpo.grpo.device_plan import check_engine, phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
@@ -54,6 +54,9 @@ def make_roles(
 
     `restored`: "policy" and "reference" are not read where a checkpoint will fill them.
     """
+    if backend.device_memory_bytes is not None:
+        plan = replace(plan, device_bytes=backend.device_memory_bytes)
+    check_engine(plan)
     budget = device_budget(plan.config) or backend.device_memory_bytes
     reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
     residency = Residency(budget, not backend.shares_memory, reserved, backend.take_device_peak)
@@ -90,10 +93,13 @@ def make_engine(
         on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
         weight_bytes = generator_bytes(config, layout)
+        device_bytes = backend.device_memory_bytes or device_budget(config)
         return VllmEngine(
             layout,
             backend,
-            vllm_settings(config, model, layout.grid, cache_config, weight_bytes, host_memory),
+            vllm_settings(
+                config, model, layout.grid, cache_config, weight_bytes, host_memory, device_bytes
+            ),
         )
     return EmbeddedEngine(model, layout, backend, sampling, cache_config)
 

@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.errors import UserError
 from mindgrpo.grpo.activation_plan import activation_bytes
 from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.grpo.vllm_settings import device_share
 from mindgrpo.memory.account import PhaseMemory
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.monitor.host_memory import format_bytes
@@ -61,6 +63,27 @@ def phase_needs(plan: RunPlan) -> list[PhaseNeed]:
 
 def most_needed(plan: RunPlan) -> PhaseNeed:
     return max(phase_needs(plan), key=lambda need: need.total)
+
+
+def check_engine(plan: RunPlan) -> None:
+    """Raises UserError where vLLM and what the run has beside it do not fit a device, as far as its memory is known."""
+    config, device = plan.config, plan.device_memory
+    generate, keeps = config.generate_config, config.context.target.keeps_weights_on_host
+    if not generate.uses_vllm or keeps or device is None:
+        return
+    for need in phase_needs(plan):
+        engine = need.pools.by_role.get("generator")
+        if engine is None or need.total <= device:
+            continue
+        share = device_share(config)
+        key = "vllm.kv_cache_memory" if share is None else f"gpu_memory_utilization {share:g}"
+        raise UserError(
+            f"generate_config.{key} gives vLLM {format_bytes(engine)} of each device, and in phase {need.phase} the "
+            f"run has {format_bytes(need.total - engine)} there beside it: {format_bytes(need.total)} together, but a "
+            f"device has {format_bytes(device)} (context.max_device_memory, or what it says itself); lower "
+            f"generate_config.{key.partition(' ')[0]}, or raise actor_config.parallel_config.model_parallel or "
+            "pipeline_stage."
+        )
 
 
 def _has(plan: RunPlan, phase: str) -> bool:

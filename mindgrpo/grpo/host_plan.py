@@ -14,8 +14,9 @@ from functools import cached_property
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.grpo.device_plan import phase_needs
-from mindgrpo.grpo.run_plan import FLOAT_BYTES, LARGEST, RunPlan
+from mindgrpo.grpo.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.grpo.settings import compute_dtype, device_budget
+from mindgrpo.grpo.vllm_settings import engine_dtype
 from mindgrpo.memory.counted_pool import CountedPool
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.lora_specs import adapter_specs
@@ -125,6 +126,8 @@ class HostPlan:
                 sizes["weights and gradients while the optimizer runs"] = 2 * trained
         if config.generate_config.uses_vllm:
             sizes["bucket that vLLM reads weights from"] = self._bucket_bytes()
+            if not on_host:
+                sizes["vLLM's weights while it sleeps"] = generator_bytes(config, plan.infer)
         if config.rl_config.save_ckpt_interval:
             share = COPIES_IN_A_CHECKPOINT * FLOAT_BYTES * num_parameters(plan.model)
             sizes["a checkpoint until it is written"] = share // plan.world_size
@@ -155,8 +158,8 @@ class HostPlan:
     def _bucket_bytes(self) -> int:
         """The largest group of tensors, in vLLM's dtype and once more in the run's where that is another."""
         config = self._plan.config
-        engine, own = config.generate_config.vllm.dtype, compute_dtype(config)
-        return self._largest_group * sum(ITEM_BYTES[dtype] for dtype in {engine, own})
+        dtypes = {engine_dtype(config), compute_dtype(config)}
+        return self._largest_group * sum(ITEM_BYTES[dtype] for dtype in dtypes)
 
     @property
     def _largest_group(self) -> int:

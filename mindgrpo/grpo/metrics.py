@@ -56,7 +56,7 @@ def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapL
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
-    used = {compute_dtype, matmul_precision, generate.vllm.dtype if generate.uses_vllm else ""}
+    used = {compute_dtype, matmul_precision, generate.vllm.dtype if generate.uses_vllm else None}
     return next(limit for name, limit in GAP_LIMITS.items() if name in used or name == "float32")
 
 

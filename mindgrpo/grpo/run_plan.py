@@ -19,8 +19,8 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.settings import compute_dtype, dtype_notices, num_product_parts
-from mindgrpo.grpo.vllm_settings import worker_cache_bytes
+from mindgrpo.grpo.settings import compute_dtype, device_budget, dtype_notices, num_product_parts
+from mindgrpo.grpo.vllm_settings import engine_bytes, engine_dtype
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
@@ -38,7 +38,10 @@ LARGEST = -1
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Layouts of the roles (`reference` None where beta is 0) and the arithmetic of a step."""
+    """Layouts of the roles (`reference` None where beta is 0) and the arithmetic of a step.
+
+    `device_bytes` is what a device says that it has; None where none was asked.
+    """
 
     config: Config
     model: DecoderConfig
@@ -46,6 +49,7 @@ class RunPlan:
     infer: Layout
     reference: Layout | None
     batch: BatchPlan
+    device_bytes: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -120,8 +124,7 @@ class RunPlan:
             "policy": weights(self.train, stage) + adapters(self.train, stage),
             "gradients": trained,
             "optimizer": 2 * trained,
-            "generator": generator_bytes(self.config, self.infer) + self._packed_bytes(),
-            "kv_cache": self.kv_cache_bytes,
+            **self._engine_bytes,
             "adapters_copy": adapters(self.infer, 0),
         }
         if self.lora is None and self._itemsize != FLOAT_BYTES:
@@ -161,10 +164,18 @@ class RunPlan:
         return KVCacheConfig(slots, group, prompts, context, longest, goes_on)
 
     @property
-    def kv_cache_bytes(self) -> int:
+    def device_memory(self) -> int | None:
+        """Bytes of a device, as far as they are known."""
+        return self.device_bytes or device_budget(self.config)
+
+    @property
+    def _engine_bytes(self) -> Mapping[str, int]:
+        weights = generator_bytes(self.config, self.infer)
         if not self.config.generate_config.uses_vllm:
-            return self._embedded_cache_bytes()
-        return worker_cache_bytes(self.config, self.model, self.infer.grid, self.cache_config)
+            packed = weights + self._packed_bytes()
+            return {"generator": packed, "kv_cache": self._embedded_cache_bytes()}
+        shapes = self.model, self.infer.grid, self.cache_config
+        return engine_bytes(self.config, *shapes, weights, self.device_memory)
 
     @property
     def _generator_shape(self) -> LocalModelShape:
@@ -218,7 +229,7 @@ class RunPlan:
 
     def _by_vllm(self) -> str:
         generate = self.config.generate_config
-        return f", vLLM in {generate.vllm.dtype}" if generate.uses_vllm else ""
+        return f", vLLM in {engine_dtype(self.config)}" if generate.uses_vllm else ""
 
     def most_memory(self) -> str:
         most = max(self.memory(), key=lambda phase: phase.total)
@@ -253,7 +264,7 @@ def share_of(layout: Layout, stage: int) -> int:
 def generator_bytes(config: Config, layout: Layout) -> int:
     """Of the weights of the rank of `layout` that holds most, or of that worker of vLLM."""
     generate = config.generate_config
-    dtype = generate.vllm.dtype if generate.uses_vllm else compute_dtype(config)
+    dtype = engine_dtype(config) if generate.uses_vllm else compute_dtype(config)
     return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
 
 

@@ -5,14 +5,52 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.config import Config, memory_bytes
+from mindgrpo.grpo.settings import compute_dtype
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.vllm.cache_size import BLOCK_TOKENS, CacheNeed
 from mindgrpo.rollout.vllm.environment import find_python
 from mindgrpo.rollout.vllm.settings import VllmSettings
+
+# Of a device, where the configuration says nothing; what vLLM itself takes.
+DEVICE_SHARE = 0.9
+
+
+def engine_dtype(config: Config) -> Dtype:
+    """Raises UserError, as compute_dtype does."""
+    return config.generate_config.vllm.dtype or compute_dtype(config)
+
+
+def device_share(config: Config) -> float | None:
+    """Of each device, what vLLM takes; None where processors compute, or where the size of its cache is given."""
+    generate = config.generate_config
+    if config.context.target.keeps_weights_on_host or generate.vllm.kv_cache_memory is not None:
+        return None
+    return generate.gpu_memory_utilization or DEVICE_SHARE
+
+
+def engine_bytes(
+    config: Config,
+    model: DecoderConfig,
+    grid: Grid,
+    cache: KVCacheConfig,
+    weight_bytes: int,
+    device_bytes: int | None,
+) -> dict[str, int]:
+    """What a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by role.
+
+    `device_bytes` is a device's memory, None where it is not known: then at least what its samples need.
+    """
+    cache_bytes, share = worker_cache_bytes(config, model, grid, cache), device_share(config)
+    if config.context.target.keeps_weights_on_host:
+        return {"generator": weight_bytes, "kv_cache": cache_bytes}
+    # On a device both are there as long as it is awake, also while it gets its weights.
+    if share is not None and device_bytes is not None:
+        return {"generator": int(share * device_bytes)}
+    return {"generator": weight_bytes + cache_bytes}
 
 
 def worker_cache_bytes(
@@ -28,7 +66,7 @@ def worker_cache_bytes(
         generate.longest,
         generate.block_size or BLOCK_TOKENS,
     )
-    itemsize = ITEM_BYTES[generate.vllm.dtype]
+    itemsize = ITEM_BYTES[engine_dtype(config)]
     heads = model.num_key_value_heads, model.head_dim
     return need.num_bytes(model.num_hidden_layers, *heads, itemsize, tp_size)
 
@@ -40,12 +78,15 @@ def vllm_settings(
     cache: KVCacheConfig,
     weight_bytes: int,
     host_memory: int | None,
+    device_bytes: int | None = None,
 ) -> VllmSettings:
     """Of an engine whose workers have `weight_bytes` of weights each. Raises UserError where there is no vLLM.
 
-    `host_memory` is the bytes of a host whose processors the engines share; None where each has devices of its own.
+    `host_memory` is the bytes of a host whose processors the engines share; None where each has devices of its own, of
+    `device_bytes` each, None where that is not known.
     """
     generate, own = config.generate_config, config.generate_config.vllm
+    memory = engine_bytes(config, model, grid, cache, weight_bytes, device_bytes)
     cache_bytes = worker_cache_bytes(config, model, grid, cache)
     arguments: dict[str, Any] = {
         "max_num_seqs": generate.max_num_seqs or cache.slots,
@@ -56,20 +97,23 @@ def vllm_settings(
     if host_memory is not None:
         if share is not None:
             cache_bytes = min(cache_bytes, int(share * host_memory) // grid.size)
-        arguments["kv_cache_memory_bytes"] = cache_bytes
-    elif own.kv_cache_memory is not None:
+            memory["kv_cache"] = cache_bytes
         arguments["kv_cache_memory_bytes"] = cache_bytes
     else:
-        arguments["gpu_memory_utilization"] = share
+        # Between rollouts the device is the trainer's.
+        arguments["enable_sleep_mode"] = True
+        arguments["gpu_memory_utilization"] = device_share(config)
+        if own.kv_cache_memory is not None:
+            arguments["kv_cache_memory_bytes"] = cache_bytes
     chosen = {name: value for name, value in arguments.items() if value is not None}
     return VllmSettings(
         python=find_python(own.python, os.environ),
         model=config.actor_config.load,
-        dtype=own.dtype,
+        dtype=engine_dtype(config),
         max_model_len=generate.longest,
         seed=config.rl_config.seed,
         max_start_seconds=own.max_start_seconds,
         max_silence_seconds=own.max_silence_seconds,
         arguments=chosen | own.parsed_arguments,
-        memory={"generator": weight_bytes, "kv_cache": cache_bytes},
+        memory=memory,
     )

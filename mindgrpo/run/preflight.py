@@ -26,6 +26,7 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.device_plan import check_engine
 from mindgrpo.grpo.environment import NAME as ENVIRONMENT_NAME
 from mindgrpo.grpo.environment import EnvironmentForm, Trial
 from mindgrpo.grpo.mindformers_yaml import check_agreement
@@ -175,6 +176,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
+    check_engine(plan)
     check_budget(plan.memory(), device_budget(config))
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:

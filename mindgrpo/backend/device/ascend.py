@@ -19,6 +19,7 @@ from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels, AttentionDtype
 from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.backend.targets import VISIBLE_DEVICES
 
 
 class _Gather(nn.Cell):
@@ -47,6 +48,7 @@ class Ascend(Hardware):
     name = "Ascend"
     communication = "hccl"
     has_profile = True
+    devices_variable = VISIBLE_DEVICES
 
     def __init__(self, fused: AttentionDtype | None = None) -> None:
         """`fused` is the dtype of fused attention; without, it is MindSpore's other operations."""
@@ -76,6 +78,10 @@ class Ascend(Hardware):
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
+
+    def empty_cache(self) -> None:
+        ms.runtime.synchronize()
+        ms.runtime.empty_cache()
 
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return _Gather(group)

@@ -20,6 +20,8 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.backend.targets import ranks_per_host
+from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
 
@@ -68,6 +70,7 @@ class DeviceBackend(Backend):
         self.device_memory_bytes = hardware.memory_bytes
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
+        self._environment = environment
         self._groups: dict[tuple[int, ...], DeviceGroup] = {}
         self._names: dict[tuple[int, ...], str] = {}
 
@@ -106,6 +109,26 @@ class DeviceBackend(Backend):
 
     def take_device_peak(self) -> int | None:
         return self._hardware.take_peak()
+
+    def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
+        variable = self._hardware.devices_variable
+        if variable is None:
+            return {}
+        per_host = ranks_per_host(self._environment, self.world_size)
+        if len({rank // per_host for rank in ranks}) > 1:
+            raise UserError(
+                f"generate_config.parallel_config.model_parallel is {len(ranks)}, and so ranks {ranks[0]} to "
+                f"{ranks[-1]}, of several hosts, share a vLLM engine, which uses the devices of one; set it to "
+                f"{per_host} or less."
+            )
+        # Those of this process, in whose order its host's ranks have them.
+        listed = self._environment.get(variable, "").split(",")
+        visible = [word.strip() for word in listed if word.strip()]
+        numbers = [rank % per_host for rank in ranks]
+        return {variable: ",".join(visible[i] if visible else str(i) for i in numbers)}
+
+    def make_room(self) -> None:
+        self._hardware.empty_cache()
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return DeviceGraph(cell, name, self.compile_log, self._pools_of)

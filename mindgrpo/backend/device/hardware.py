@@ -24,6 +24,8 @@ class Hardware(ABC):
     communication: str
     kernels: Kernels
     has_profile = False
+    # The variable that lists, for other programs, which of the host's devices they see.
+    devices_variable: str | None = None
 
     @abstractmethod
     def open(self, world_size: int) -> None:
@@ -44,6 +46,10 @@ class Hardware(ABC):
         """
         # Of `data`, which is made anew: a Parameter goes on returning the storage that it returned first.
         parameter.data.untyped_storage().resize_(0)
+
+    def empty_cache(self) -> None:
+        """See contract.Backend.make_room."""
+        return None
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -17,7 +17,6 @@ from mindgrpo.backend.probes.smi import Chip, SmiTable, read_smi
 
 TOOL, TOOL_SECONDS = "npu-smi", 30.0
 FIRMWARE = Path("/usr/local/Ascend/firmware/version.info")
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 # A chip that nobody uses has up to 3.4 of 64 GiB taken by its own system, 2.9 of 32 GiB the smaller one.
 IDLE_SHARE = 0.15
 # Variables by their beginnings that say how devices and ranks were set up.
@@ -51,7 +50,11 @@ class Host:
     def num_devices(self) -> int:
         """That a process of this host can use, as far as files and variables say."""
         files = len(toolkit.device_files(targets.DEVICE_FILES))
-        visible = [word for word in self.environment.get(VISIBLE, "").split(",") if word.strip()]
+        visible = [
+            word
+            for word in self.environment.get(targets.VISIBLE_DEVICES, "").split(",")
+            if word.strip()
+        ]
         return min(files, len(visible)) if visible else files
 
 
@@ -190,14 +193,14 @@ def memory_lines(host: Host, num_ranks: int) -> list[Line]:
         return [skipped("device memory", f"{NO_DEVICE}; the host's is plain doctor's")]
     if host.table is None:
         return [skipped("device memory", host.trouble)]
-    chips = _visible(host.table.chips, host.environment.get(VISIBLE, ""))
+    chips = _visible(host.table.chips, host.environment.get(targets.VISIBLE_DEVICES, ""))
     lines = [_memory(chip) for chip in chips[:num_ranks]]
     if len(chips) < num_ranks:
         lines.append(
             fails(
                 "device memory",
                 f"{len(chips)} devices are here, but {num_ranks} ranks need one each",
-                f"give --ranks {len(chips)}, or add devices to {VISIBLE} or the container",
+                f"give --ranks {len(chips)}, or add devices to {targets.VISIBLE_DEVICES} or the container",
             )
         )
     return lines
@@ -213,7 +216,7 @@ def _visible(chips: Sequence[Chip], variable: str) -> list[Chip]:
 def _memory(chip: Chip) -> Line:
     check = f"memory of device {chip.index}"
     seen = f"{chip.free_mib / 1024:.1f} of {chip.total_mib / 1024:.1f} GiB free"
-    others = f"end them, or leave device {chip.index} out of {VISIBLE}"
+    others = f"end them, or leave device {chip.index} out of {targets.VISIBLE_DEVICES}"
     if chip.holders:
         processes = ", ".join(map(str, chip.holders))
         return fails(check, f"{seen}; held by process {processes}", others)

@@ -48,14 +48,16 @@ class VllmEngine:
         self._layout = layout.whole_on(layout.grid.first_ranks)
         self._sink = SharedTensors(self._layout, backend, settings.dtype, self._hand_over)
         coordinates = layout.grid.coordinates(backend.rank)
-        self._group = backend.group(layout.grid.replica(coordinates.data))
+        ranks = layout.grid.replica(coordinates.data)
+        self._group = backend.group(ranks)
         self._process: EngineProcess | None = None
-        self._is_awake = True
+        self._is_awake = False
         if self._layout.grid.holds(backend.rank):
             bucket = self._sink.bucket.descriptor
             seconds = settings.max_start_seconds, settings.max_silence_seconds
             command = EngineCommand(settings.python, bucket, *seconds)
-            self._process = EngineProcess(command, backend.health, os.environ)
+            environment = {**os.environ, **backend.devices_of(ranks)}
+            self._process = EngineProcess(command, backend.health, environment)
         # The process gives its memory up and takes it back by itself.
         self.pools: Mapping[str, Sequence[Pool]] = {
             role: [CountedPool(size)] for role, size in settings.memory.items()
@@ -89,6 +91,9 @@ class VllmEngine:
 
     def wake(self) -> None:
         if not self._is_awake:
+            # On all devices of the replica, before the engine's workers take their memory there.
+            self._backend.make_room()
+            self._group.barrier()
             self._ask({"type": "wake"})
             self._is_awake = True
 
@@ -116,6 +121,7 @@ class VllmEngine:
 
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
         self.version = None
+        self.wake()
         tensors = [[spec.name, list(spec.shape)] for spec in self._layout.specs]
         self._ask({"type": "begin_weights", "version": version, "tensors": tensors})
         result = transfer()
