@@ -24,6 +24,7 @@ STARTS_RANKS = (
     "test_faults",
     "test_two_hosts",
     "test_restarts",
+    "test_several_trainers",
     "test_resume_on_ranks",
     "test_users_configuration",
     "test_launch_script",

@@ -14,7 +14,7 @@ from mindgrpo.models.shard import Shard
 
 
 class Attention(nn.Cell):
-    """(normed x_NH, *context) -> what attention adds to the residual, a split of heads over the group.
+    """(normed x_NH, context) -> what attention adds to the residual, a split of heads over the group.
 
     `attend` is an attention of the kernels' contract, and `context` what it takes after the norms' weights.
     """
@@ -40,7 +40,7 @@ class Attention(nn.Cell):
         self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None
 
-    def construct(self, x: Any, *context: Any) -> Any:
+    def construct(self, x: Any, context: Any) -> Any:
         qkv = self.qkv(self.copy(x))
         if self.has_projection_norm:
             qkv = self.projection_norm(qkv)

@@ -119,7 +119,7 @@ class GatedMlp(nn.Cell):
 
 
 class Layer(nn.Cell):
-    """(x_NH, what the layer before adds to it, *context) -> the same pair: each sum is made where its norm needs it.
+    """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
     A stage's first layer has nothing to add and ignores `added`. `attend` and `context` as in attention.py.
     """
@@ -144,12 +144,12 @@ class Layer(nn.Cell):
         self.mlp = GatedMlp(shard.within("mlp"), prefix)
         self.mlp_out = norm(norms.mlp_out)
 
-    def construct(self, x: Any, added: Any, *context: Any) -> Any:
+    def construct(self, x: Any, added: Any, context: Any) -> Any:
         if self.is_entry:
             normed = self.attention_in(x)
         else:
             x, normed = self.attention_in(x, added)
-        x, normed = self.mlp_in(x, self.attention_out(self.attention(normed, *context)))
+        x, normed = self.mlp_in(x, self.attention_out(self.attention(normed, context)))
         return x, self.mlp_out(self.mlp(normed))
 
 
@@ -199,7 +199,7 @@ class Stage(nn.Cell):
             x = self.embed(x.reshape(-1))
         added = x
         for i in range(len(self.layers)):
-            x, added = self.layers[i](x, added, *contexts[self.rotary_of[i]])
+            x, added = self.layers[i](x, added, contexts[self.rotary_of[i]])
         return x + added
 
 

@@ -79,7 +79,7 @@ class LossStep(nn.Cell):
         )
 
     def forward(
-        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
+        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, extras: Any
     ) -> Any:
         logp, entropy = self.net(x, positions, spans, picks, labels)
         loss = self.loss(logp, entropy, *extras)
@@ -90,7 +90,8 @@ class LossStep(nn.Cell):
     def construct(
         self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
     ) -> Any:
-        values, grads = self.gradient(x, positions, spans, picks, labels, *extras)
+        # As one tuple: MindSpore never frees a graph, nor its weights, that passes `*extras` on to a gradient.
+        values, grads = self.gradient(x, positions, spans, picks, labels, extras)
         dx = values[0]
         if not self.only_stage:
             dx, grads = grads

@@ -79,7 +79,7 @@ class Decode(nn.Cell):
         x = self.embed(tokens)
         added = x
         for i in range(len(self.layers)):
-            x, added = self.layers[i](x, added, mask, angles[self.rotary_of[i]], rows)
+            x, added = self.layers[i](x, added, (mask, angles[self.rotary_of[i]], rows))
         logits = self.head(x + added)
         seen = logits
         if self.penalises:
@@ -121,7 +121,7 @@ class Prefill(nn.Cell):
         added = x
         for i in range(len(self.layers)):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
-            x, added = self.layers[i](x, added, *context)
+            x, added = self.layers[i](x, added, context)
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.
         return source
 
