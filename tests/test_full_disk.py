@@ -104,7 +104,7 @@ def part_of_model() -> str:
         ("metrics.jsonl", 2),
         ("completions.jsonl", 2),
         ("evaluations.jsonl", 3),
-        (part_of_model(), STEPS),
+        pytest.param(part_of_model(), STEPS, id="model"),
     ],
 )
 def test_a_run_whose_disk_fills_up_names_the_file_and_the_checkpoint_and_goes_on_from_it(
