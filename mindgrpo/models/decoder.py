@@ -233,7 +233,7 @@ class LogProbStage(nn.Cell):
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
         self.stage = stage
-        self.pick = shard.kernels.embedding(0)
+        self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = shard.copy_to_group()
         self.table = shard.head_table

@@ -126,6 +126,10 @@ class Kernels(ABC):
         """As `embedding`, of a table of weights in a narrow dtype: its gradient is float32."""
 
     @abstractmethod
+    def pick(self) -> nn.Cell:
+        """(picks int32 [M], x [N, H]) -> rows [M, H], zero where a pick is -1; x's gradient is summed in float32."""
+
+    @abstractmethod
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
 

@@ -62,15 +62,13 @@ class _Glu(nn.Cell):
 
 
 class _Embedding(nn.Cell):
-    """The gradient of the table, a sum over tokens, is computed in float32, and left so if `is_exact`.
-
-    A token of another shard takes a row as well, times zero: one of many, as thousands that add to one row would wait
-    for each other.
+    """A token of another shard takes a row as well, times zero: one of many, as thousands that add to one row in the
+    gradient would wait for each other.
     """
 
-    def __init__(self, first_token: int, is_exact: bool) -> None:
+    def __init__(self, first_token: int) -> None:
         super().__init__()
-        self.first, self.is_exact = first_token, is_exact
+        self.first = first_token
         self.choose = ops.Select()
 
     def construct(self, tokens: Any, table: Any) -> Any:
@@ -85,13 +83,25 @@ class _Embedding(nn.Cell):
         spread = ops.minimum(ops.bitwise_and(local, SPREAD - 1), count - 1)
         return self.choose(mine, local, spread), mine
 
+
+class _ExactEmbedding(_Embedding):
+    """As _Embedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
+
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         rows, mine = self.rows_of(tokens, table.shape[0])
         dout = dout.astype(ms.float32) * ops.expand_dims(mine.astype(ms.float32), 1)
-        dtable = ops.unsorted_segment_sum(dout, rows, table.shape[0])
-        if not self.is_exact:
-            dtable = dtable.astype(table.dtype)
-        return ops.zeros_like(tokens), dtable
+        return ops.zeros_like(tokens), ops.unsorted_segment_sum(dout, rows, table.shape[0])
+
+
+class _Pick(nn.Cell):
+    """Gathers from a float32 copy: the gradient is a sum in the dtype of what is gathered from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = _Embedding(0)
+
+    def construct(self, picks: Any, x: Any) -> Any:
+        return self.rows(picks, x.astype(ms.float32)).astype(x.dtype)
 
 
 class _Vocabulary(nn.Cell):
@@ -168,10 +178,13 @@ class PlainKernels(Kernels):
         return _Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
-        return _Embedding(first_token, is_exact=False)
+        return _Embedding(first_token)
 
     def exact_embedding(self, first_token: int) -> nn.Cell:
-        return _Embedding(first_token, is_exact=True)
+        return _ExactEmbedding(first_token)
+
+    def pick(self) -> nn.Cell:
+        return _Pick()
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return RopeAndMask(rotary)
