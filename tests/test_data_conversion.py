@@ -260,7 +260,7 @@ def test_a_missing_column_is_told_with_a_flag_of_the_converter(tmp_path: Path) -
     words = ("--tokenizer_dir", str(MODEL), "--file_path", str(source))
     done = run(*words, "--output_path", str(tmp_path / "rows.mindrecord"))
     assert done.returncode == 2 and "dataset_map_keys" not in done.stderr
-    assert "question=instruction in --map-keys" in done.stderr
+    assert "question=instruction,answer=output in --map-keys" in done.stderr
 
 
 def test_mindrecords_of_token_ids_are_decoded(tmp_path: Path) -> None:

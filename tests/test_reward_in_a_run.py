@@ -117,7 +117,7 @@ def test_what_rank_0_finds_wrong_is_every_ranks_error() -> None:
     def check() -> None:
         raise UserError("no such column")
 
-    for rank in (Rank(0), Rank(1, (None, "no such column"))):
+    for rank in (Rank(0), Rank(1, (None, UserError("no such column")))):
         with pytest.raises(UserError, match="no such column"):
             on_first_rank(rank, check)  # type: ignore[arg-type]
 
