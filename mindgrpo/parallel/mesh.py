@@ -71,8 +71,10 @@ class Grid:
                 f"rank {rank} is outside the layout {self}, which has {self.size} ranks; "
                 f"start fewer ranks or enlarge an axis of the parallel_config."
             )
-        stage, data, model = np.unravel_index(rank // self.spacing, self.array.shape)
-        return Coordinates(data=int(data), model=int(model), stage=int(stage))
+        # Without the array: a layout that nobody can run is refused with a sentence, however large it is.
+        replica, model = divmod(rank // self.spacing, self.model_parallel)
+        stage, data = divmod(replica, self.data_parallel)
+        return Coordinates(data=data, model=model, stage=stage)
 
     def model_group(self, rank: int) -> tuple[int, ...]:
         data, _, stage = self.coordinates(rank)
