@@ -268,9 +268,13 @@ def test_a_folder_of_an_earlier_run_is_told_with_the_flag_that_resumes_it(
     assert "resume it from step 3 with --resume_training true" in sentence
 
 
-def test_a_layout_that_no_machine_can_hold_is_refused_like_any_other(refused: Check) -> None:
-    sentence = refused("--actor_config.parallel_config.data_parallel", "1000000000000")
-    assert "= 1000000000000 ranks, but the run has 1 rank" in sentence
+@pytest.mark.parametrize("key", ["data_parallel", "model_parallel", "pipeline_stage"])
+def test_a_layout_that_no_machine_can_hold_is_refused_like_any_other(
+    refused: Check, key: str
+) -> None:
+    many = 10**12
+    sentence = refused(f"--actor_config.parallel_config.{key}", str(many), ranks="1")
+    assert f"{key} {many}" in sentence and "but the run has 1 rank" in sentence
 
 
 def test_a_model_on_the_hub_is_told_with_the_command_that_downloads_it(refused: Check) -> None:

@@ -328,5 +328,6 @@ def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[
 def _layout(grid: Grid, model: DecoderConfig, offset: int | list[int]) -> Layout:
     stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
     layout = Layout(grid, parameter_specs(model), tuple(stages))
-    layout.held_by(0)  # cuts every parameter once, so that heads that cannot be split are told now
+    for spec in layout.specs:
+        local_shape(spec, grid.model_parallel)  # refuses heads that cannot be split
     return layout

@@ -104,6 +104,11 @@ def layers_of_stage(
     A list reads as in MindFormers: stage i has num_layers // pipeline_stage + offset[i] layers.
     """
     base, left_over = divmod(num_layers, pipeline_stage)
+    if base < 1:
+        raise UserError(
+            f"pipeline_stage {pipeline_stage} would split {num_layers} layers, but every stage needs a layer; lower "
+            "pipeline_stage."
+        )
     if isinstance(offset, int):
         if offset != 0:
             raise UserError(
