@@ -39,18 +39,18 @@ FLAGS = {
 
 
 @dataclass(frozen=True)
-class Trial:
+class ScoreTrial:
     completions: list[str]
     answers: list[str]
     columns: Columns
     note: str
     unanswered: str = ""
 
-    def steps(self) -> Iterator[Trial]:
+    def steps(self) -> Iterator[ScoreTrial]:
         for start in range(0, len(self.completions), STEP):
             part = slice(start, start + STEP)
             columns = {name: values[part] for name, values in self.columns.items()}
-            yield Trial(self.completions[part], self.answers[part], columns, self.note)
+            yield ScoreTrial(self.completions[part], self.answers[part], columns, self.note)
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,7 +109,7 @@ def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:
 
 def trial_of(
     rows: Sequence[dict[str, Any]], path: Path, completion: str | None, answer: str | None
-) -> Trial:
+) -> ScoreTrial:
     if not rows:
         raise UserError(f"--data {path} holds no rows.")
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -137,7 +137,7 @@ def trial_of(
             [{"role": "assistant", "content": str(row[completion])}] for row in rows
         ]
     columns.setdefault("question", columns.get("problem", columns.get("prompts", [""] * len(rows))))
-    return Trial(
+    return ScoreTrial(
         [str(row[completion]) for row in rows],
         [str(row.get(answer, "")).rpartition(GOLD_MARK)[2].strip() for row in rows],
         columns,
@@ -146,7 +146,7 @@ def trial_of(
     )
 
 
-def show(trial: Trial, scorer: Scorer) -> None:
+def show(trial: ScoreTrial, scorer: Scorer) -> None:
     shown = 0
     reports: dict[str, Report] = {}
     values: dict[str, list[float]] = {name: [] for name in scorer.names}
