@@ -10,19 +10,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config, Loaded
 from mindgrpo.errors import CannotWrite, UserError
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper
-from mindgrpo.grpo.environment import environment_weight
 from mindgrpo.grpo.evaluation import Evaluator
-from mindgrpo.grpo.hf_export import ModelExport
 from mindgrpo.grpo.metrics import all_metrics
-from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
-from mindgrpo.grpo.turns import make_conversations, turn_figures
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
+from mindgrpo.rollout.environment import environment_weight
+from mindgrpo.rollout.turns import make_conversations, turn_figures
 from mindgrpo.run.host_limits import has_room_for_model
+from mindgrpo.run.model_export import ModelExport
 from mindgrpo.run.nan_guard import NanGuard
 from mindgrpo.run.open_run import open_run
 from mindgrpo.run.preflight import Reward

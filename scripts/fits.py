@@ -16,10 +16,9 @@ from pathlib import Path
 
 from mindgrpo.cli.plan import print_plan, shapes_of
 from mindgrpo.config import load_config
-from mindgrpo.grpo.device_plan import phase_needs
-from mindgrpo.grpo.fit import Verdict, verdict
-from mindgrpo.grpo.fit_changes import Change
-from mindgrpo.grpo.run_plan import plan_run
+from mindgrpo.plan.device_plan import phase_needs
+from mindgrpo.plan.fit import Change, Verdict, verdict
+from mindgrpo.plan.run_plan import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "fits.md"

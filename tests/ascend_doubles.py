@@ -17,7 +17,7 @@ from mindspore import ops
 
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.ascend_ops import AscendOps
-from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.shapes import Heads
 
 FAR = 2147483647
 NEVER = -1e30

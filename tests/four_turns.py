@@ -26,7 +26,7 @@ from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
-from mindgrpo.rollout.tool_turns import ToolTurns
+from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.load import load_tools
 from mindgrpo.tools.pool import ToolAnswer

@@ -133,7 +133,7 @@ PROGRAM_THAT_FAILS = textwrap.dedent(
 PLANTS_KERNELS = textwrap.dedent(
     """
     import importlib.util, os, signal, sys
-    CASES = "mindgrpo.backend.probes.kernel_cases"
+    CASES = "mindgrpo.doctor.probes.kernel_cases"
 
     def plant(module):
         from dataclasses import replace

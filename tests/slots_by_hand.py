@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from mindgrpo.backend.cpu.shared_group import declare
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import library
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import (
@@ -25,6 +24,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 SLOT_BYTES = 1 << 16

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from mindgrpo.backend.kernels.contract import Heads
-from mindgrpo.memory.activations import (
+from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.plan.activations import (
     Block,
     Graphs,
     Kind,

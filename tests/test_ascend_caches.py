@@ -24,8 +24,9 @@ from mindspore import Parameter, Tensor
 from small_generators import assert_same, generator_with, random_weights, requests_of, run
 
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.contract import NEVER, Heads, Kernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,7 +26,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels import ascend
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.ascend_ops import AscendOps
-from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.shapes import Heads
 
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]

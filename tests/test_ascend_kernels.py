@@ -25,9 +25,9 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.packing import MicroShape, micro_batches, pack
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.contract import Heads
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-from mindgrpo.backend.probes.kernel_cases import PackedAttention
+from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.doctor.probes.kernel_cases import PackedAttention
 from mindgrpo.errors import UserError
 
 

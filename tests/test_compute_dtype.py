@@ -33,10 +33,10 @@ from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.run_plan import plan_run
-from mindgrpo.grpo.settings import loss_scale
 from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.precision import loss_scale
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import UpdateReport, update

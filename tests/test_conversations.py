@@ -19,11 +19,10 @@ from mindgrpo.data.chat_template import ChatTemplate, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.tools import tool_figures
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.noise import sample_keys
-from mindgrpo.rollout.tool_turns import ToolTurns
+from mindgrpo.rollout.tools import ToolTurns, tool_figures
 from mindgrpo.tools.calls import ToolCall, parse_hermes
 from mindgrpo.tools.load import load_tools
 from mindgrpo.tools.pool import ToolAnswer
@@ -236,7 +235,7 @@ def test_templates_that_cannot_be_extended_are_refused(tokenizer: Tokenizer, why
 
 def test_tools_are_checked_before_a_run(tmp_path: Path) -> None:
     from mindgrpo.config import load_config
-    from mindgrpo.grpo.tools import read_toolbox
+    from mindgrpo.rollout.tools import read_toolbox
 
     path = tmp_path / "config.yaml"
     path.write_text("rl_config: {tools: [calculator]}\n")

@@ -24,7 +24,7 @@ from mindgrpo.data.sampler import DataSampler, epoch_order
 from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.run_plan import RunPlan
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.preflight import prepare
 
 FIRST_ORDER = [5, 0, 6, 1, 7, 2, 4, 3]

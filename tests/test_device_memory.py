@@ -27,13 +27,13 @@ from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.host_cpu import HostCpu
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.config import load_config
-from mindgrpo.grpo.device_plan import phase_needs
-from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.plan.device_plan import phase_needs
+from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.weights.local_weights import Weights
 

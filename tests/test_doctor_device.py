@@ -25,11 +25,11 @@ from npu_stand_ins import (
 )
 
 from mindgrpo.backend import targets
-from mindgrpo.backend.probes import host, matrix, toolkit
-from mindgrpo.backend.probes.smi import Holder, read_smi
 from mindgrpo.cli.verbs import main
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.examine import SECTIONS
+from mindgrpo.doctor.probes import host, matrix, toolkit
+from mindgrpo.doctor.probes.smi import Holder, read_smi
 
 # -- what tools and files say -------------------------------------------------------------------------------------
 

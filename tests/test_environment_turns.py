@@ -26,14 +26,18 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import Observation, Opening, Question, Result
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.environment import environment_weight, rewards_in, turn_rewards
 from mindgrpo.grpo.scoring import RolloutScorer
-from mindgrpo.grpo.turns import read_turns, turn_figures
 from mindgrpo.rewards.outcome import RAISED, Failure
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
-from mindgrpo.rollout.environment_turns import EnvironmentTurns
+from mindgrpo.rollout.environment import (
+    EnvironmentTurns,
+    environment_weight,
+    rewards_in,
+    turn_rewards,
+)
+from mindgrpo.rollout.turns import read_turns, turn_figures
 
 DATA_PROMPT = np.array([5, 6], np.int32)
 

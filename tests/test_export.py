@@ -25,13 +25,14 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
-from mindgrpo.grpo import hf_export, host_plan
-from mindgrpo.grpo.hf_export import ALONE, export_policy
-from mindgrpo.grpo.host_plan import HostPlan
-from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters
+from mindgrpo.plan import host_plan
+from mindgrpo.plan.host_plan import HostPlan
+from mindgrpo.plan.run_plan import plan_run
+from mindgrpo.weight_sync import hf_export
+from mindgrpo.weight_sync.hf_export import ALONE, export_policy
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.pretrained import fill_random

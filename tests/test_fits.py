@@ -17,12 +17,12 @@ import small_runs
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
-from mindgrpo.grpo.device_plan import most_needed
-from mindgrpo.grpo.fit import verdict
-from mindgrpo.grpo.host_plan import HostPlan
-from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.plan.device_plan import most_needed
+from mindgrpo.plan.fit import verdict
+from mindgrpo.plan.host_plan import HostPlan
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples" / "ascend").glob("*/grpo_config.yaml"))

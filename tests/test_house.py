@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ ROOMS = (
     "health",
     "algorithm",
     "backend",
+    "config",
     "data",
     "weights",
     "models",
@@ -36,9 +38,9 @@ ROOMS = (
     "environments",
     "rollout",
     "checkpoint",
-    "config",
     "monitor",
     "report",
+    "plan",
     "grpo",
     "run",
     "launch",
@@ -63,20 +65,32 @@ WITHOUT_MINDSPORE = (
     "cli/verbs",
     "doctor/records",
     "doctor/jobs",
-    "backend/probes/host",
-    "backend/probes/matrix",
-    "backend/probes/smi",
-    "backend/probes/toolkit",
+    "doctor/probes/host",
+    "doctor/probes/matrix",
+    "doctor/probes/smi",
+    "doctor/probes/toolkit",
+)
+# Rooms above mindgrpo/config/ that get settings of their own.
+WITHOUT_CONFIG = (
+    "data",
+    "weights",
+    "memory",
+    "weight_sync",
+    "training",
+    "rewards",
+    "tools",
+    "environments",
+    "checkpoint",
 )
 # Runs in vLLM's environment, where mindgrpo's backends are not.
 ENGINE = PACKAGE / "rollout" / "vllm" / "child"
+NAME_DEVICES = (PACKAGE / "backend", PACKAGE / "doctor" / "probes", ENGINE)
 DEVICE_WORDS = (
     "cpu|ascend|npu|hccl|mccl|lccl|cann|madvise|empty_cache|FlashAttentionScore"
     "|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
 )
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|misc)$")
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 60
+LONG_FILE, LONG_FUNCTION = 500, 80
 
 
 def repository_files() -> list[str]:
@@ -102,20 +116,11 @@ def module_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Full names of what a file imports, inside functions too; those for type checking only are left out.
+    """Full names of what a file imports, inside functions and for type checking too.
 
     `from a import b` gives a.b, which may be a module.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing_only = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -182,30 +187,42 @@ def test_rooms_that_need_no_mindspore_do_not_import_it() -> None:
     assert wrong == []
 
 
+def test_rooms_with_settings_of_their_own_do_not_import_the_configuration() -> None:
+    wrong = [
+        f"{name_of(path)} imports {target}"
+        for part in WITHOUT_CONFIG
+        for path in sources(f"mindgrpo/{part}")
+        for target in imports_of(path)
+        if room_of(target) == "config"
+    ]
+    assert wrong == []
+
+
 def test_device_words_are_said_in_the_backend_only() -> None:
     word = re.compile(rf"\b({DEVICE_WORDS})\b", re.IGNORECASE)
     wrong = [
         f"{name_of(path)}:{number} says {found.group()!r}"
         for path in sources("mindgrpo")
-        if path.relative_to(PACKAGE).parts[0] != "backend" and ENGINE not in path.parents
+        if not any(folder in path.parents for folder in NAME_DEVICES)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         for found in word.finditer(line)
     ]
     assert wrong == []
 
 
-def test_files_and_functions_are_short_enough_to_read() -> None:
-    wrong = []
+@pytest.fixture(autouse=True, scope="module")
+def outliers() -> None:
+    """Warns of files and functions that have grown long; a subject may need it."""
     for path in sources("mindgrpo", "scripts", "examples", "tests"):
         text = path.read_text(encoding="utf-8")
-        if text.count("\n") > MAX_FILE_LINES:
-            wrong.append(f"{name_of(path)} has {text.count(chr(10))} lines")
+        if text.count("\n") > LONG_FILE:
+            warnings.warn(f"{name_of(path)} has {text.count(chr(10))} lines", stacklevel=1)
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if num_lines > MAX_FUNCTION_LINES:
-                    wrong.append(f"{name_of(path)}:{node.lineno} {node.name} has {num_lines} lines")
-    assert wrong == []
+                if num_lines > LONG_FUNCTION:
+                    where = f"{name_of(path)}:{node.lineno} {node.name}"
+                    warnings.warn(f"{where} has {num_lines} lines", stacklevel=1)
 
 
 def test_no_file_has_a_name_that_says_nothing() -> None:

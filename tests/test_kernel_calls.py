@@ -17,7 +17,6 @@ import slots_by_hand
 from kernel_calls import CALLS, attention_inputs, filled, floats, one, size
 from numpy.random import Generator, default_rng
 
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
@@ -30,6 +29,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 ROOT = Path(__file__).resolve().parents[1]

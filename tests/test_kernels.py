@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import Heads, Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.rotary import rotary_table
 

@@ -9,9 +9,9 @@ from mindspore import Tensor
 from small_generators import WITH_C
 
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.contract import Heads
 from mindgrpo.backend.kernels.native import library
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.errors import UserError
 
 pytestmark = WITH_C

@@ -17,7 +17,6 @@ from mindgrpo.algorithm import losses
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.hf_export import export_adapters
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.lora import fill_adapters
@@ -31,6 +30,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
+from mindgrpo.weight_sync.hf_export import export_adapters
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 

@@ -16,9 +16,9 @@ import small_runs
 from mindgrpo.backend.contract import Pool
 from mindgrpo.config import load_config
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.run_plan import plan_run
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.plan.run_plan import plan_run
 
 CASES = {
     "mixed reference, penalty": ["--generate_config.sampling_config.repetition_penalty", "1.2"],

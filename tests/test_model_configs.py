@@ -13,10 +13,10 @@ import yaml
 
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.mindformers_yaml import check_agreement, read_model_yaml
-from mindgrpo.grpo.settings import compute_dtype, dtype_notices, flash_attention
 from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.mindformers_yaml import check_agreement, read_model_yaml
 from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.precision import compute_dtype, dtype_notices, flash_attention
 
 FOLDER = Path(__file__).resolve().parent.parent / "model_configs"
 # From the models' cards; tied embeddings are counted once.

@@ -11,13 +11,8 @@ import pytest
 from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.grpo.rank_consistency import (
-    RanksDisagree,
-    check_alike,
-    different_ranks,
-    digest,
-    step_digests,
-)
+from mindgrpo.backend.rank_consistency import RanksDisagree, check_alike, different_ranks, digest
+from mindgrpo.grpo.outcome import step_digests
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid

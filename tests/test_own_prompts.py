@@ -42,7 +42,7 @@ from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey
-from mindgrpo.rollout.environment_turns import EnvironmentTurns
+from mindgrpo.rollout.environment import EnvironmentTurns
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update

@@ -16,7 +16,7 @@ from mindgrpo.backend.kernels.native.library import may_build
 from mindgrpo.cli.verbs import main
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
-from mindgrpo.weight_sync.link_time import Links, busiest_link
+from mindgrpo.plan.link_time import Links, busiest_link
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,9 +15,9 @@ import pytest
 from small_runs import make_inputs, run
 
 from mindgrpo.algorithm.types import Rollout
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.scoring import RolloutScorer, ScoringFailed
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics

@@ -26,8 +26,8 @@ from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import make_policy
-from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.settings import runtime_settings
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.training.accumulate import accumulate_gradients
 from mindgrpo.training.policy import Policy
 

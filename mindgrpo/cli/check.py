@@ -9,9 +9,9 @@ from pathlib import Path
 from mindgrpo.backend.targets import check_device, check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.output_paths import run_name

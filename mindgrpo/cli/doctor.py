@@ -18,9 +18,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindgrpo.backend.probes.host import Host
 from mindgrpo.cli.arguments import Arguments, path
 from mindgrpo.doctor.examine import SECTIONS, Examination
+from mindgrpo.doctor.probes.host import Host
 from mindgrpo.doctor.report import Report, check_output
 from mindgrpo.doctor.settings import target_here
 from mindgrpo.errors import UserError

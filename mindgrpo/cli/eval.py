@@ -15,6 +15,7 @@ from typing import Any
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.backend.targets import check_hosts
 from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
@@ -25,22 +26,21 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
-from mindgrpo.grpo.environment import Trial, environment_weight
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
-from mindgrpo.grpo.rank_consistency import on_first_rank
 from mindgrpo.grpo.rollout import Replicas
-from mindgrpo.grpo.run_plan import check_positions, layout_of
 from mindgrpo.grpo.scoring import RolloutScorer
-from mindgrpo.grpo.settings import device_budget, runtime_settings, sampling_settings
-from mindgrpo.grpo.turns import Turns, make_conversations, read_turns
+from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.run_plan import check_positions, layout_of
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
+from mindgrpo.rollout.environment import Trial, environment_weight
+from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (
     dry_run_rewards,
@@ -220,7 +220,7 @@ def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> Rollo
     engine = make_engine(
         config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config
     )
-    residency = Residency(device_budget(config))
+    residency = Residency(config.context.max_device_bytes)
     for name, pools in engine.pools.items():
         residency.register(name, pools, rebuilt=True, filled=False)
     residency.activate("rollout")

@@ -19,11 +19,11 @@ from mindgrpo.checkpoint.load import ShardReader, read_box
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.hf_export import write_companions
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.weight_sync.hf_export import write_companions
 from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import ModelFiles, ModelTensor, SafetensorsDirectory
 from mindgrpo.weights.pretrained import check_tensors, open_weights

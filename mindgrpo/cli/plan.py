@@ -14,17 +14,17 @@ from pathlib import Path
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.algorithm_summary import algorithm_lines
-from mindgrpo.grpo.device_plan import phase_needs
-from mindgrpo.grpo.fit import Verdict, verdict
-from mindgrpo.grpo.host_plan import HostPlan
-from mindgrpo.grpo.mindformers_yaml import read_model_yaml
-from mindgrpo.grpo.run_plan import RunPlan, plan_run
-from mindgrpo.grpo.settings import compute_dtype
-from mindgrpo.grpo.vllm_settings import device_share, engine_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.weight_sync.link_time import GIGA, Links, busiest_link
+from mindgrpo.models.precision import compute_dtype
+from mindgrpo.plan.device_plan import phase_needs
+from mindgrpo.plan.fit import Verdict, verdict
+from mindgrpo.plan.host_plan import HostPlan
+from mindgrpo.plan.link_time import GIGA, Links, busiest_link
+from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
+from mindgrpo.run.algorithm_summary import algorithm_lines
 
 _COUNTED = (
     "pools are exact, activations computed; the runtime's own memory comes on top (docs/fits.md)"

@@ -113,9 +113,10 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy
     from mindgrpo.grpo.rollout import compute_log_probs
-    from mindgrpo.grpo.run_plan import plan_run
-    from mindgrpo.grpo.settings import compute_dtype, matmul_precision, sampling_settings
+    from mindgrpo.grpo.settings import sampling_settings
     from mindgrpo.models.decoder_config import read_config
+    from mindgrpo.models.precision import compute_dtype, matmul_precision
+    from mindgrpo.plan.run_plan import plan_run
     from mindgrpo.training.update import update
     from mindgrpo.weights.pretrained import load_weights
 

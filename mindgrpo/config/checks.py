@@ -12,7 +12,13 @@ from mindgrpo.config.algorithm import SCALES
 from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConfig
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
-from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
+from mindgrpo.config.roles import (
+    ActorConfig,
+    GenerateConfig,
+    ParallelConfig,
+    RefConfig,
+    SamplingConfig,
+)
 
 
 class Contradiction(ValueError):
@@ -254,4 +260,76 @@ def _switched_off(rl: RLConfig) -> Iterator[str]:
         yield (
             f"rl_config.dynamic_sampling_rounds is {rl.dynamic_sampling_rounds}, but rl_config.dynamic_sampling is "
             "false, so nothing is replaced; set dynamic_sampling to true or leave the rounds out"
+        )
+
+
+def conversation_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
+    if rl.environment is not None and rl.tools:
+        yield (
+            f"rl_config.environment is {rl.environment} and rl_config.tools is {rl.tools}, but either an environment "
+            "answers a turn or tools do; leave one of them out, and call the tools in the environment's step"
+        )
+    if rl.environment is not None and any(map(_is_environment, rewards.verifier_function)):
+        yield (
+            "reward_config.verifier_function has a function named environment, which is the name of the rewards of "
+            "rl_config.environment; rename the function"
+        )
+    if not rl.turn_advantages:
+        return
+    if rl.environment is None:
+        yield (
+            "rl_config.turn_advantages is true, but only an environment rewards single turns and rl_config.environment "
+            "is null; set turn_advantages to false or name an environment"
+        )
+    for key, value, needed in (
+        ("advantage_estimator", rl.advantage_estimator, "grpo"),
+        ("importance_sampling_level", rl.importance_sampling_level, "token"),
+        ("kl_in_reward", rl.kl_in_reward, False),
+    ):
+        if value != needed:
+            yield (
+                f"rl_config.turn_advantages gives every turn an advantage of its own, which rl_config.{key} {value} "
+                f"does not do; set {key} to {needed} or turn_advantages to false"
+            )
+
+
+def _is_environment(function: str) -> bool:
+    return function.partition("(")[0].rpartition(":")[2].strip() == "environment"
+
+
+PARTIAL_KEYS = (
+    "over_sampling_batch_size",
+    "max_staleness",
+    "partial_rollout_chunk",
+    "rollout_token_budget",
+)
+
+
+def partial_contradictions(rl: RLConfig, sampling: SamplingConfig) -> Iterator[str]:
+    if not rl.partial_rollout:
+        for key in PARTIAL_KEYS:
+            if getattr(rl, key) is not None:
+                yield (
+                    f"rl_config.{key} is {getattr(rl, key)}, but rl_config.partial_rollout is false, so it has no "
+                    f"effect; set partial_rollout to true or leave {key} out"
+                )
+        return
+    if rl.importance_sampling_correction == "none":
+        yield (
+            "rl_config.partial_rollout trains on tokens of older weights, but "
+            "rl_config.importance_sampling_correction is none, so they would count as the policy's own; set the "
+            "correction to token_truncate"
+        )
+    for key, other in (
+        ("dynamic_sampling", rl.dynamic_sampling),
+        ("environment", rl.environment is not None),
+    ):
+        if other:
+            yield (
+                f"rl_config.partial_rollout does not go together with rl_config.{key}; turn one of them off"
+            )
+    if sampling.min_tokens:
+        yield (
+            f"rl_config.partial_rollout draws completions in chunks, and generate_config.sampling_config.min_tokens "
+            f"{sampling.min_tokens} would count in each; set min_tokens to 0"
         )

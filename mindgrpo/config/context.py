@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mindgrpo.backend.targets import Target, choose_target
-from mindgrpo.config.section import AFTER_SIZE, BEFORE_TEXT, BEFORE_UPPER, OptionalText, Section
+from mindgrpo.config.section import (
+    AFTER_SIZE,
+    BEFORE_TEXT,
+    BEFORE_UPPER,
+    OptionalText,
+    Section,
+    memory_bytes,
+)
 
 PrecisionMode = Literal[
     "must_keep_origin_dtype",
@@ -72,3 +79,8 @@ class Context(Section):
     def target(self) -> Target:
         """Raises UserError for a device or backend that does not exist."""
         return choose_target(self.device_target, self.backend)
+
+    @property
+    def max_device_bytes(self) -> int | None:
+        """Bytes of a rank's device that the run may use; None without a limit."""
+        return memory_bytes(self.max_device_memory) if self.max_device_memory else None

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from mindgrpo.config.algorithm import AlgorithmKeys
-from mindgrpo.config.partial import PartialRolloutKeys
 from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
@@ -16,7 +15,6 @@ from mindgrpo.config.section import (
     Section,
     spelled,
 )
-from mindgrpo.config.tools import ConversationKeys
 
 
 def _switch_or_path(value: object) -> object:
@@ -64,6 +62,70 @@ class CheckpointKeys(Section):
             or self.max_seconds
             or self.resume_training is not False
         )
+
+
+class ConversationKeys(Section):
+    tools: Annotated[list[str], BEFORE_LIST] = []
+    """tools that completions may call: calculator, python, module:function or file.py:function; functions with type
+    hints and a docstring with an Args: section"""
+    tool_parser: str = "auto"
+    """form of the calls. hermes: <tool_call> tags around JSON (Qwen); llama3: the turn is JSON with a name and
+    parameters; module:function or file.py:function: a function from a turn's text to a list of objects with name and
+    arguments; auto: hermes or llama3, as the chat template shows them"""
+    tool_deadline: float = Field(10.0, gt=0)
+    """seconds of one call; one that takes longer is terminated, and the model reads that it failed"""
+    max_turns: int = Field(8, ge=1)
+    """turns of the policy in a conversation with tools or an environment; tools that the last one calls are not run"""
+    max_tool_calls: int | None = Field(None, ge=0)
+    """calls in a conversation; further ones are answered with an error; null: no limit"""
+    environment: OptionalText = None
+    """module:Class or file.py:Class with reset(row) and step(completion), which gives every conversation its prompt,
+    answers its turns and rewards them; null: none"""
+    environment_deadline: float = Field(10.0, gt=0)
+    """seconds of one reset or step; an environment that takes longer is terminated, and its conversation ends as
+    failed"""
+    turn_advantages: bool = False
+    """an advantage for each turn, from the environment's rewards of this and the later turns; false: one a
+    conversation, from their sum"""
+
+    @property
+    def has_conversations(self) -> bool:
+        return bool(self.tools) or self.environment is not None
+
+
+DEFAULT_STALENESS = 2
+DEFAULT_CHUNK = 64
+
+
+class PartialRolloutKeys(Section):
+    partial_rollout: bool = False
+    """end a rollout when the groups of a step are whole; unfinished completions go on in the next step, under its
+    weights and first in line; needs importance_sampling_correction"""
+    over_sampling_batch_size: int | None = Field(None, ge=1)
+    """prompts under way with partial_rollout, from the prompts of a step to twice as many; null: one and a half times
+    as many"""
+    max_staleness: int | None = Field(
+        None,
+        ge=1,
+        description="number of steps that a completion of partial_rollout may go on after the one that began it; a "
+        f"step waits for those that are this old; null: {DEFAULT_STALENESS}",
+    )
+    partial_rollout_chunk: int | None = Field(
+        None,
+        ge=1,
+        description="tokens that every unfinished completion gets before the rollout looks whether enough groups are "
+        f"whole; null: {DEFAULT_CHUNK}",
+    )
+    rollout_token_budget: int | None = Field(None, ge=1)
+    """tokens after which a partial rollout ends with the groups that are whole, one at least; null: no budget"""
+
+    @property
+    def staleness_limit(self) -> int:
+        return self.max_staleness or DEFAULT_STALENESS
+
+    @property
+    def rollout_chunk(self) -> int:
+        return self.partial_rollout_chunk or DEFAULT_CHUNK
 
 
 class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKeys):

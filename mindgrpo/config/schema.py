@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from pydantic import model_validator
 
 from mindgrpo.config import checks
+from mindgrpo.config.checks import conversation_contradictions, partial_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
-from mindgrpo.config.partial import partial_contradictions
 from mindgrpo.config.rewards import RewardConfig
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
-from mindgrpo.config.tools import conversation_contradictions
 
 
 class Config(Section):

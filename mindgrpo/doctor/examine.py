@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mindgrpo.backend.probes.host import HOST_CHECKS, Host
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.jobs import JobEnd, run_job
+from mindgrpo.doctor.probes.host import HOST_CHECKS, Host
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 from mindgrpo.doctor.records import ENDED_REMEDY, Records, merged, read_records
 from mindgrpo.doctor.settings import DEADLINES, dtype_of, example_ranks
 

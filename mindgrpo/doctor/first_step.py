@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.probes.line import Line, fails, ok
 from mindgrpo.config import load_config
+from mindgrpo.doctor.probes.line import Line, fails, ok
 from mindgrpo.doctor.settings import LAYOUTS
 from mindgrpo.launch.plan import PACKAGE_FOLDER
 from mindgrpo.monitor.metrics import read_metrics

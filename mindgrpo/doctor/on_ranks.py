@@ -14,12 +14,12 @@ from pathlib import Path
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.probes.communication import communication_lines
-from mindgrpo.backend.probes.kernel_pairs import kernel_lines
-from mindgrpo.backend.probes.line import Line, fails
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor.first_step import train_one_step
+from mindgrpo.doctor.probes.communication import communication_lines
+from mindgrpo.doctor.probes.kernel_pairs import kernel_lines
+from mindgrpo.doctor.probes.line import Line, fails
 from mindgrpo.doctor.records import ENDED_REMEDY, Records
 from mindgrpo.doctor.settings import dtype_of, weight_bytes
 from mindgrpo.doctor.weights import weight_lines

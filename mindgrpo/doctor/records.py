@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.probes.line import Line, fails, skipped
+from mindgrpo.doctor.probes.line import Line, fails, skipped
 
 ENDED_REMEDY = (
     "the tails of the ranks' logs in the report say more; mend what fails above this line first"

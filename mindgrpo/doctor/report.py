@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import mindgrpo
-from mindgrpo.backend.probes.host import system, telling_variables, versions
-from mindgrpo.backend.probes.line import Line
 from mindgrpo.doctor.jobs import JobEnd
+from mindgrpo.doctor.probes.host import system, telling_variables, versions
+from mindgrpo.doctor.probes.line import Line
 from mindgrpo.errors import UserError
 
 # A file that has this key is a report, which the next one may replace.

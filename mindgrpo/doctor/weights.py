@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Grid

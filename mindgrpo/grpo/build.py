@@ -12,30 +12,31 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.activation_plan import reference_shape, update_shape
-from mindgrpo.grpo.device_plan import check_engine, phase_needs
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.rollout import Replicas, Rows
-from mindgrpo.grpo.run_plan import RunPlan, generator_bytes
-from mindgrpo.grpo.settings import advantage_config, device_budget, loss_config, loss_scale
+from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
-from mindgrpo.grpo.vllm_settings import vllm_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.activation_plan import reference_shape, update_shape
+from mindgrpo.plan.device_plan import check_engine, phase_needs
+from mindgrpo.plan.run_plan import RunPlan, generator_bytes
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.vllm.engine import VllmEngine
+from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.verify import WeightCheck
@@ -57,7 +58,7 @@ def make_roles(
     if backend.device_memory_bytes is not None:
         plan = replace(plan, device_bytes=backend.device_memory_bytes)
     check_engine(plan)
-    budget = device_budget(plan.config) or backend.device_memory_bytes
+    budget = plan.config.context.max_device_bytes or backend.device_memory_bytes
     reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
     residency = Residency(budget, not backend.shares_memory, reserved, backend.take_device_peak)
     policy = make_policy(plan, backend, sampling)
@@ -93,7 +94,7 @@ def make_engine(
         on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
         weight_bytes = generator_bytes(config, layout)
-        device_bytes = backend.device_memory_bytes or device_budget(config)
+        device_bytes = backend.device_memory_bytes or config.context.max_device_bytes
         return VllmEngine(
             layout,
             backend,

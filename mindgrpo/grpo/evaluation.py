@@ -18,9 +18,9 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
-from mindgrpo.grpo.turns import turn_figures
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.turns import turn_figures
 
 SAMPLED, GREEDY = "sampled", "greedy"
 PREFIXES = {SAMPLED: "eval", GREEDY: "eval_greedy"}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.types import TrainBatch
+from mindgrpo.backend.rank_consistency import digest
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.training.update import UpdateReport
@@ -71,3 +74,19 @@ class StepOutcome:
     resampling: Resampling | None = None
     correction: RolloutCorrection | None = None
     partial: PartialFigures | None = None
+
+
+def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
+    """Of a step's batch before the update, by what a user calls each."""
+    rollout = batch.rollout
+    weights = batch.token_advantages, batch.rollout_is_weights
+    return {
+        "prompts": digest(rollout.prompt_ids),
+        "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
+        "the generator's log-probs": digest(rollout.generator_logps, rollout.weights_version),
+        "rewards": digest(rewards),
+        "the reference's log-probs": digest(batch.reference_logps),
+        "the policy's log-probs": digest(batch.old_logps),
+        "advantages": digest(batch.advantages, *weights),
+        "samples that count": digest(batch.sample_mask),
+    }

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.memory.account import PHASES
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.syncer import WeightSyncer, mix

@@ -15,8 +15,8 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.types import Completion, Rollout, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.environments.contract import Opening
-from mindgrpo.grpo.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.rollout.conversations import Asked, Conversations, Replies, run_together

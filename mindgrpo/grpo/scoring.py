@@ -12,10 +12,10 @@ from mindgrpo.algorithm.types import Messages, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.grpo.environment import NAME, rewards_in, turn_rewards, turns_of
 from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.environment import NAME, rewards_in, turn_rewards, turns_of
 
 
 def number(value: float) -> float | None:
@@ -55,7 +55,7 @@ class ScoringFailed(RuntimeError):
 class Scored:
     """`texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere.
 
-    `turn_rewards` float64 [turns] a sample are those of environments (grpo/environment.py), None without these;
+    `turn_rewards` float64 [turns] a sample are those of environments (rollout/environment.py), None without these;
     `opened_with` are the prompts that these gave, by sample, on rank 0.
     """
 

@@ -22,11 +22,11 @@ from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.rank_consistency import agree, check_alike, digest
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.metrics import GapLimit, check_gap, logprob_gap
-from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome
+from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome, step_digests
 from mindgrpo.grpo.partial import PartialRollouts
-from mindgrpo.grpo.rank_consistency import agree, check_alike, digest, step_digests
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.rollout import Replicas, Rows, compute_log_probs
 from mindgrpo.grpo.scoring import Scored

@@ -13,7 +13,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.contract import Heads, Kernels
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.log_probs import TokenLogProbs
 from mindgrpo.models.parallel_cells import Same

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.kernels.contract import Activation
+from mindgrpo.backend.kernels.shapes import Activation
 from mindgrpo.data.sources import HUB_ID
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import ACTIVATIONS, FAMILIES, NOT_COMPUTED, Family

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mindgrpo.backend.kernels.contract import Activation
+from mindgrpo.backend.kernels.shapes import Activation
 
 
 @dataclass(frozen=True)

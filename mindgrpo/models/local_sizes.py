@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.decoder_config import DecoderConfig
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.

@@ -11,7 +11,8 @@ from typing import Any
 from mindspore import nn, ops
 
 from mindgrpo.backend.contract import Group
-from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.models.parallel_cells import GatherColumns
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import nn
 
 from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.kernels.contract import NEVER, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.local_sizes import local_heads, local_vocabulary
 from mindgrpo.models.lora import LowRankLinear, unfused_keys

@@ -14,10 +14,10 @@ import psutil
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
 
 # What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.

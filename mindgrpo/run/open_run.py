@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Start
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.sampler import DataSampler
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.prompt_source import PromptSource
-from mindgrpo.grpo.rank_consistency import on_first_rank
-from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.host_limits import refuse_small_disk
 from mindgrpo.run.preflight import Inputs, Reward, prepare
 from mindgrpo.run.recorder import RunRecord

@@ -26,21 +26,21 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.device_plan import check_engine
-from mindgrpo.grpo.environment import NAME as ENVIRONMENT_NAME
-from mindgrpo.grpo.environment import EnvironmentForm, Trial
-from mindgrpo.grpo.mindformers_yaml import check_agreement
-from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.scoring import reward_columns
-from mindgrpo.grpo.settings import device_budget, sampling_settings
-from mindgrpo.grpo.turns import Turns, read_turns
+from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
+from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.plan.device_plan import check_engine
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rollout.vllm.cache_size import BLOCK_MULTIPLE
+from mindgrpo.rollout.environment import NAME as ENVIRONMENT_NAME
+from mindgrpo.rollout.environment import EnvironmentForm, Trial
+from mindgrpo.rollout.turns import Turns, read_turns
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
+from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
 from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]
@@ -177,7 +177,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             check_agreement(model, role.model_yaml, config.actor_config.load)
     plan = plan_run(config, model, world_size)
     check_engine(plan)
-    check_budget(plan.memory(), device_budget(config))
+    check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
         check_tensors(config.reference_load, parameter_specs(model))

@@ -17,27 +17,27 @@ import numpy as np
 
 import mindgrpo
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing
-from mindgrpo.grpo.algorithm_summary import algorithm_lines
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.per_token import token_rows
-from mindgrpo.grpo.rank_consistency import on_first_rank
-from mindgrpo.grpo.run_plan import RunPlan
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.monitor.run_process import write_process
 from mindgrpo.monitor.trackers.started import Trackers
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.report.at_end import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
+from mindgrpo.run.algorithm_summary import algorithm_lines
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs

@@ -15,12 +15,12 @@ import mindgrpo
 from mindgrpo.backend import compute_dtype
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.matmul_precision import KEY
+from mindgrpo.backend.rank_consistency import different_ranks, digest
 from mindgrpo.checkpoint import differences
 from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.rank_consistency import different_ranks, digest
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.contract import AdamWNumbers
+from mindgrpo.backend.kernels.shapes import AdamWNumbers
 from mindgrpo.weights.local_weights import Weights
 
 

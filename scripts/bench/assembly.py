@@ -26,7 +26,6 @@ from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_roles, make_stepper
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.run_plan import RunPlan, plan_run
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.models.decoder_config import (
@@ -34,6 +33,7 @@ from mindgrpo.models.decoder_config import (
     decoder_config,
     read_config,
 )
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.scores import Scores
 
 BETA = 0.01

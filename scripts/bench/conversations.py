@@ -28,7 +28,7 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request, SeedKey
-from mindgrpo.rollout.tool_turns import ToolTurns
+from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolLimits, ToolPool
 

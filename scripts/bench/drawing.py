@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -17,6 +16,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 

@@ -13,8 +13,8 @@ from mindgrpo.data.examples import Example
 from mindgrpo.data.prompts import Fitted
 from mindgrpo.environments.contract import Observation, Opening, Question, Result
 from mindgrpo.rollout.conversations import Conversations
-from mindgrpo.rollout.environment_turns import EnvironmentTurns
-from mindgrpo.rollout.tool_turns import ToolTurns
+from mindgrpo.rollout.environment import EnvironmentTurns
+from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolAnswer
 

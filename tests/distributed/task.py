@@ -9,9 +9,9 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Rollout
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.grpo.environment import turns_of
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.environment import turns_of
 
 
 def prompts() -> list[np.ndarray]:

@@ -20,8 +20,8 @@ from mindgrpo.backend.kernels.ascend_attention import (
     RopeAndHidden,
 )
 from mindgrpo.backend.kernels.ascend_ops import AscendOps, FusedOp
-from mindgrpo.backend.kernels.contract import Activation, Heads
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.shapes import Activation, Heads
 
 AttentionDtype = Literal["float16", "bfloat16"]
 ATTENTION_DTYPES: dict[str, ms.Type] = {"float16": ms.float16, "bfloat16": ms.bfloat16}

@@ -15,7 +15,6 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.backend.kernels.ascend_ops import AscendOps, FusedOp
-from mindgrpo.backend.kernels.contract import Heads
 from mindgrpo.backend.kernels.mindspore_attention import (
     CachedAttention,
     HeadAttention,
@@ -23,6 +22,7 @@ from mindgrpo.backend.kernels.mindspore_attention import (
     PrefillAttention,
     RopeAndMask,
 )
+from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.errors import UserError
 
 # `sparse_mode`: the whole mask is used, and no score is left out because of where it stands.

@@ -7,72 +7,16 @@ own (native/kernels.py); tests hold them equal. No kernel communicates: sums ove
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory, Slots
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
+
 if TYPE_CHECKING:
     from mindspore import nn
-
-    from mindgrpo.backend.kernels.rollout import (
-        LocalModelShape,
-        Memory,
-        Slots,
-    )
-    from mindgrpo.backend.kernels.sampling_params import SamplingParams
-
-
-Activation = Literal["silu", "gelu_tanh"]
-# Added to what must have no part in a softmax.
-NEVER = -1e30
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A rank's heads: `queries` a multiple of `kv`, each `dim` wide; `norm_eps` None without norms inside heads.
-
-    A row of a projection holds the queries, then the keys, then the values: [(queries + 2 kv) dim]. Scores are
-    multiplied by `query_scale`, by dim^-0.5 where it is None.
-    """
-
-    queries: int
-    kv: int
-    dim: int
-    has_bias: bool = False
-    norm_eps: float | None = None
-    query_scale: float | None = None
-
-    @property
-    def scale(self) -> float:
-        return self.dim**-0.5 if self.query_scale is None else self.query_scale
-
-    @property
-    def width(self) -> int:
-        return (self.queries + 2 * self.kv) * self.dim
-
-
-@dataclass(frozen=True)
-class AdamWNumbers:
-    """One step of AdamW (arXiv:1711.05101): `scale` is on the gradient; update number `count` from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    count: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding."""
-
-    first: int
-    width: int
-    real: int
-    scale: float = 1.0
 
 
 class Kernels(ABC):

@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import NEVER, Heads
+from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 
 class RmsNorm(nn.Cell):

@@ -7,7 +7,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import Kernels, Vocabulary
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import Vocabulary
 
 
 class LinearLogProbStats(nn.Cell):

@@ -11,14 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import (
-    NEVER,
-    Activation,
-    AdamWNumbers,
-    Heads,
-    Kernels,
-    Vocabulary,
-)
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_attention import (
     CachedAttention,
     PackedAttention,
@@ -27,6 +20,7 @@ from mindgrpo.backend.kernels.mindspore_attention import (
     RopeAndMask,
 )
 from mindgrpo.backend.kernels.mindspore_log_probs import LinearLogProbGrad, LinearLogProbStats
+from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Heads, Vocabulary
 
 # Elements of an array that the host works on at once.
 PIECE = 1 << 18

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.backend.matmul_precision import packed_bytes
 
 

@@ -12,8 +12,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import NEVER
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import NEVER
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.noise_cell import GumbelNoise

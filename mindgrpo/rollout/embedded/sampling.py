@@ -23,8 +23,8 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
-from mindgrpo.backend.kernels.contract import NEVER
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import NEVER
 from mindgrpo.models.parallel_cells import GatherColumns
 
 

@@ -1,13 +1,20 @@
-"""What a vLLM engine is started with."""
+"""Turns the configuration into what vLLM is started with, and computes the memory that it takes. Needs no device."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
+from mindgrpo.config import Config, memory_bytes
+from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.precision import compute_dtype
+from mindgrpo.parallel.mesh import Grid
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.vllm.environment import find_python
 
 
 @dataclass(frozen=True)
@@ -26,3 +33,135 @@ class VllmSettings:
     max_silence_seconds: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
+
+
+# vLLM keeps one block to itself.
+SPARE_BLOCKS = 1
+# vLLM's own choice for processors, where the configuration names none; for devices it chooses smaller ones.
+BLOCK_TOKENS = 128
+# Its attention for processors takes blocks of so many tokens, or of a multiple.
+BLOCK_MULTIPLE = 32
+
+
+@dataclass(frozen=True)
+class CacheNeed:
+    """`samples` at a time of `tokens` each, prompt included, or one of `max_model_len`, in blocks of `block` tokens."""
+
+    samples: int
+    tokens: int
+    max_model_len: int
+    block: int = BLOCK_TOKENS
+
+    def num_bytes(
+        self, num_layers: int, kv_heads: int, head_dim: int, itemsize: int, tp_size: int
+    ) -> int:
+        """Of one of `tp_size` workers; heads that are fewer than workers are repeated."""
+        blocks = max(
+            self.samples * -(-self.tokens // self.block), -(-self.max_model_len // self.block)
+        )
+        per_token = 2 * num_layers * max(1, kv_heads // tp_size) * head_dim * itemsize
+        return (blocks + SPARE_BLOCKS) * self.block * per_token
+
+
+# Of a device, where the configuration says nothing; what vLLM itself takes.
+DEVICE_SHARE = 0.9
+
+
+def engine_dtype(config: Config) -> Dtype:
+    """Raises UserError, as compute_dtype does."""
+    return config.generate_config.vllm.dtype or compute_dtype(config)
+
+
+def device_share(config: Config) -> float | None:
+    """Of each device, what vLLM takes; None where processors compute, or where the size of its cache is given."""
+    generate = config.generate_config
+    if config.context.target.keeps_weights_on_host or generate.vllm.kv_cache_memory is not None:
+        return None
+    return generate.gpu_memory_utilization or DEVICE_SHARE
+
+
+def engine_bytes(
+    config: Config,
+    model: DecoderConfig,
+    grid: Grid,
+    cache: KVCacheConfig,
+    weight_bytes: int,
+    device_bytes: int | None,
+) -> dict[str, int]:
+    """What a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by role.
+
+    `device_bytes` is a device's memory, None where it is not known: then at least what its samples need.
+    """
+    cache_bytes, share = worker_cache_bytes(config, model, grid, cache), device_share(config)
+    if config.context.target.keeps_weights_on_host:
+        return {"generator": weight_bytes, "kv_cache": cache_bytes}
+    # On a device both are there as long as it is awake, also while it gets its weights.
+    if share is not None and device_bytes is not None:
+        return {"generator": int(share * device_bytes)}
+    return {"generator": weight_bytes + cache_bytes}
+
+
+def worker_cache_bytes(
+    config: Config, model: DecoderConfig, grid: Grid, cache: KVCacheConfig
+) -> int:
+    """Of a worker's KV cache: as large as the configuration says, or as the largest batch needs."""
+    generate, tp_size = config.generate_config, grid.model_parallel
+    if generate.vllm.kv_cache_memory is not None:
+        return memory_bytes(generate.vllm.kv_cache_memory) // tp_size
+    need = CacheNeed(
+        cache.slots,
+        min(cache.max_prompt + cache.max_tokens, generate.longest),
+        generate.longest,
+        generate.block_size or BLOCK_TOKENS,
+    )
+    itemsize = ITEM_BYTES[engine_dtype(config)]
+    heads = model.num_key_value_heads, model.head_dim
+    return need.num_bytes(model.num_hidden_layers, *heads, itemsize, tp_size)
+
+
+def vllm_settings(
+    config: Config,
+    model: DecoderConfig,
+    grid: Grid,
+    cache: KVCacheConfig,
+    weight_bytes: int,
+    host_memory: int | None,
+    device_bytes: int | None = None,
+) -> VllmSettings:
+    """Of an engine whose workers have `weight_bytes` of weights each. Raises UserError where there is no vLLM.
+
+    `host_memory` is the bytes of a host whose processors the engines share; None where each has devices of its own, of
+    `device_bytes` each, None where that is not known.
+    """
+    generate, own = config.generate_config, config.generate_config.vllm
+    memory = engine_bytes(config, model, grid, cache, weight_bytes, device_bytes)
+    cache_bytes = worker_cache_bytes(config, model, grid, cache)
+    arguments: dict[str, Any] = {
+        "max_num_seqs": generate.max_num_seqs or cache.slots,
+        "max_num_batched_tokens": generate.max_num_batched_tokens,
+        "block_size": generate.block_size,
+    }
+    share = generate.gpu_memory_utilization
+    if host_memory is not None:
+        if share is not None:
+            cache_bytes = min(cache_bytes, int(share * host_memory) // grid.size)
+            memory["kv_cache"] = cache_bytes
+        arguments["kv_cache_memory_bytes"] = cache_bytes
+    else:
+        # Between rollouts the device is the trainer's.
+        arguments["enable_sleep_mode"] = True
+        arguments["gpu_memory_utilization"] = device_share(config)
+        if own.kv_cache_memory is not None:
+            arguments["kv_cache_memory_bytes"] = cache_bytes
+    chosen = {name: value for name, value in arguments.items() if value is not None}
+    return VllmSettings(
+        python=find_python(own.python, os.environ),
+        model=config.actor_config.load,
+        dtype=engine_dtype(config),
+        max_model_len=generate.longest,
+        seed=config.rl_config.seed,
+        max_start_seconds=own.max_start_seconds,
+        max_silence_seconds=own.max_silence_seconds,
+        arguments=chosen | own.parsed_arguments,
+        memory=memory,
+    )

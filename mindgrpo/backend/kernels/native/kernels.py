@@ -8,12 +8,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import (
-    Activation,
-    AdamWNumbers,
-    Heads,
-    Vocabulary,
-)
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
 from mindgrpo.backend.kernels.native.log_probs import (
@@ -27,6 +21,7 @@ from mindgrpo.backend.kernels.native.out_shapes import as_first, as_first_two
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
 from mindgrpo.backend.matmul_precision import KEY
 from mindgrpo.errors import UserError
 

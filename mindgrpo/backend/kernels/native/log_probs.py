@@ -7,9 +7,9 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.contract import Vocabulary
 from mindgrpo.backend.kernels.native.library import operation
 from mindgrpo.backend.kernels.native.out_shapes import as_first, as_first_two
+from mindgrpo.backend.kernels.shapes import Vocabulary
 
 
 def _float32_twice(*types: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 
 PAGE = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
 Numbers = tuple[int, ...]

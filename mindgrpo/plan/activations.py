@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mindgrpo.backend.kernels.contract import Heads
+from mindgrpo.backend.kernels.shapes import Heads
 
 # Kernels of the processor; fused operations of a device; MindSpore's own operations, which keep whole score matrices.
 Kind = Literal["native", "fused", "plain"]

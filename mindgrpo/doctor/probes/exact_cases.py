@@ -15,8 +15,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
-from mindgrpo.backend.kernels.contract import Heads, Kernels
-from mindgrpo.backend.probes.line import Line, fails, ok
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.doctor.probes.line import Line, fails, ok
 
 COUNT, ROWS = 1 << 16, 8192
 HEADS = Heads(4, 2, 64)

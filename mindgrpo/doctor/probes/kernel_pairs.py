@@ -23,9 +23,9 @@ from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.backend.probes.exact_cases import compare_exactly, exact_cases
-from mindgrpo.backend.probes.kernel_cases import Case, cases, tensor_of
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.exact_cases import compare_exactly, exact_cases
+from mindgrpo.doctor.probes.kernel_cases import Case, cases, tensor_of
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 
 # Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}

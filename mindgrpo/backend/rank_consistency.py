@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from mindgrpo.algorithm.types import TrainBatch
 from mindgrpo.backend.contract import Backend
 from mindgrpo.errors import UserError
 
@@ -40,22 +39,6 @@ def _add(state: hashlib.blake2b, value: object) -> None:
         state.update(value.tobytes())
     else:
         state.update(f"{value!r};".encode())
-
-
-def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
-    """Of a step's batch before the update, by what a user calls each."""
-    rollout = batch.rollout
-    weights = batch.token_advantages, batch.rollout_is_weights
-    return {
-        "prompts": digest(rollout.prompt_ids),
-        "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
-        "the generator's log-probs": digest(rollout.generator_logps, rollout.weights_version),
-        "rewards": digest(rewards),
-        "the reference's log-probs": digest(batch.reference_logps),
-        "the policy's log-probs": digest(batch.old_logps),
-        "advantages": digest(batch.advantages, *weights),
-        "samples that count": digest(batch.sample_mask),
-    }
 
 
 def different_ranks(values: Sequence[T]) -> list[int]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.activation_plan import activation_bytes
-from mindgrpo.grpo.run_plan import FLOAT_BYTES, RunPlan
-from mindgrpo.grpo.vllm_settings import device_share
 from mindgrpo.memory.account import PhaseMemory
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.activation_plan import activation_bytes
+from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
+from mindgrpo.rollout.vllm.settings import device_share
 from mindgrpo.training.buckets import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes

@@ -1,13 +1,16 @@
-"""Reads a model's dimensions in MindFormers' YAML form (`model: model_config:`), and compares them with config.json."""
+"""Reads model YAMLs of MindFormers (`model: model_config:`): dimensions, which config.json must confirm, and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.config import Config
 from mindgrpo.config.yaml_file import MAX_YAML_BYTES, parse_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import ROPE_FACTORS, DecoderConfig, decoder_config
@@ -111,3 +114,69 @@ def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> No
                 f"{name} is {mine} in model_config '{model_yaml}' but {theirs} in {directory}/config.json; the "
                 "model's own file decides, so correct the YAML or leave model_config out."
             )
+
+
+# Computed in float32 whatever the compute dtype is.
+ALWAYS_FLOAT32 = {
+    "layernorm_compute_type": "norms",
+    "softmax_compute_type": "softmax",
+    "rotary_dtype": "rotary positions",
+}
+FLASH = "use_flash_attention"
+
+
+@dataclass(frozen=True)
+class StatedDtypes:
+    """Of a configuration's model YAMLs, None where none says it; `path` is the file that says `compute_dtype`."""
+
+    compute_dtype: str | None = None
+    path: str = ""
+    flash_attention: bool | None = None
+
+
+def stated_dtypes(config: Config) -> StatedDtypes:
+    """Raises UserError for what is not computed, and for files that contradict each other."""
+    dtype, path, flash = None, "", None
+    for own, section in _sections(config):
+        _check(own, section)
+        other = section.get("compute_dtype")
+        if dtype is not None and other is not None and other != dtype:
+            raise UserError(
+                f"compute_dtype is '{other}' in model_config '{own}' and '{dtype}' in '{path}', but trainer, reference "
+                "and generator compute in one dtype; make them equal."
+            )
+        if other is not None:
+            dtype, path = other, own
+        flash = section.get(FLASH, flash)
+    return StatedDtypes(dtype, path, flash)
+
+
+def _sections(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for role in (config.actor_config, config.ref_config, config.generate_config):
+        if role.model_yaml:
+            yield role.model_yaml, read_section(role.model_yaml)
+
+
+def _check(path: str, section: Mapping[str, Any]) -> None:
+    for key in ("compute_dtype", "param_init_type", *ALWAYS_FLOAT32):
+        value = section.get(key)
+        if value is not None and value not in ITEM_BYTES:
+            raise UserError(
+                f"model_config '{path}' has {key} {value!r}, which is none of {', '.join(ITEM_BYTES)}; correct it."
+            )
+    for key, what in ALWAYS_FLOAT32.items():
+        if section.get(key, "float32") != "float32":
+            raise UserError(
+                f"model_config '{path}' has {key} '{section[key]}', but {what} are computed in float32; set it to "
+                "float32 or leave it out."
+            )
+    kept = section.get("param_init_type", "float32")
+    if kept not in ("float32", section.get("compute_dtype", kept)):
+        raise UserError(
+            f"model_config '{path}' has param_init_type '{kept}' and compute_dtype '{section['compute_dtype']}', but "
+            "weights are kept in float32 and in the compute dtype; set it to one of the two or leave it out."
+        )
+    if not isinstance(section.get(FLASH, True), bool):
+        raise UserError(
+            f"model_config '{path}' has {FLASH} {section[FLASH]!r}; set it to true or false."
+        )

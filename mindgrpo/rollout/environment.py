@@ -1,4 +1,4 @@
-"""From the configuration's environment to what answers turns, and from conversations to rewards and figures."""
+"""Answers turns with an environment, and reads rewards and metrics from the conversations."""
 
 from __future__ import annotations
 
@@ -10,16 +10,59 @@ import numpy as np
 
 from mindgrpo.algorithm.types import Messages
 from mindgrpo.config import Config, memory_bytes
+from mindgrpo.data.examples import Message
 from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
-from mindgrpo.environments.contract import Opening
+from mindgrpo.environments.contract import Opening, Question, Result
 from mindgrpo.environments.load import ENVIRONMENT, load_environment
 from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.outcome import Failure, RewardResult
-from mindgrpo.rollout.conversations import prompt_of
-from mindgrpo.rollout.environment_turns import EnvironmentTurns, reply_to
+from mindgrpo.rollout.conversations import Reply, prompt_of
+
+
+@dataclass(frozen=True)
+class EnvironmentTurns:
+    """`pool` is on one rank alone."""
+
+    pool: EnvironmentPool | None
+
+    @property
+    def runs_here(self) -> bool:
+        return self.pool is not None
+
+    @property
+    def answers_every_turn(self) -> bool:
+        return True
+
+    def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> str:
+        """The turn without special tokens, as rewards get it."""
+        text: str = turn["content"]
+        return text
+
+    def answer(self, asked: Mapping[int, Question]) -> dict[int, Reply]:
+        assert self.pool is not None
+        results = self.pool.ask(asked)
+        return {sample: reply_to(asked[sample], result) for sample, result in results.items()}
+
+    def end_rollout(self) -> None:
+        if self.pool is not None:
+            self.pool.end_all()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+
+
+def reply_to(question: Question, result: Result) -> Reply:
+    if isinstance(result, Failure):
+        return Reply.failed(result)
+    if isinstance(question, Opening):
+        return Reply(result.messages)
+    turn = {"reward": result.reward, "done": result.is_done}
+    return Reply(result.messages, turn, result.is_done)
+
 
 # The rewards' name among those of reward functions.
 NAME = "environment"

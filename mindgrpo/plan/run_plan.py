@@ -12,23 +12,23 @@ from functools import cached_property
 
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
-from mindgrpo.backend.kernels.contract import Heads, Vocabulary
 from mindgrpo.backend.kernels.rollout import LocalModelShape
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.settings import compute_dtype, device_budget, dtype_notices, num_product_parts
-from mindgrpo.grpo.vllm_settings import engine_bytes, engine_dtype
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = ITEM_BYTES["float32"]
@@ -166,7 +166,7 @@ class RunPlan:
     @property
     def device_memory(self) -> int | None:
         """Bytes of a device, as far as they are known."""
-        return self.device_bytes or device_budget(self.config)
+        return self.device_bytes or self.config.context.max_device_bytes
 
     @property
     def _engine_bytes(self) -> Mapping[str, int]:

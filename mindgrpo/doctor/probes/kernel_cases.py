@@ -13,8 +13,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from mindgrpo.backend.kernels.contract import NEVER, Heads, Kernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 ROWS, LENGTH, WIDTH = 2, 48, 64
 # As of Qwen2 with biases, as of Qwen3 with norms inside heads.

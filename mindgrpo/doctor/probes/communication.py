@@ -10,7 +10,7 @@ from mindspore import Tensor
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import mindspore_dtype
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 
 COUNT = 257
 LARGE_BYTES = 16 << 20

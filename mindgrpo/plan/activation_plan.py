@@ -11,9 +11,11 @@ from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
-from mindgrpo.grpo.run_plan import RunPlan
-from mindgrpo.grpo.settings import compute_dtype, flash_attention
-from mindgrpo.memory.activations import (
+from mindgrpo.models.local_sizes import LOGITS_BYTES, local_heads, local_vocabulary
+from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.precision import compute_dtype, flash_attention
+from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.activations import (
     Block,
     Graphs,
     Kind,
@@ -22,9 +24,7 @@ from mindgrpo.memory.activations import (
     forward_bytes,
     update_bytes,
 )
-from mindgrpo.models.local_sizes import LOGITS_BYTES, local_heads, local_vocabulary
-from mindgrpo.models.lora_specs import adapter_specs
-from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.run_plan import RunPlan
 
 FLOAT = ITEM_BYTES["float32"]
 # float32 rows of the vocabulary that sampling has at once for every slot: logits, noise, their sum, and what a

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from mindgrpo.algorithm.types import Messages
 from mindgrpo.config import Config
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.grpo.environment import (
+from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.environment import (
     EnvironmentForm,
     environment_figures,
     environment_turns,
     read_environment,
     turns_of,
 )
-from mindgrpo.grpo.tools import Toolbox, read_toolbox, tool_figures, tool_turns
-from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.tools import Toolbox, read_toolbox, tool_figures, tool_turns
 
 Turns = Toolbox | EnvironmentForm
 

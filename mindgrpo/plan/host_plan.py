@@ -13,15 +13,15 @@ from functools import cached_property
 
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.grpo.device_plan import phase_needs
-from mindgrpo.grpo.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
-from mindgrpo.grpo.settings import compute_dtype, device_budget
-from mindgrpo.grpo.vllm_settings import engine_dtype
 from mindgrpo.memory.counted_pool import CountedPool
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.plan.device_plan import phase_needs
+from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
+from mindgrpo.rollout.vllm.settings import engine_dtype
 from mindgrpo.weights.safetensors_writer import MAX_SHARD_BYTES
 
 # Roles that are made again instead of kept on the host (grpo/roles.py).
@@ -78,7 +78,7 @@ class HostPlan:
         plan = self._plan
         reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
         # What does not fit is the verdict's word; copies are told as of a device that is just large enough.
-        budget = device_budget(plan.config)
+        budget = plan.config.context.max_device_bytes
         if budget is not None:
             budget = max(budget, *(row.total for row in plan.memory()))
         residency = Residency(budget, keeps=True, reserved=reserved)

@@ -10,18 +10,14 @@ import json
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save
 
 from mindgrpo.backend.contract import Backend, Pool
-from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.errors import UserError, writing
-from mindgrpo.grpo.rank_consistency import on_first_rank
-from mindgrpo.grpo.roles import Roles
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import LoraSettings
@@ -47,41 +43,6 @@ COMPANIONS = (
     "chat_template.json",
 )
 ALONE = Grid(1, 1, 1)
-
-
-@dataclass(frozen=True)
-class ModelExport:
-    """Writes the policy of `roles` with its tokenizer."""
-
-    roles: Roles
-    tokenizer: Tokenizer
-
-    def write(self, target: Path) -> None:
-        """The whole model, adapters added in; all ranks together, with the policy on the device."""
-        roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
-        source, memory = config.actor_config.load, roles.residency
-        weights = policy.weights
-        if policy.has_masters:
-            roles.enter("update")
-            weights = policy.masters
-        export_policy(weights, roles.backend, source, target, memory, policy.adapters)
-        own_template = config.rl_config.chat_template is not None
-
-        def write_own() -> None:
-            with writing(target):
-                write_tokenizer(self.tokenizer, target, own_template)
-
-        on_first_rank(roles.backend, write_own)
-
-    def write_all(self, target: Path, adapter_target: Path) -> None:
-        """The whole model, and where there are adapters these by themselves."""
-        roles = self.roles
-        roles.enter("old_logps")
-        self.write(target)
-        if roles.policy.adapters is not None:
-            source = roles.plan.config.actor_config.load
-            adapters, memory = roles.policy.adapters, roles.residency
-            export_adapters(adapters, roles.backend, source, adapter_target, memory)
 
 
 def export_policy(

@@ -11,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 
 from mindgrpo.backend import targets
-from mindgrpo.backend.probes import matrix, toolkit
-from mindgrpo.backend.probes.line import Line, fails, ok, skipped
-from mindgrpo.backend.probes.smi import Chip, SmiTable, read_smi
+from mindgrpo.doctor.probes import matrix, toolkit
+from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.smi import Chip, SmiTable, read_smi
 
 TOOL, TOOL_SECONDS = "npu-smi", 30.0
 FIRMWARE = Path("/usr/local/Ascend/firmware/version.info")

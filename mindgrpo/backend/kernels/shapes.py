@@ -1,0 +1,57 @@
+"""Plain values that kernels are made for: a rank's heads and its share of the vocabulary, and the numbers of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+# Added to what must have no part in a softmax.
+NEVER = -1e30
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A rank's heads: `queries` a multiple of `kv`, each `dim` wide; `norm_eps` None without norms inside heads.
+
+    A row of a projection holds the queries, then the keys, then the values: [(queries + 2 kv) dim]. Scores are
+    multiplied by `query_scale`, by dim^-0.5 where it is None.
+    """
+
+    queries: int
+    kv: int
+    dim: int
+    has_bias: bool = False
+    norm_eps: float | None = None
+    query_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5 if self.query_scale is None else self.query_scale
+
+    @property
+    def width(self) -> int:
+        return (self.queries + 2 * self.kv) * self.dim
+
+
+@dataclass(frozen=True)
+class AdamWNumbers:
+    """One step of AdamW (arXiv:1711.05101): `scale` is on the gradient; update number `count` from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    count: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding."""
+
+    first: int
+    width: int
+    real: int
+    scale: float = 1.0

@@ -1,0 +1,79 @@
+"""Decides in what a run computes on this machine: the compute dtype, products of float32 matrices, and attention.
+
+From `context` and from the MindFormers YAMLs of the models.
+"""
+
+from __future__ import annotations
+
+from mindgrpo.backend import compute_dtype as compute_dtypes
+from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.matmul_precision import MatmulPrecision, resolve
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
+
+
+def matmul_precision(config: Config) -> MatmulPrecision:
+    """Of this machine. Raises UserError."""
+    context = config.context
+    return resolve(context.float32_matmul_precision, context.target, _has_kernels(config))
+
+
+def compute_dtype(config: Config) -> Dtype:
+    """Of this machine. Raises UserError."""
+    context, stated = config.context, stated_dtypes(config)
+    asked: str = context.compute_dtype
+    key = compute_dtypes.KEY
+    if asked == "auto" and stated.compute_dtype is not None:
+        asked, key = stated.compute_dtype, f"compute_dtype of model_config '{stated.path}'"
+    precision, has_kernels = context.float32_matmul_precision, _has_kernels(config)
+    compiled = context.mode == 0
+    return compute_dtypes.resolve(asked, context.target, compiled, has_kernels, precision, key)
+
+
+def flash_attention(config: Config) -> bool:
+    """Whether a device uses its fused attention, where it has one. Raises UserError."""
+    stated, dtype = stated_dtypes(config).flash_attention, compute_dtype(config)
+    if stated and dtype == "float32" and config.context.target.has_fused_attention:
+        raise UserError(
+            f"{FLASH} of model_config is true, but the device's fused attention takes float16 and bfloat16 and "
+            f"{compute_dtypes.KEY} is float32; set it to false or compute in one of them."
+        )
+    return dtype != "float32" and stated is not False
+
+
+def dtype_notices(config: Config) -> list[str]:
+    """What of the model YAMLs' words on dtypes has no effect."""
+    stated, dtype = stated_dtypes(config), compute_dtype(config)
+    notices = []
+    if stated.compute_dtype not in (None, dtype):
+        notices.append(
+            f"{compute_dtypes.KEY} {dtype} is used, not compute_dtype {stated.compute_dtype} of model_config "
+            f"'{stated.path}'"
+        )
+    if stated.flash_attention is not None and not config.context.target.has_fused_attention:
+        notices.append(f"{FLASH} of model_config has no effect: processors have one attention")
+    return notices
+
+
+def loss_scale(config: Config) -> float:
+    """1 where the compute dtype needs none. Raises UserError."""
+    asked, dtype = config.context.loss_scale, compute_dtype(config)
+    if dtype == "float16":
+        return 1024.0 if asked is None else asked
+    if asked is not None:
+        raise UserError(
+            f"context.loss_scale is {asked:g}, but only context.compute_dtype float16 needs one, and it is {dtype}; "
+            "leave it out."
+        )
+    return 1.0
+
+
+def num_product_parts(config: Config) -> int | None:
+    """See compute_dtype.num_product_parts."""
+    return compute_dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
+
+
+def _has_kernels(config: Config) -> bool:
+    return config.context.mode == 0 and keeps_slots(config.context.target)
