@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mindgrpo.backend.dtypes import numpy_dtype
+from mindgrpo.backend.dtypes import numpy_dtype, packed_bytes
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16
-from mindgrpo.backend.matmul_precision import packed_bytes
 
 EPS = 1e-6
 

@@ -9,12 +9,12 @@ import pytest
 
 from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import NUM_PARTS
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Grid

@@ -23,12 +23,10 @@ from small_runs import completions, make_inputs, model_bits, rows, run
 from test_update import CONFIG, LAYOUT, SETTINGS, batch
 
 from mindgrpo.algorithm.packing import PackedRollout
-from mindgrpo.backend.compute_dtype import resolve
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
+from mindgrpo.backend.dtypes import NUM_PARTS, Dtype, bits_of, numpy_dtype, resolve_compute_dtype
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel
-from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
@@ -260,7 +258,7 @@ def test_the_first_update_is_that_of_float32_but_for_rounding(
 def test_what_a_word_means_on_a_device(
     asked: str, target: Target, precision: str, expected: str
 ) -> None:
-    assert resolve(asked, target, True, True, precision) == expected
+    assert resolve_compute_dtype(asked, target, True, True, precision) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,13 +274,13 @@ def test_what_a_device_does_not_have_is_refused(
     asked: str, target: Target, has_kernels: bool, precision: str, words: str
 ) -> None:
     with pytest.raises(UserError, match=words):
-        resolve(asked, target, True, has_kernels, precision)
+        resolve_compute_dtype(asked, target, True, has_kernels, precision)
 
 
 def test_without_compiled_graphs_a_run_computes_in_float32() -> None:
-    assert resolve("auto", ASCEND, False, False, "auto") == "float32"
+    assert resolve_compute_dtype("auto", ASCEND, False, False, "auto") == "float32"
     with pytest.raises(UserError, match="set context.mode to 0"):
-        resolve("float16", ON_DEVICE, False, False, "auto")
+        resolve_compute_dtype("float16", ON_DEVICE, False, False, "auto")
 
 
 def test_a_loss_scale_is_for_float16_alone() -> None:

@@ -13,13 +13,12 @@ from mindspore import Parameter, Tensor, nn, ops
 from small_generators import WITH_AVX512
 
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.dtypes import numpy_dtype
+from mindgrpo.backend.dtypes import NUM_PARTS, numpy_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library_path
 from mindgrpo.backend.kernels.shapes import Vocabulary
-from mindgrpo.backend.matmul_precision import NUM_PARTS
 from mindgrpo.models.log_probs import TokenLogProbs
 
 WITH_COMPILER = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")

@@ -23,18 +23,18 @@ from small_generators import (
     run,
 )
 
-from mindgrpo.backend import matmul_precision
+from mindgrpo.backend import dtypes
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.native.kernels import NativeKernels
-from mindgrpo.backend.kernels.native.library import call_kernel, library
-from mindgrpo.backend.matmul_precision import (
+from mindgrpo.backend.dtypes import (
     NUM_PARTS,
     MatmulPrecision,
     has_amx,
     packed_bytes,
-    resolve,
+    resolve_matmul_precision,
     slow_products,
 )
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.kernels.native.library import call_kernel, library
 from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.errors import UserError
 from mindgrpo.models.parallel_cells import Linear, Same
@@ -206,14 +206,16 @@ def test_auto_is_high_where_onednn_may_use_amx(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, limit: str | None, expected: bool
 ) -> None:
     (tmp_path / "cpuinfo").write_text(flags)
-    monkeypatch.setattr(matmul_precision, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(dtypes, "CPU_INFO", tmp_path / "cpuinfo")
     assert has_amx({} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}) is expected
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     if limit is not None:
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert resolve("auto", SHARED_MEMORY, True) == ("high" if expected else "highest")
-    assert resolve("auto", SHARED_MEMORY, False) == "highest"
-    assert resolve("auto", Target("CPU", "device"), False) == "highest"
+    assert resolve_matmul_precision("auto", SHARED_MEMORY, True) == (
+        "high" if expected else "highest"
+    )
+    assert resolve_matmul_precision("auto", SHARED_MEMORY, False) == "highest"
+    assert resolve_matmul_precision("auto", Target("CPU", "device"), False) == "highest"
 
 
 @pytest.mark.parametrize(
@@ -237,14 +239,14 @@ def test_products_that_are_slower_than_float32_are_told(
     lacks: str | None,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(flags)
-    monkeypatch.setattr(matmul_precision, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(dtypes, "CPU_INFO", tmp_path / "cpuinfo")
     sentences = slow_products(precision, {"ONEDNN_MAX_CPU_ISA": limit})
     assert len(sentences) == (lacks is not None)
     assert lacks is None or sentences[0].endswith(f"the processor has no {lacks}")
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:
-    assert resolve("high", Target("Ascend", "device"), False) == "high"
+    assert resolve_matmul_precision("high", Target("Ascend", "device"), False) == "high"
     for asked, target, has_kernels, why in (
         ("medium", Target("Ascend", "device"), False, "not exist on Ascend, which has high"),
         (
@@ -256,7 +258,7 @@ def test_what_a_device_does_not_have_is_refused() -> None:
         ("high", SHARED_MEMORY, False, "needs the C kernels, which cannot be made here"),
     ):
         with pytest.raises(UserError, match=f"'{asked}', which .*{why}"):
-            resolve(asked, target, has_kernels)
+            resolve_matmul_precision(asked, target, has_kernels)
 
 
 def test_processors_without_avx512_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mindgrpo.backend.compute_dtype import num_product_parts
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import num_product_parts
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.runtime import RuntimeSettings, apply
 from mindgrpo.backend.targets import Target

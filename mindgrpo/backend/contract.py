@@ -14,10 +14,9 @@ from weakref import WeakSet
 
 import numpy as np
 
-from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, MatmulPrecision
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.matmul_precision import MatmulPrecision
 from mindgrpo.backend.pages import SparePages
 from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.health.rank_health import RankHealth
@@ -173,7 +172,7 @@ class Backend(ABC):
     # Of the device; None where it has no limit of its own.
     device_memory_bytes: int | None = None
     kernels: Kernels
-    # In what products of float32 matrices are computed (matmul_precision.py).
+    # In what products of float32 matrices are computed (dtypes.py).
     matmul_precision: MatmulPrecision = "highest"
     # Of weights in graphs, of activations where the device has kernels for it, and of the generator's cache.
     compute_dtype: Dtype = "float32"

@@ -1,11 +1,23 @@
-"""The dtypes that a pool may have, by name: their sizes, and what numpy and MindSpore call them."""
+"""The dtypes of pools, by name, and in which dtype and precision a run computes.
+
+Weights in graphs, the generator's cache and what weight sync moves are of `context.compute_dtype`; on devices
+activations too. Float32 are the optimizer's own weights and moments, sums of gradients, norms' statistics, softmax,
+log-probs and losses. `context.float32_matmul_precision`, in PyTorch's words, is what products of float32 matrices are
+computed in. highest: float32. high: each factor as the sum of three bfloat16 numbers, six products
+(native/bf16_gemm.h), or on Ascend HF32. medium: each factor rounded to bfloat16, float32 sums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+from mindgrpo.backend.targets import SHARED_MEMORY, Target
+from mindgrpo.errors import UserError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -29,3 +41,126 @@ def mindspore_dtype(dtype: Dtype) -> Any:
 def bits_of(array: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers of the elements' size."""
     return array.view(f"u{array.itemsize}")
+
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+PRECISION_KEY = "context.float32_matmul_precision"
+# Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
+NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
+# oneDNN's own variable, and the processor's flags.
+ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
+    """What `asked` means on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
+
+    `has_kernels` says whether C kernels of ours can be made here.
+    """
+    on_processors = target == SHARED_MEMORY and has_kernels
+    if asked == "auto":
+        return "high" if on_processors and has_amx(os.environ) else "highest"
+    if asked == "highest" or on_processors or (asked == "high" and target.device == "Ascend"):
+        return asked  # type: ignore[return-value]
+    if target == SHARED_MEMORY:
+        why = "needs the C kernels, which cannot be made here: install gcc"
+    elif target.device == "Ascend":
+        why = "does not exist on Ascend, which has high (HF32)"
+    else:
+        why = f"exists on {SHARED_MEMORY}, not on {target}"
+    raise UserError(f"{PRECISION_KEY} is '{asked}', which {why}; or set it to highest.")
+
+
+def packed_bytes(k: int, n: int, num_parts: int) -> int:
+    """At most, of a matrix [k, n] that is packed for products of bfloat16: whole blocks of 32 x 64."""
+    return 2 * num_parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
+
+
+def has_amx(environment: Mapping[str, str]) -> bool:
+    """Whether oneDNN multiplies bfloat16 by the processor's AMX."""
+    return _uses(AMX_FLAG, ("AMX",), environment)
+
+
+def slow_products(
+    precision: MatmulPrecision, environment: Mapping[str, str], dtype: str = "float32"
+) -> list[str]:
+    """A sentence where products of bfloat16 take longer than those of float32 on this host's processors.
+
+    `dtype` is context.compute_dtype.
+    """
+    is_narrow = dtype == "bfloat16"
+    if (precision == "highest" and not is_narrow) or has_amx(environment):
+        return []
+    has_bfloat16 = _uses(BF16_FLAG, ("BF16", "FP16", "AMX"), environment)
+    if (precision == "medium" or is_narrow) and has_bfloat16:
+        return []
+    lacks = "AMX" if has_bfloat16 else "instructions for bfloat16"
+    slow = f"{PRECISION_KEY} {precision} is slower than highest"
+    if is_narrow:
+        slow = "context.compute_dtype bfloat16 is slower than float32"
+    return [f"{slow} here: the processor has no {lacks}"]
+
+
+def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:
+    """Whether the processor has it, and ONEDNN_MAX_CPU_ISA, if set, has one of these in its name."""
+    limit = environment.get(ISA_LIMIT, "").upper()
+    if limit not in ("", "DEFAULT") and not any(name in limit for name in names):
+        return False
+    try:
+        return flag in CPU_INFO.read_text().split()
+    except OSError:
+        return False
+
+
+DTYPE_KEY = "context.compute_dtype"
+WITHOUT = f"; set {DTYPE_KEY} to float32."
+
+
+def resolve_compute_dtype(
+    asked: str,
+    target: Target,
+    compiled: bool,
+    has_kernels: bool,
+    precision: str,
+    key: str = DTYPE_KEY,
+) -> Dtype:
+    """What `asked` means on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
+
+    `compiled` says whether graphs are, `has_kernels` whether C kernels of ours can be made here; `precision` is
+    context.float32_matmul_precision; `key` is where it was asked.
+    """
+    if asked == "auto":
+        # Whoever chooses how float32 matrices are multiplied has some.
+        is_narrow = target.device == "Ascend" and precision == "auto" and compiled
+        asked = "bfloat16" if is_narrow else "float32"
+    if asked == "float32":
+        return "float32"
+    if not compiled:
+        # MindSpore 2.9 adds a scalar to gradients of parameters that go through cells with a bprop.
+        raise UserError(
+            f"{key} is '{asked}', whose gradients MindSpore gets wrong without compiled graphs (context.mode 1); set "
+            f"context.mode to 0 or {DTYPE_KEY} to float32."
+        )
+    if precision != "auto":
+        raise UserError(
+            f"{PRECISION_KEY} is '{precision}', but {key} {asked} leaves no product of float32 matrices; leave it out or "
+            f"set {DTYPE_KEY} to float32."
+        )
+    if target == SHARED_MEMORY and asked == "float16":
+        raise UserError(
+            f"{key} is 'float16', but processors compute in float32 or bfloat16{WITHOUT}"
+        )
+    if target == SHARED_MEMORY and not has_kernels:
+        raise UserError(
+            f"{key} is 'bfloat16', which needs the C kernels, which cannot be made here: install gcc{WITHOUT}"
+        )
+    if target != SHARED_MEMORY and target.device == "CPU" and asked == "bfloat16":
+        raise UserError(
+            f"{key} is 'bfloat16', for which MindSpore has no operations on {target}; take float16{WITHOUT}"
+        )
+    return "bfloat16" if asked == "bfloat16" else "float16"
+
+
+def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
+    """Of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
+    return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.matmul_precision import MatmulPrecision, slow_products
+from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, slow_products
 from mindgrpo.errors import UserError
 
 # What the host's processors do anyway.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mindgrpo.backend import compute_dtype
-from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.dtypes import Dtype, resolve_compute_dtype
 from mindgrpo.backend.targets import Target, choose_target
 
 MIB = 1 << 20
@@ -25,7 +24,7 @@ def target_here(device: str | None = None) -> Target:
 
 def dtype_of(target: Target) -> Dtype:
     """That of a run without context.compute_dtype."""
-    return compute_dtype.resolve("auto", target, True, False, "auto")
+    return resolve_compute_dtype("auto", target, True, False, "auto")
 
 
 def weight_bytes(target: Target) -> int:

@@ -5,10 +5,15 @@ From `context` and from the MindFormers YAMLs of the models.
 
 from __future__ import annotations
 
-from mindgrpo.backend import compute_dtype as compute_dtypes
+from mindgrpo.backend import dtypes
 from mindgrpo.backend.connect import keeps_slots
-from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.matmul_precision import MatmulPrecision, resolve
+from mindgrpo.backend.dtypes import (
+    DTYPE_KEY,
+    Dtype,
+    MatmulPrecision,
+    resolve_compute_dtype,
+    resolve_matmul_precision,
+)
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
@@ -17,19 +22,21 @@ from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
 def matmul_precision(config: Config) -> MatmulPrecision:
     """Of this machine. Raises UserError."""
     context = config.context
-    return resolve(context.float32_matmul_precision, context.target, _has_kernels(config))
+    return resolve_matmul_precision(
+        context.float32_matmul_precision, context.target, _has_kernels(config)
+    )
 
 
 def compute_dtype(config: Config) -> Dtype:
     """Of this machine. Raises UserError."""
     context, stated = config.context, stated_dtypes(config)
     asked: str = context.compute_dtype
-    key = compute_dtypes.KEY
+    key = DTYPE_KEY
     if asked == "auto" and stated.compute_dtype is not None:
         asked, key = stated.compute_dtype, f"compute_dtype of model_config '{stated.path}'"
     precision, has_kernels = context.float32_matmul_precision, _has_kernels(config)
     compiled = context.mode == 0
-    return compute_dtypes.resolve(asked, context.target, compiled, has_kernels, precision, key)
+    return resolve_compute_dtype(asked, context.target, compiled, has_kernels, precision, key)
 
 
 def flash_attention(config: Config) -> bool:
@@ -38,7 +45,7 @@ def flash_attention(config: Config) -> bool:
     if stated and dtype == "float32" and config.context.target.has_fused_attention:
         raise UserError(
             f"{FLASH} of model_config is true, but the device's fused attention takes float16 and bfloat16 and "
-            f"{compute_dtypes.KEY} is float32; set it to false or compute in one of them."
+            f"{DTYPE_KEY} is float32; set it to false or compute in one of them."
         )
     return dtype != "float32" and stated is not False
 
@@ -49,7 +56,7 @@ def dtype_notices(config: Config) -> list[str]:
     notices = []
     if stated.compute_dtype not in (None, dtype):
         notices.append(
-            f"{compute_dtypes.KEY} {dtype} is used, not compute_dtype {stated.compute_dtype} of model_config "
+            f"{DTYPE_KEY} {dtype} is used, not compute_dtype {stated.compute_dtype} of model_config "
             f"'{stated.path}'"
         )
     if stated.flash_attention is not None and not config.context.target.has_fused_attention:
@@ -71,8 +78,8 @@ def loss_scale(config: Config) -> float:
 
 
 def num_product_parts(config: Config) -> int | None:
-    """See compute_dtype.num_product_parts."""
-    return compute_dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
+    """See dtypes.num_product_parts."""
+    return dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
 
 
 def _has_kernels(config: Config) -> bool:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import mindgrpo
-from mindgrpo.backend import compute_dtype
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.matmul_precision import KEY
+from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.rank_consistency import different_ranks, digest
 from mindgrpo.checkpoint import differences
 from mindgrpo.checkpoint.folders import Candidate, Start, find
@@ -32,8 +31,8 @@ def check_same_start(config: Config, backend: Backend) -> None:
     """All ranks together, before anything else is agreed. Raises UserError on all of them."""
     values = {key: repr(value) for key, value in values_by_key(config).items()}
     # What auto is on this rank's processor.
-    values[KEY] = repr(backend.matmul_precision)
-    values[compute_dtype.KEY] = repr(backend.compute_dtype)
+    values[PRECISION_KEY] = repr(backend.matmul_precision)
+    values[DTYPE_KEY] = repr(backend.compute_dtype)
     by_rank = backend.world.gather_objects((values, code_digest()))
     check_configurations([values for values, _ in by_rank])
     others = different_ranks([code for _, code in by_rank])

@@ -15,11 +15,10 @@ import numpy as np
 from work import Work, random_rewards
 
 from mindgrpo.algorithm.types import Rollout
-from mindgrpo.backend import compute_dtype
 from mindgrpo.backend.connect import connect, keeps_slots
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.matmul_precision import resolve
 from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
@@ -47,8 +46,8 @@ def join_ranks(asked: str = "highest", dtype: str = "float32") -> Backend | None
     `asked` is what context.float32_matmul_precision says, `dtype` what context.compute_dtype does.
     """
     has_kernels = keeps_slots(SHARED_MEMORY)
-    precision = resolve(asked, SHARED_MEMORY, has_kernels)
-    own = compute_dtype.resolve(dtype, SHARED_MEMORY, True, has_kernels, asked)
+    precision = resolve_matmul_precision(asked, SHARED_MEMORY, has_kernels)
+    own = resolve_compute_dtype(dtype, SHARED_MEMORY, True, has_kernels, asked)
     settings = RuntimeSettings(matmul_precision=precision, compute_dtype=own)
     backend = connect(SHARED_MEMORY, dict(os.environ), settings)
     return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend

@@ -26,13 +26,12 @@ from mindgrpo.backend.contract import (
 from mindgrpo.backend.cpu.host import Host, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
 from mindgrpo.backend.cpu.shared_memory import SharedLink
-from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, Dtype
 from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.backend.matmul_precision import KEY
 from mindgrpo.backend.runtime import open_device
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
@@ -179,8 +178,8 @@ class CpuBackend(Backend):
     def _choose_kernels(compiled: bool, num_parts: int | None) -> Kernels:
         if num_parts is not None and library_path() is None:
             raise UserError(
-                f"{KEY} high and medium, and context.compute_dtype bfloat16, need the C kernels: {_notices()[0]}; or "
-                "set them to highest and float32."
+                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need the C kernels: {_notices()[0]}; or set "
+                "them to highest and float32."
             )
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:

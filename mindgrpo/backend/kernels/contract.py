@@ -30,7 +30,7 @@ class Kernels(ABC):
     ragged: bool
     # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
     has_adamw: bool
-    # Of how many bfloat16 numbers a product's factors are sums (matmul_precision.py); None where they are float32.
+    # Of how many bfloat16 numbers a product's factors are sums (dtypes.py); None where they are float32.
     num_parts: int | None = None
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots: bool

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import packed_bytes
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
-from mindgrpo.backend.matmul_precision import packed_bytes
 
 
 @dataclass(frozen=True)

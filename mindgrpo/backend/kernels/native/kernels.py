@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
 from mindgrpo.backend.kernels.native.log_probs import (
@@ -22,7 +23,6 @@ from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
-from mindgrpo.backend.matmul_precision import KEY
 from mindgrpo.errors import UserError
 
 # Elements whose squares native/optimizer.c adds up first.
@@ -193,8 +193,8 @@ class NativeKernels(PlainKernels):
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
         if num_parts is not None and not has_bfloat16():
             raise UserError(
-                f"{KEY} high and medium, and context.compute_dtype bfloat16, need oneDNN's products of bfloat16, which "
-                "it does with AVX-512 only, and this processor has none; set them to highest and float32."
+                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need oneDNN's products of bfloat16, which it "
+                "does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
         self.num_parts = num_parts
 

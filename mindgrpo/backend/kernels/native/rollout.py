@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import packed_bytes
 from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
 from mindgrpo.backend.kernels.rollout import (
@@ -19,7 +20,6 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.matmul_precision import packed_bytes
 
 # native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
 FIRST, BINS = 6, 256
