@@ -15,8 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import ops
 
-from mindgrpo.backend.kernels.ascend import AscendKernels
-from mindgrpo.backend.kernels.ascend_ops import AscendOps
+from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
 from mindgrpo.backend.kernels.shapes import Heads
 
 FAR = 2147483647

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.host import LocalRanks
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.targets import BOARD_FOLDERS
 
@@ -31,7 +31,9 @@ def native() -> ctypes.CDLL:
     return library
 
 
-def _rank(work: Work, host: Host, size: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    work: Work, host: LocalRanks, size: int, results: Any, arguments: tuple[Any, ...]
+) -> None:
     try:
         outcome = work(host, size, *arguments)
     except BaseException as error:
@@ -48,7 +50,8 @@ def run(
     results = context.SimpleQueue()
     processes = [
         context.Process(
-            target=_rank, args=(work, Host(job, rank, size, library), size, results, arguments)
+            target=_rank,
+            args=(work, LocalRanks(job, rank, size, library), size, results, arguments),
         )
         for rank in range(size)
     ]

@@ -108,6 +108,6 @@ def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> No
     weights = random_weights(backend)
     # Its heads are of 8, which no fused attention takes; the doubles do.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mindgrpo.backend.kernels.ascend_attention.DIM_STEP", 8)
+        patch.setattr("mindgrpo.backend.kernels.ascend.DIM_STEP", 8)
         ours = run(generator_with(weights, backend, fused()), requests_of())
     assert_same(ours, run(generator_with(weights, backend, PlainKernels()), requests_of()))

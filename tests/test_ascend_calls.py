@@ -24,8 +24,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels import ascend
-from mindgrpo.backend.kernels.ascend import AscendKernels
-from mindgrpo.backend.kernels.ascend_ops import AscendOps
+from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
 from mindgrpo.backend.kernels.shapes import Heads
 
 REAL = AscendOps()

@@ -27,9 +27,8 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options, notices
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Request
 from mindgrpo.weights.pretrained import fill_random

@@ -26,10 +26,9 @@ from small_generators import WITH_AVX512
 
 from mindgrpo.algorithm.packing import Row
 from mindgrpo.algorithm.types import LENGTH, STOPPED
-from mindgrpo.backend.connect import connect
+from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig

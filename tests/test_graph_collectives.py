@@ -16,22 +16,21 @@ import pytest
 from mindspore import Tensor
 from ranks_as_processes import native, numbers, run
 
-from mindgrpo.backend.contract import PeerLost
+from mindgrpo.backend.contract import CompileLog, PeerLost
 from mindgrpo.backend.cpu.backend import CpuBackend, CpuGraph
-from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.host import LocalRanks
 from mindgrpo.backend.cpu.shared_group import (
     KINDS,
     NativeGroup,
     SharedGroup,
     shared_group,
 )
-from mindgrpo.backend.graph import CompileLog
 from mindgrpo.backend.group_cells import PythonSum
 
 SMALL_BUFFER = 1000
 
 
-def _group(host: Host, size: int) -> SharedGroup:
+def _group(host: LocalRanks, size: int) -> SharedGroup:
     return shared_group(host, range(size), SMALL_BUFFER)
 
 
@@ -55,7 +54,7 @@ def _as_a_graph_calls(symbol: str, group: SharedGroup, x: np.ndarray, out: np.nd
     )
 
 
-def _die_before_a_graphs_sum(host: Host, size: int) -> None:
+def _die_before_a_graphs_sum(host: LocalRanks, size: int) -> None:
     group = _group(host, size)
     x = np.ones(5, np.float32)
     assert _as_a_graph_calls("shared_sum", group, x, x) == 0 and (x == size).all()
@@ -82,7 +81,7 @@ def test_a_graph_that_waits_for_a_killed_rank_ends_with_its_name_within_seconds(
         assert isinstance(outcome, PeerLost) and "rank 2 " in str(outcome)
 
 
-def _sum_and_gather_in_kernels(host: Host, size: int, count: int) -> Any:
+def _sum_and_gather_in_kernels(host: LocalRanks, size: int, count: int) -> Any:
     group = _group(host, size)
     x = numbers(host.rank, count, "float32")
     total, stacked = np.empty_like(x), np.empty((size, count), np.float32)
@@ -103,7 +102,7 @@ def test_the_kernels_of_graphs_sum_in_rank_order_and_gather_in_place(count: int)
         assert outcome[3].tobytes() == everyone.tobytes()
 
 
-def _halves(host: Host, size: int) -> int:
+def _halves(host: LocalRanks, size: int) -> int:
     group = _group(host, size)
     x = np.ones(5, np.float16)
     return _as_a_graph_calls("shared_sum", group, x, x)
@@ -114,7 +113,7 @@ def test_a_type_that_the_kernels_do_not_add_is_an_error_and_not_a_wrong_sum() ->
     assert all(run(native(), 2, _halves).values())
 
 
-def _different_calls(host: Host, size: int) -> None:
+def _different_calls(host: LocalRanks, size: int) -> None:
     group = _group(host, size)
     x = np.ones(5 + host.rank, np.float32)
     group.sum_into(x, x)
@@ -128,7 +127,7 @@ def test_members_that_make_different_calls_are_told_and_do_not_get_garbage() -> 
 def test_without_the_library_a_graph_sums_through_python() -> None:
     class Doubling(SharedGroup):
         def __init__(self) -> None:
-            super().__init__(Host("alone", 0, 1), [0])
+            super().__init__(LocalRanks("alone", 0, 1), [0])
 
         def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
             np.add(source, source, out=out)

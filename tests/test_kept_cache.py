@@ -27,7 +27,7 @@ from small_generators import (
 from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.rollout.embedded import kept as kept_module
+from mindgrpo.rollout.embedded import slots as kept_module
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import Request, SeedKey

@@ -18,8 +18,7 @@ from kernel_calls import CALLS, attention_inputs, filled, floats, one, size
 from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
-from mindgrpo.backend.kernels.native.rollout import NativeSlots
-from mindgrpo.backend.kernels.native.rollout_table import RolloutTable
+from mindgrpo.backend.kernels.native.rollout import NativeSlots, RolloutTable
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,

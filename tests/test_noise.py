@@ -18,7 +18,7 @@ from mindspore import Tensor, nn
 from scipy.stats import chi2
 
 from mindgrpo.backend.kernels.native import library
-from mindgrpo.rollout.embedded.noise_cell import GumbelNoise, variates
+from mindgrpo.rollout.embedded.sampling import GumbelNoise, variates
 from mindgrpo.rollout.noise import (
     EVALUATION,
     ROLLOUT,

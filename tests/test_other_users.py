@@ -17,7 +17,7 @@ import pytest
 from ranks_as_processes import native, run
 
 from mindgrpo.backend.cpu import host as host_module
-from mindgrpo.backend.cpu.host import Host
+from mindgrpo.backend.cpu.host import LocalRanks
 from mindgrpo.backend.cpu.shared_group import shared_group
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.errors import UserError
@@ -50,7 +50,9 @@ def shared_folders() -> Iterator[tuple[Path, Path]]:
         yield folders
 
 
-def _meet_where_somebody_was_first(host: Host, size: int, folders: tuple[Path, Path]) -> float:
+def _meet_where_somebody_was_first(
+    host: LocalRanks, size: int, folders: tuple[Path, Path]
+) -> float:
     host_module.BOARD_FOLDERS, host_module.MEET_SECONDS = folders, 5.0
     board = folders[0] / f"mindgrpo-{host.job}-board"
     if host.rank == 0:
@@ -87,7 +89,7 @@ def test_a_link_in_place_of_the_ranks_file_does_not_have_another_file_overwritte
     for name in ("mindgrpo-job-board", "mindgrpo-job-board.partial"):
         (folder / name).symlink_to(precious)
     monkeypatch.setattr(host_module, "BOARD_FOLDERS", (folder,))
-    assert Host("job", 0, 1).board is not None
+    assert LocalRanks("job", 0, 1).board is not None
     assert precious.read_text() == "kept" and list(folder.iterdir()) == []
 
 

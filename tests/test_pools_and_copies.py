@@ -15,10 +15,9 @@ import numpy as np
 import psutil
 import pytest
 
-from mindgrpo.backend import copies, pages
-from mindgrpo.backend.copies import Copies
+from mindgrpo.backend import host_memory
+from mindgrpo.backend.host_memory import Copies, SparePages
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
-from mindgrpo.backend.pages import SparePages
 
 SIZE = 5_000_001  # floats: more than one large page, and no whole number of small ones
 
@@ -35,7 +34,9 @@ def test_what_was_offloaded_comes_back_and_is_not_on_the_device_meanwhile(
     can_move: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_move:
-        monkeypatch.setattr(pages, "LEAVE_MAPPED", 1 << 20)  # as a system that knows no such flag
+        monkeypatch.setattr(
+            host_memory, "LEAVE_MAPPED", 1 << 20
+        )  # as a system that knows no such flag
     pool = HostPool(SIZE)
     view = filled(pool)
     kept = view.copy()
@@ -64,7 +65,7 @@ def test_pools_that_take_turns_are_zero_when_loaded_and_need_no_more_pages_than_
     sizes: tuple[int, ...], can_move: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_move:
-        monkeypatch.setattr(pages, "LEAVE_MAPPED", 1 << 20)
+        monkeypatch.setattr(host_memory, "LEAVE_MAPPED", 1 << 20)
     rng, spare = np.random.default_rng(0), SparePages()
     pools = [HostPool(size) for size in sizes]
     for pool in pools:
@@ -194,7 +195,7 @@ def test_copies_are_those_of_numpy_and_touch_nothing_else(
     with_library: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not with_library:
-        monkeypatch.setattr(copies, "library", lambda: None)
+        monkeypatch.setattr(host_memory, "library", lambda: None)
     made = pairs(np.random.default_rng(1))
     whole = [target.base if target.base is not None else target for target, _ in made]
     made_copies = Copies(made)

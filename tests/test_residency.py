@@ -15,8 +15,7 @@ from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.memory.account import PHASES
-from mindgrpo.memory.counted_pool import CountedPool
-from mindgrpo.memory.residency import Location, Residency
+from mindgrpo.memory.residency import CountedPool, Location, Residency
 
 MIB = 1 << 20
 

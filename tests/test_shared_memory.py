@@ -21,9 +21,8 @@ from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
 from mindgrpo.backend.cpu import host as host_module
-from mindgrpo.backend.cpu.host import Host, own_rank
+from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, SharedSegment, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
-from mindgrpo.backend.cpu.shared_memory import Segment, SharedLink
 from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
@@ -37,11 +36,11 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL | None:
     return native() if request.param == "native" else None
 
 
-def _group(host: Host, size: int, buffer_bytes: int) -> SharedGroup:
+def _group(host: LocalRanks, size: int, buffer_bytes: int) -> SharedGroup:
     return shared_group(host, range(size), buffer_bytes)
 
 
-def _sums(host: Host, size: int, buffer_bytes: int, dtype: str, counts: list[int]) -> Any:
+def _sums(host: LocalRanks, size: int, buffer_bytes: int, dtype: str, counts: list[int]) -> Any:
     group = _group(host, size, buffer_bytes)
     outs = []
     for count in counts:
@@ -67,7 +66,7 @@ def test_every_member_gets_the_sum_in_rank_order_whatever_the_length(
             assert outcomes[rank][i].tobytes() == expected.tobytes()
 
 
-def _sum_in_place(host: Host, size: int) -> np.ndarray:
+def _sum_in_place(host: LocalRanks, size: int) -> np.ndarray:
     group = _group(host, size, LARGE_BUFFER)
     array = numbers(host.rank, 60_001, "float32")
     group.sum_into(array, array)
@@ -84,7 +83,7 @@ def _object_of(rank: int) -> Any:
     return {"rank": rank, "text": "y" * (5_000 * rank), "array": np.arange(rank * 300)}
 
 
-def _gather(host: Host, size: int) -> list[Any]:
+def _gather(host: LocalRanks, size: int) -> list[Any]:
     group = _group(host, size, SMALL_BUFFER)
     first = group.gather_objects(_object_of(host.rank))
     return [first, group.gather_objects(host.rank)]
@@ -101,7 +100,7 @@ def test_objects_far_larger_than_the_buffer_arrive_whole_and_in_rank_order(
             assert np.array_equal(found.pop("array"), expected.pop("array")) and found == expected
 
 
-def _many_operations(host: Host, size: int) -> int:
+def _many_operations(host: LocalRanks, size: int) -> int:
     """Barriers, sums and gathers in turn, with ranks that dawdle by turns: buffers must not be overtaken."""
     group = _group(host, size, SMALL_BUFFER)
     wrong = 0
@@ -125,7 +124,7 @@ def test_hundreds_of_operations_in_turn_do_not_mix_their_buffers(
     assert set(run(library, 4, _many_operations).values()) == {0}
 
 
-def _barrier_then_time(host: Host, size: int) -> tuple[float, float]:
+def _barrier_then_time(host: LocalRanks, size: int) -> tuple[float, float]:
     group = _group(host, size, SMALL_BUFFER)
     time.sleep(0.3 * (host.rank == size - 1))
     arrived = time.monotonic()
@@ -138,14 +137,14 @@ def test_nobody_passes_a_barrier_before_the_last_has_arrived(library: ctypes.CDL
     assert min(left for _, left in times) >= max(arrived for arrived, _ in times)
 
 
-def _link(host: Host) -> SharedLink:
+def _link(host: LocalRanks) -> SharedLink:
     return SharedLink(host, 0, 1, 4096, 0)
 
 
 SHAPES = [(1 + i % 7, 1 + i % 4) for i in range(50)]
 
 
-def _send_or_receive(host: Host, size: int, late: int) -> Any:
+def _send_or_receive(host: LocalRanks, size: int, late: int) -> Any:
     link = _link(host)
     received = []
     for i, shape in enumerate(SHAPES):
@@ -166,7 +165,7 @@ def test_a_link_keeps_order_and_shapes_when_either_end_is_late(
     assert run(library, 2, _send_or_receive, late)[1] == [True] * len(SHAPES)
 
 
-def _send_ahead(host: Host, size: int) -> int:
+def _send_ahead(host: LocalRanks, size: int) -> int:
     link = _link(host)
     if host.rank == 0:
         for i in range(SharedLink.SLOTS):
@@ -180,7 +179,7 @@ def test_a_sender_runs_ahead_by_the_slots_of_its_link(library: ctypes.CDLL | Non
     assert run(library, 2, _send_ahead) == {0: 4, 1: 6}
 
 
-def _send_too_much(host: Host, size: int) -> None:
+def _send_too_much(host: LocalRanks, size: int) -> None:
     link = _link(host)
     if host.rank == 0:
         link.send(np.zeros(4097, np.uint8))
@@ -190,7 +189,7 @@ def test_an_array_larger_than_a_slot_is_refused(library: ctypes.CDLL | None) -> 
     assert "4097 bytes do not fit a slot of 4096" in str(run(library, 2, _send_too_much)[0])
 
 
-def _die_before_a_barrier(host: Host, size: int) -> None:
+def _die_before_a_barrier(host: LocalRanks, size: int) -> None:
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
     if host.rank == 1:
@@ -198,14 +197,14 @@ def _die_before_a_barrier(host: Host, size: int) -> None:
     group.barrier()
 
 
-def _die_before_sending(host: Host, size: int) -> None:
+def _die_before_sending(host: LocalRanks, size: int) -> None:
     link = _link(host)
     if host.rank == 0:
         os._exit(1)
     link.receive((1,), np.int64)
 
 
-def _die_before_receiving(host: Host, size: int) -> None:
+def _die_before_receiving(host: LocalRanks, size: int) -> None:
     link = _link(host)
     if host.rank == 1:
         os._exit(1)
@@ -229,9 +228,9 @@ def test_who_waits_for_a_dead_rank_is_told_which_one_within_seconds(
         assert f"rank {dead} " in str(outcome)
 
 
-def _be_late(host: Host, size: int, folder: Path) -> tuple[list[float], list[float]]:
+def _be_late(host: LocalRanks, size: int, folder: Path) -> tuple[list[float], list[float]]:
     health = RankHealth.of_process(host.rank, size, {"MINDGRPO_STATUS_DIR": str(folder)})
-    host = Host(host.job, host.rank, size, host.library, health=health)
+    host = LocalRanks(host.job, host.rank, size, host.library, health=health)
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
     if host.rank == 1:
@@ -252,9 +251,9 @@ def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
     assert all(begun < before[rank] < time.monotonic() for rank in (0, 2))
 
 
-def _lose_the_other(host: Host, size: int, folder: Path) -> float:
+def _lose_the_other(host: LocalRanks, size: int, folder: Path) -> float:
     health = RankHealth.of_process(host.rank, size, {"MINDGRPO_STATUS_DIR": str(folder)})
-    host = Host(host.job, host.rank, size, host.library, health=health)
+    host = LocalRanks(host.job, host.rank, size, host.library, health=health)
     with pytest.raises(PeerLost):
         _die_before_a_barrier(host, size)
     return health.heartbeats()[host.rank].waits_since
@@ -266,10 +265,10 @@ def test_a_rank_that_has_caught_the_loss_of_another_waits_for_nobody(
     assert run(library, 2, _lose_the_other, tmp_path, silent=1) == {0: 0.0}
 
 
-def _two_jobs_in_a_process(host: Host, size: int) -> list[float]:
+def _two_jobs_in_a_process(host: LocalRanks, size: int) -> list[float]:
     """As two trainers of one program, the second of which is gone first."""
     first = _group(host, size, SMALL_BUFFER)
-    second = _group(Host(f"{host.job}-2", host.rank, size, host.library), size, LARGE_BUFFER)
+    second = _group(LocalRanks(f"{host.job}-2", host.rank, size, host.library), size, LARGE_BUFFER)
     sums = []
     for group in (first, second, first):
         total = np.ones(1)
@@ -290,10 +289,10 @@ def test_a_second_group_of_the_same_ranks_leaves_the_first_as_it_was(
         assert outcome == [2.0] * 4
 
 
-def _mixed(host: Host, size: int) -> None:
+def _mixed(host: LocalRanks, size: int) -> None:
     if host.rank == 1:
-        host = Host(host.job, host.rank, size, None)
-    Segment(host, "mixed", range(size), 4096)
+        host = LocalRanks(host.job, host.rank, size, None)
+    SharedSegment(host, "mixed", range(size), 4096)
 
 
 def test_ranks_with_and_without_the_library_do_not_join() -> None:
@@ -301,11 +300,11 @@ def test_ranks_with_and_without_the_library_do_not_join() -> None:
         assert "do not all have the C kernels" in str(outcome)
 
 
-def _share_with_little_room(host: Host, size: int, room: int, num_bytes: int) -> int:
+def _share_with_little_room(host: LocalRanks, size: int, room: int, num_bytes: int) -> int:
     """No file of this process may be larger than `room`: what a full folder or a small limit is like."""
     if host.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-    Segment(host, "large", range(size), num_bytes).array(0, num_bytes)[:] = 1
+    SharedSegment(host, "large", range(size), num_bytes).array(0, num_bytes)[:] = 1
     return num_bytes
 
 
@@ -323,7 +322,7 @@ def test_memory_that_the_system_refuses_is_a_sentence_with_the_size_needed() -> 
     assert isinstance(outcomes[1], PeerLost) and "rank 0 " in str(outcomes[1])
 
 
-def _share_much(host: Host, size: int, folder: Path) -> int:
+def _share_much(host: LocalRanks, size: int, folder: Path) -> int:
     host_module.BOARD_FOLDERS = (folder,)
     return _share_with_little_room(host, size, resource.RLIM_INFINITY, 8 << 20)
 
@@ -338,7 +337,7 @@ def test_a_folder_of_a_few_pages_is_enough_for_any_amount_of_memory(tmp_path: Pa
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def _die_while_meeting(host: Host, size: int) -> None:
+def _die_while_meeting(host: LocalRanks, size: int) -> None:
     if host.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     host_module.MEET_SECONDS = 1.0
@@ -364,7 +363,7 @@ def test_what_killed_jobs_left_is_removed_by_the_next(
     for path in (stale, alive):
         os.utime(path, (long_ago, long_ago))
     monkeypatch.setattr(host_module, "BOARD_FOLDERS", (tmp_path,))
-    assert Host("job", 0, 1).board is not None
+    assert LocalRanks("job", 0, 1).board is not None
     assert sorted(tmp_path.iterdir()) == sorted([fresh, alive])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.backend import targets
-from mindgrpo.backend.runtime import RuntimeSettings, apply
+from mindgrpo.backend.connect import RuntimeSettings, apply
 from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.errors import UserError
 

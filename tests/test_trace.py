@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from mindgrpo.backend.graph import CompileLog
-from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.backend.contract import CompileLog, ProfileSettings
 from mindgrpo.config.observation import PROFILED_STAGES, ProfilerConfig
 from mindgrpo.memory.account import PHASES
 from mindgrpo.monitor.trace import PhaseTrace

@@ -196,10 +196,10 @@ def test_a_publish_that_fails_leaves_no_version(engine: VllmEngine, backend: Cpu
 def test_damage_between_the_processes_is_found(
     monkeypatch: pytest.MonkeyPatch, engine: VllmEngine, backend: CpuBackend
 ) -> None:
-    from mindgrpo.rollout.vllm import shared_tensors
+    from mindgrpo.rollout.vllm import engine as engine_module
 
-    original = shared_tensors.checksum
-    monkeypatch.setattr(shared_tensors, "checksum", lambda tensor: original(tensor) ^ 1)
+    original = engine_module.checksum
+    monkeypatch.setattr(engine_module, "checksum", lambda tensor: original(tensor) ^ 1)
     with pytest.raises(EngineFailed, match="damaged model.embed_tokens.weight"):
         publish(engine, backend, 1)
 

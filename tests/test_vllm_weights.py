@@ -22,7 +22,7 @@ from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
-from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
+from mindgrpo.rollout.vllm.engine import SharedTensors
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.host_tensors import HostTensors

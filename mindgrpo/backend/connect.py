@@ -1,18 +1,20 @@
-"""Chooses the backend for `context.device_target` and `context.backend`, and connects this process to the other ranks.
+"""Sets up MindSpore for a device, chooses the backend, and connects this process to the other ranks.
 
-A device's libraries, MindSpore among them, are imported when that device is chosen and no earlier.
+For `context.device_target` and `context.backend`. A device's libraries, MindSpore among them, are imported when that
+device is chosen and no earlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.dtypes import num_product_parts
+from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, slow_products
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.backend.runtime import RuntimeSettings, apply
-from mindgrpo.backend.targets import Target
+from mindgrpo.backend.targets import Target, open_device
 
 
 def keeps_slots(target: Target) -> bool:
@@ -66,3 +68,81 @@ def connect(
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend
+
+
+# What the host's processors do anyway.
+HOST_PRECISION = "must_keep_origin_dtype"
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """`compiled` False runs every operation by itself; `max_device_bytes` is for the framework's own pool."""
+
+    compiled: bool = True
+    deterministic: bool = False
+    jit_level: str | None = None
+    max_call_depth: int | None = None
+    save_graphs: bool | int = False
+    save_graphs_path: str = "./graphs"
+    memory_optimize_level: str | None = None
+    max_device_bytes: int | None = None
+    precision_mode: str | None = None
+    matmul_precision: MatmulPrecision = "highest"
+    compute_dtype: Dtype = "float32"
+    flash_attention: bool = False
+
+
+def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
+    """Sets up this process for `target`; what the device cannot do, a sentence each. Raises UserError."""
+    import mindspore as ms
+
+    open_device(target)
+    if settings.deterministic:
+        ms.set_deterministic(True)
+    if settings.jit_level:
+        ms.set_context(jit_config={"jit_level": settings.jit_level})
+    if settings.max_call_depth:
+        ms.set_recursion_limit(settings.max_call_depth)
+    if settings.save_graphs:
+        folder = Path(settings.save_graphs_path)
+        if int(environment.get("MS_WORKER_NUM", "1")) > 1:
+            folder /= f"rank_{environment.get('RANK_ID', '0')}"
+        ms.set_context(save_graphs=settings.save_graphs, save_graphs_path=str(folder))
+    _set_memory(settings, target)
+    if target == "Ascend":
+        is_high = settings.matmul_precision == "high"
+        ms.device_context.ascend.op_precision.matmul_allow_hf32(is_high)
+    slow = []
+    if not settings.compiled:
+        slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
+    if target == "CPU":
+        slow += slow_products(settings.matmul_precision, environment, settings.compute_dtype)
+    return slow + _set_precision(settings.precision_mode, target)
+
+
+def _set_memory(settings: RuntimeSettings, target: str) -> None:
+    import mindspore as ms
+
+    # The framework takes all of it in one call, and only once.
+    limits: dict[str, str] = {}
+    if settings.memory_optimize_level:
+        limits["optimize_level"] = settings.memory_optimize_level
+    # The host's own memory is no pool of the framework's; the run's budget limits that.
+    if settings.max_device_bytes and target != "CPU":
+        limits["max_size"] = f"{settings.max_device_bytes / 2**30:.2f}GB"
+    if limits:
+        ms.runtime.set_memory(**limits)
+
+
+def _set_precision(mode: str | None, target: str) -> list[str]:
+    if mode is None or (target == "CPU" and mode == HOST_PRECISION):
+        return []
+    if target == "CPU":
+        return [
+            f"context.ascend_config.precision_mode '{mode}' has no effect on this device, which "
+            f"computes everything in the type that it is given ({HOST_PRECISION})"
+        ]
+    import mindspore as ms
+
+    ms.device_context.ascend.op_precision.precision_mode(mode)
+    return []

@@ -143,8 +143,8 @@ def resolve_compute_dtype(
         )
     if precision != "auto":
         raise UserError(
-            f"{PRECISION_KEY} is '{precision}', but {key} {asked} leaves no product of float32 matrices; leave it out or "
-            f"set {DTYPE_KEY} to float32."
+            f"{PRECISION_KEY} is '{precision}', but {key} {asked} leaves no product of float32 matrices; leave it out "
+            f"or set {DTYPE_KEY} to float32."
         )
     if target == SHARED_MEMORY and asked == "float16":
         raise UserError(

@@ -17,7 +17,13 @@ from mindspore import Parameter, Tensor
 
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
-from mindgrpo.backend.pages import SparePages, chunks_of, move_pages, private_pages, whole_pages
+from mindgrpo.backend.host_memory import (
+    SparePages,
+    chunks_of,
+    move_pages,
+    private_pages,
+    whole_pages,
+)
 
 
 def _view(pages: mmap.mmap, dtype: Dtype, offset: int, shape: Sequence[int]) -> np.ndarray:

@@ -128,3 +128,22 @@ def check_device(target: Target, environment: Mapping[str, str]) -> None:
         remedy = "start the run on a host that has one, or set context.device_target: CPU"
     if remedy:
         raise UserError(f"context.device_target is Ascend, but {what}; {remedy}.")
+
+
+def open_device(target: str) -> None:
+    """Raises UserError where MindSpore has no such device."""
+    import mindspore as ms
+
+    try:
+        ms.set_device(target)
+    except (RuntimeError, ValueError) as error:
+        if target == "CPU":
+            # A program that has computed with MindSpore before has opened it.
+            if ms.get_context("device_target") == target:
+                return
+            raise
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
+        raise UserError(
+            f"context.device_target is '{target}', but MindSpore cannot use such a device here ({reason}); install "
+            "CANN, source its set_env.sh and check npu-smi info, or set context.device_target to CPU."
+        ) from None

@@ -107,8 +107,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
         )
     # What computes is imported only where something is computed.
     from mindgrpo.algorithm.packing import PackedRollout
-    from mindgrpo.backend.connect import connect
-    from mindgrpo.backend.runtime import RuntimeSettings
+    from mindgrpo.backend.connect import RuntimeSettings, connect
     from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mindgrpo.backend.connect import connect
+from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor.first_step import train_one_step
 from mindgrpo.doctor.probes.communication import communication_lines

@@ -7,8 +7,8 @@ from functools import partial
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.config import Config
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.models.precision import compute_dtype, flash_attention, matmul_precision

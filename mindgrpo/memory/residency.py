@@ -12,10 +12,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from mindgrpo.backend.contract import Pool
-from mindgrpo.backend.pages import SparePages
+from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.memory.account import PHASES, PhaseMemory, by_phase, check_budget
+
+
+class CountedPool(Pool):
+    is_host_memory = False
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
+        raise ValueError("memory that is only counted has no parameters")
+
+    def on_host(self, write: bool = False) -> Any:
+        raise ValueError("memory that is only counted cannot be read")
+
+    def offload(self) -> None: ...
+
+    def load(self) -> None: ...
+
+    def release(self) -> None: ...
 
 
 class Location(Enum):

@@ -13,8 +13,7 @@ from functools import cached_property
 
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.memory.counted_pool import CountedPool
-from mindgrpo.memory.residency import Residency
+from mindgrpo.memory.residency import CountedPool, Residency
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype

@@ -26,8 +26,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
-from mindgrpo.rollout.embedded.decode_loop import missing_options, notices
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 

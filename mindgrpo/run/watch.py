@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.profile import ProfileSettings
+from mindgrpo.backend.contract import Backend, ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
 from mindgrpo.grpo.outcome import StepOutcome

@@ -13,8 +13,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.graph import Graph
+from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.training.adamw import AdamWSettings
 from mindgrpo.training.buckets import buckets
 from mindgrpo.training.gradient_sync import sums_of

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.copies import Copies
+from mindgrpo.backend.host_memory import Copies
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.device_rounds import DeviceRounds, Target
 from mindgrpo.weight_sync.plan import Plan

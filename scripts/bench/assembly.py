@@ -15,11 +15,10 @@ import numpy as np
 from work import Work, random_rewards
 
 from mindgrpo.algorithm.types import Rollout
-from mindgrpo.backend.connect import connect, keeps_slots
+from mindgrpo.backend.connect import RuntimeSettings, connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt

@@ -32,12 +32,11 @@ from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.algorithm.types import Rollout
-from mindgrpo.backend.connect import connect
+from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.runtime import RuntimeSettings
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
 from mindgrpo.grpo.per_token import token_rows

@@ -19,20 +19,20 @@ from mindspore import Tensor, nn
 from mindgrpo.backend import group_cells
 from mindgrpo.backend.contract import (
     Backend,
+    CompileLog,
+    Graph,
     Group,
     Link,
     Pool,
 )
-from mindgrpo.backend.cpu.host import Host, job_name, own_rank
+from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
-from mindgrpo.backend.cpu.shared_memory import SharedLink
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, Dtype
-from mindgrpo.backend.graph import CompileLog, Graph
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.backend.runtime import open_device
+from mindgrpo.backend.targets import open_device
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import RankHealth
 
@@ -178,8 +178,8 @@ class CpuBackend(Backend):
     def _choose_kernels(compiled: bool, num_parts: int | None) -> Kernels:
         if num_parts is not None and library_path() is None:
             raise UserError(
-                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need the C kernels: {_notices()[0]}; or set "
-                "them to highest and float32."
+                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need the C kernels: {_notices()[0]}; or "
+                "set them to highest and float32."
             )
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:
@@ -190,12 +190,14 @@ class CpuBackend(Backend):
 
         return NativeKernels(num_parts)
 
-    def _make_host(self, environment: dict[str, str]) -> Host:
+    def _make_host(self, environment: dict[str, str]) -> LocalRanks:
         if self.world_size == 1:
-            return Host("alone", self.rank, 1)
+            return LocalRanks("alone", self.rank, 1)
         spins = SPINS_WITH_A_CORE_EACH if self.world_size <= num_cores() else 0
         library = native_library.library()
-        return Host(job_name(environment), self.rank, self.world_size, library, spins, self.health)
+        return LocalRanks(
+            job_name(environment), self.rank, self.world_size, library, spins, self.health
+        )
 
     def group(self, ranks: Sequence[int]) -> CpuGroup:
         key = tuple(ranks)

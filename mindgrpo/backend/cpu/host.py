@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,13 +30,13 @@ from mindgrpo.backend.cpu.waiting import (
     Waits,
     unheard,
 )
+from mindgrpo.backend.host_memory import address_of
 from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
 from mindgrpo.errors import UserError
 from mindgrpo.health.parent import is_alive
 from mindgrpo.health.rank_health import RankHealth
 
 PAGE_BYTES = 4096
-# Where a board may lie; the first that takes it.
 # Ranks import for a while before they come to the board; none is known by its process before.
 MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
@@ -67,7 +68,7 @@ def own_rank(environment: Mapping[str, str], world_size: int) -> int:
     return int(rank)
 
 
-class Host:
+class LocalRanks:
     """This rank among the `world_size` ranks of `job`, which share a host.
 
     `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `health` knows
@@ -135,10 +136,6 @@ class Host:
         return SleepingCounters(self.library, address_of(memory) + start, self.spins, self._waits)
 
 
-def address_of(memory: mmap.mmap) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
-
-
 def header_bytes(num_ranks: int) -> int:
     """A counter a rank for whoever uses the memory, another that says "attached", the ranks' process ids and one
     more: that of the first whose end was noticed."""
@@ -149,7 +146,9 @@ def header_bytes(num_ranks: int) -> int:
 class Joined:
     """Memory that `ranks` have all mapped, `num_bytes` behind a header. Closes `descriptor`."""
 
-    def __init__(self, host: Host, ranks: Sequence[int], descriptor: int, num_bytes: int) -> None:
+    def __init__(
+        self, host: LocalRanks, ranks: Sequence[int], descriptor: int, num_bytes: int
+    ) -> None:
         self._host, self._ranks = host, tuple(ranks)
         size = len(self._ranks)
         self._header_bytes = header_bytes(size)
@@ -201,7 +200,7 @@ class Joined:
 class Board(Joined):
     """What each rank offers to the others: (hash of a name, descriptor), in the order of offering."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: LocalRanks) -> None:
         self._deadline = time.monotonic() + MEET_SECONDS
         self._num_offers = 0
         size = host.world_size
@@ -332,3 +331,52 @@ def nameless(name: str, total: int) -> int:
             f"refuses: {error.strerror}{limit}; raise the limit or use fewer ranks."
         ) from None
     return descriptor
+
+
+class SharedSegment(Joined):
+    """`num_bytes` that `ranks` share under `name`, which is used once in a job."""
+
+    def __init__(self, host: LocalRanks, name: str, ranks: Sequence[int], num_bytes: int) -> None:
+        board, leader = host.board, ranks[0]
+        if host.rank == leader:
+            descriptor = nameless(f"mindgrpo-{name}", header_bytes(len(ranks)) + num_bytes)
+            board.offer(name, descriptor)
+        else:
+            descriptor = board.take(name, leader)
+        super().__init__(host, ranks, descriptor, num_bytes)
+
+
+class SharedLink:
+    """A ring of slots from one rank to another; the sender waits only when all slots are unread."""
+
+    SLOTS = 4
+
+    def __init__(
+        self, host: LocalRanks, source: int, target: int, slot_bytes: int, serial: int
+    ) -> None:
+        self._slot_bytes = slot_bytes
+        name = f"link-{source}_{target}-{serial}"
+        self._segment = SharedSegment(host, name, (source, target), self.SLOTS * slot_bytes)
+        self._counters = self._segment.counters
+        self._sent, self._received = 0, 1
+        self._count = 0
+
+    def _slot(self) -> np.ndarray:
+        return self._segment.array((self._count % self.SLOTS) * self._slot_bytes, self._slot_bytes)
+
+    def send(self, array: np.ndarray) -> None:
+        if array.nbytes > self._slot_bytes:
+            raise ValueError(f"{array.nbytes} bytes do not fit a slot of {self._slot_bytes}")
+        room = max(0, self._count + 1 - self.SLOTS)
+        self._counters.wait([self._received], room, self._segment.check)
+        np.copyto(self._slot()[: array.nbytes].view(array.dtype).reshape(array.shape), array)
+        self._count += 1
+        self._counters.post(self._sent, self._count)
+
+    def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        self._counters.wait([self._sent], self._count + 1, self._segment.check)
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        array = self._slot()[:num_bytes].view(dtype).reshape(shape).copy()
+        self._count += 1
+        self._counters.post(self._received, self._count)
+        return array

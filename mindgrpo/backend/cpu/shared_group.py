@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.backend.cpu.host import Host
-from mindgrpo.backend.cpu.shared_memory import Segment
+from mindgrpo.backend.cpu.host import LocalRanks, SharedSegment
 
 SMALL_BYTES = 32 * 1024
 # The enums of native/collective.h and .c.
@@ -25,7 +24,7 @@ OUT_OF_STEP, LOST, BUSY = 2, 3, 4
 
 
 class SharedGroup(ABC):
-    def __init__(self, host: Host, ranks: Sequence[int]) -> None:
+    def __init__(self, host: LocalRanks, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(host.rank)
         self._host = host
@@ -57,7 +56,7 @@ class SharedGroup(ABC):
 class NativeGroup(SharedGroup):
     """`kernel_id` is what a graph's kernel finds this group by, in this process."""
 
-    def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
+    def __init__(self, host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
         assert host.library is not None
         self._library = host.library
@@ -65,7 +64,9 @@ class NativeGroup(SharedGroup):
         size = len(self.ranks)
         slot_bytes = -(-buffer_bytes // 64) * 64
         control = self._library.group_control_bytes(size)
-        segment = Segment(host, self._segment_name, self.ranks, control + 2 * size * slot_bytes)
+        segment = SharedSegment(
+            host, self._segment_name, self.ranks, control + 2 * size * slot_bytes
+        )
         self.kernel_id = self._library.group_register(
             segment.address,
             slot_bytes,
@@ -109,7 +110,7 @@ class NativeGroup(SharedGroup):
         return [whole[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
 
 
-def _forget(library: ctypes.CDLL, kernel_id: int, _: Segment) -> None:
+def _forget(library: ctypes.CDLL, kernel_id: int, _: SharedSegment) -> None:
     library.group_forget(kernel_id)
 
 
@@ -147,11 +148,11 @@ class PolledGroup(SharedGroup):
     operation in between, and so has read the earlier one.
     """
 
-    def __init__(self, host: Host, ranks: Sequence[int], buffer_bytes: int) -> None:
+    def __init__(self, host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
         self._buffer_bytes = buffer_bytes
         size = len(self.ranks)
-        self._segment = Segment(host, self._segment_name, ranks, 2 * size * buffer_bytes)
+        self._segment = SharedSegment(host, self._segment_name, ranks, 2 * size * buffer_bytes)
         self._buffers = [
             [
                 self._segment.array((half * size + i) * buffer_bytes, buffer_bytes)
@@ -218,6 +219,6 @@ class PolledGroup(SharedGroup):
         return arrays
 
 
-def shared_group(host: Host, ranks: Sequence[int], buffer_bytes: int) -> SharedGroup:
+def shared_group(host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> SharedGroup:
     kind = PolledGroup if host.library is None else NativeGroup
     return kind(host, ranks, buffer_bytes)

@@ -15,10 +15,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
+from mindgrpo.backend.contract import ProfileSettings
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels, AttentionDtype
-from mindgrpo.backend.profile import ProfileSettings
 from mindgrpo.backend.targets import VISIBLE_DEVICES
 
 
@@ -55,7 +55,7 @@ class Ascend(Hardware):
         self.kernels = AscendKernels(attention_dtype=fused)
 
     def open(self, world_size: int) -> None:
-        """MindSpore has the device already (runtime.py)."""
+        """MindSpore has the device already (connect.py)."""
 
     @property
     def memory_bytes(self) -> int | None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from mindspore import nn
 
+from mindgrpo.backend.contract import ProfileSettings
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.profile import ProfileSettings
 
 
 class Hardware(ABC):

@@ -1,27 +1,190 @@
 """The kernels' contract in fused operations of Ascend; what has none is computed by MindSpore's other operations.
 
-Norms, rotary positions and SwiGLU keep the dtype of what they get. Fused attention takes float16 and bfloat16 only, so
-that it is a choice: of float16, gradients below 6e-8 are zero, and values above 65504 are infinite.
+Norms, rotary positions and SwiGLU keep the dtype of what they get. Fused attention (FlashAttention, arXiv:2205.14135)
+takes float16 and bfloat16 only, so that it is a choice: of float16, gradients below 6e-8 are zero, and values above
+65504 are infinite. Packed rows are one call with a mask, not runs of the TND layout: there, the kernel wants the runs'
+lengths on the host before every call, at most 1024 of them, and a shared prefix once for each run. The mask is exact
+for any spans and part of the graph; the price is that scores which it hides are computed.
+
+All operations import on any machine; only a call on another device than an Ascend one is refused. That each has a
+kernel, and those of training a backward, is what the installed package says: `aclnn*` in
+lib/plugin/libmindspore_ops_ascend.so and the graphs that tests/test_ascend_calls.py compiles. Limits: the docstrings,
+and CANN's pages of the kernels. Letters as in mindspore_ops.py. `hidden` is bool, True where a token does not see
+another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import nn, ops
 
-from mindgrpo.backend.kernels.ascend_attention import (
-    FlashCachedAttention,
-    FlashPackedAttention,
-    FlashPrefillAttention,
-    FusedRmsNorm,
-    RopeAndHidden,
+from mindgrpo.backend.kernels.mindspore_attention import (
+    HeadAttention,
+    PlainCachedAttention,
+    PlainPackedAttention,
+    PlainPrefillAttention,
+    RopeAndMask,
 )
-from mindgrpo.backend.kernels.ascend_ops import AscendOps, FusedOp
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.shapes import Activation, Heads
+from mindgrpo.errors import UserError
+
+FusedOp = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class AscendOps:
+    """Each is called as the installed function of that name is: positions, keywords and dtypes."""
+
+    flash_attention_score: FusedOp = ops.flash_attention_score
+    incre_flash_attention: FusedOp = ops.incre_flash_attention
+    rms_norm: FusedOp = ops.rms_norm
+    add_rms_norm: FusedOp = ops.add_rms_norm
+    # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments.
+    rotary_position_embedding: FusedOp = ops.rotary_position_embedding
+    swiglu: FusedOp = ops.swiglu
+
+
+# `sparse_mode`: the whole mask is used, and no score is left out because of where it stands.
+WHOLE_MASK = 1
+# `inner_precise`: log-probs of the generator are compared with the trainer's.
+HIGH_PRECISION = 0
+# `mode`: both halves of a head turn alike.
+HALVES = 0
+
+# Of flash_attention_score and incre_flash_attention.
+DIM_STEP, MAX_DIM = 16, 512
+MAX_QUERIES, MAX_GROUP = 256, 64
+
+
+def check_heads(heads: Heads) -> None:
+    """Raises UserError for heads that the fused attentions do not take."""
+    group = heads.queries // heads.kv
+    for name, value, limit, is_valid in (
+        (
+            "head_dim",
+            heads.dim,
+            f"a multiple of {DIM_STEP} up to {MAX_DIM}",
+            heads.dim % DIM_STEP == 0 and heads.dim <= MAX_DIM,
+        ),
+        (
+            "query heads",
+            heads.queries,
+            f"at most {MAX_QUERIES} a rank",
+            heads.queries <= MAX_QUERIES,
+        ),
+        ("query heads a key head", group, f"at most {MAX_GROUP}", group <= MAX_GROUP),
+    ):
+        if not is_valid:
+            raise UserError(
+                f"The model's {name} is {value}, but fused attention takes {limit}; leave attention_dtype out for "
+                "plain attention in float32."
+            )
+
+
+class FusedRmsNorm(nn.Cell):
+    """(x [..., H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), in x's dtype."""
+
+    def __init__(self, norm: FusedOp, eps: float) -> None:
+        super().__init__()
+        self.norm, self.eps = norm, eps
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        # The second output is the reciprocal root, which only the backward wants.
+        return self.norm(x, weight.astype(x.dtype), self.eps)[0]
+
+
+class RopeAndHidden(RopeAndMask):
+    """-> hidden [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        hidden = ops.expand_dims(ops.logical_not(self.seen(spans)), 1)
+        return hidden, self.angles(positions)
+
+
+class _FusedAttention(HeadAttention):
+    """Of any attention: fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
+
+    def fuse(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
+        check_heads(heads)
+        self.norm = FusedRmsNorm(fused.rms_norm, heads.norm_eps or 0.0)
+        self.rotate = fused.rotary_position_embedding
+        self.attend = fused.flash_attention_score
+        self.dtype = dtype
+
+    def apply_rope(self, heads: Any, angles: Any) -> Any:
+        """[N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
+        angles = ops.expand_dims(angles.astype(heads.dtype), 1)
+        cos, sin = angles[:, :, :, : self.dim], angles[:, :, :, self.dim :]
+        return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
+
+    def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
+        """`keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]"""
+        mixed = self.attend(
+            queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
+            keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
+            values.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
+            self.queries,
+            attn_mask=hidden,
+            scalar_value=self.scale,
+            input_layout="BSH",
+            sparse_mode=WHOLE_MASK,
+        )
+        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
+
+
+class FlashPackedAttention(_FusedAttention, PlainPackedAttention):
+    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
+        super().__init__(heads)
+        self.fuse(heads, fused, dtype)
+
+
+class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
+    """`keys` and `values` may be float32, or the attention's dtype, which spares a copy of them at every token."""
+
+    def __init__(
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
+    ) -> None:
+        PlainPrefillAttention.__init__(self, heads, keys, values)
+        self.fuse(heads, fused, dtype)
+
+    def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
+        # [T, T] serves all rows; [1, 1, T, T] is not among the documented shapes.
+        hidden = (mask < 0.0).reshape(mask.shape[2:])
+        return super().mixed(queries, keys, values, hidden, rows)
+
+
+class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
+    """Of caches as FlashPrefillAttention fills them."""
+
+    def __init__(
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
+    ) -> None:
+        PlainCachedAttention.__init__(self, heads, keys, values)
+        self.fuse(heads, fused, dtype)
+        self.decode = fused.incre_flash_attention
+
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
+        shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
+        # The cache is the layout BNSD as it is.
+        mixed = self.decode(
+            ops.expand_dims(queries, 2).astype(self.dtype),
+            (keys.reshape(shape).astype(self.dtype),),
+            (values.reshape(shape).astype(self.dtype),),
+            attn_mask=mask < 0.0,
+            num_heads=self.queries,
+            input_layout="BNSD",
+            scale_value=self.scale,
+            num_key_value_heads=self.kv,
+            inner_precise=HIGH_PRECISION,
+        )
+        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
+
 
 AttentionDtype = Literal["float16", "bfloat16"]
 ATTENTION_DTYPES: dict[str, ms.Type] = {"float16": ms.float16, "bfloat16": ms.bfloat16}

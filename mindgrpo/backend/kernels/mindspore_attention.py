@@ -111,7 +111,7 @@ class HeadAttention(nn.Cell):
         return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
 
 
-class PackedAttention(HeadAttention):
+class PlainPackedAttention(HeadAttention):
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
     ) -> Any:
@@ -119,7 +119,7 @@ class PackedAttention(HeadAttention):
         return self.mixed(queries, keys, values, mask, mask.shape[0])
 
 
-class PrefillAttention(HeadAttention):
+class PlainPrefillAttention(HeadAttention):
     def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
@@ -150,7 +150,7 @@ class PrefillAttention(HeadAttention):
         return self.mixed(queries, keys, values, mask, rows)
 
 
-class CachedAttention(HeadAttention):
+class PlainCachedAttention(HeadAttention):
     def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values

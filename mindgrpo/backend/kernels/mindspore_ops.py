@@ -13,9 +13,9 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_attention import (
-    CachedAttention,
-    PackedAttention,
-    PrefillAttention,
+    PlainCachedAttention,
+    PlainPackedAttention,
+    PlainPrefillAttention,
     RmsNorm,
     RopeAndMask,
 )
@@ -184,13 +184,13 @@ class PlainKernels(Kernels):
         return RopeAndMask(rotary)
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return PackedAttention(heads)
+        return PlainPackedAttention(heads)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        return PrefillAttention(heads, keys, values)
+        return PlainPrefillAttention(heads, keys, values)
 
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        return CachedAttention(heads, keys, values)
+        return PlainCachedAttention(heads, keys, values)
 
     def adamw(
         self,

@@ -17,8 +17,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded.decode_loop import missing_options
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights

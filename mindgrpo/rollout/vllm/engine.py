@@ -8,30 +8,88 @@ all.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
-from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.contract import Backend, HostArrays, Pool
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.memory.counted_pool import CountedPool
+from mindgrpo.memory.residency import CountedPool
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.messages import Message
 from mindgrpo.rollout.vllm.process import EngineCommand, EngineProcess
 from mindgrpo.rollout.vllm.settings import VllmSettings
-from mindgrpo.rollout.vllm.shared_tensors import SharedTensors
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.stream import TensorStream, groups_of
-from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weight_sync.stream import TensorStream, bucket_size, groups_of
+from mindgrpo.weights.host_tensors import HostTensors, aligned_size
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import check_tensors
+
+CONVERTED_AT_ONCE = 1 << 20
+
+HandOver = Callable[[list[dict[str, Any]]], None]
+
+
+class SharedTensors:
+    """A TensorSink on the ranks that own an engine, and an empty one on the others.
+
+    `hand_over` is called with a group's tensors, as the engine reads them: name, shape, whether it lies in memory
+    transposed, offset in bytes and checksum.
+    The bucket has room for the largest group. Weights of another dtype arrive in memory of their own.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        backend: Backend,
+        dtype: Dtype,
+        hand_over: HandOver,
+    ) -> None:
+        """`dtype` is the engine's."""
+        self._hand_over = hand_over
+        size = bucket_size(layout, backend.rank, dtype)
+        self.bucket: Any = backend.host_pool(size, shared=True, dtype=dtype)
+        self.pool: Pool = self.bucket
+        own = backend.compute_dtype
+        if dtype != own:
+            self.pool = backend.host_pool(bucket_size(layout, backend.rank, own), dtype=own)
+
+    @property
+    def host_copies(self) -> Sequence[Pool]:
+        return [self.bucket] if self.pool is self.bucket else [self.bucket, self.pool]
+
+    def take(self, tensors: HostTensors) -> None:
+        with self.bucket.on_host() as memory:
+            self._hand_over([*self._written(tensors, memory)])
+
+    def _written(self, tensors: HostTensors, memory: HostArrays) -> Iterator[dict[str, Any]]:
+        offset, itemsize = 0, self.bucket.itemsize
+        for name, view in tensors.hf_views.items():
+            transposed = not view.flags.c_contiguous
+            values = (view.T if transposed else view).reshape(-1)
+            stored = memory.view(offset, (values.size,))
+            if self.pool is not self.bucket:
+                # In parts, so that what numpy needs on the way stays small.
+                for start in range(0, values.size, CONVERTED_AT_ONCE):
+                    some = slice(start, start + CONVERTED_AT_ONCE)
+                    stored[some] = values[some].astype(np.float32, copy=False)
+            yield {
+                "name": name,
+                "shape": list(view.shape),
+                "transposed": transposed,
+                "offset": offset * itemsize,
+                "crc": checksum(stored.view(np.uint8).data),
+            }
+            offset += aligned_size(tensors.boxes[name], itemsize)
 
 
 class VllmEngine:

@@ -10,26 +10,149 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16, library, operation
-from mindgrpo.backend.kernels.native.log_probs import (
-    LinearLogProbGrad,
-    LinearLogProbStats,
-    LogProbGrad,
-    LogProbStats,
+from mindgrpo.backend.kernels.native.library import (
+    as_first,
+    as_first_two,
+    call_kernel,
+    has_bfloat16,
+    library,
+    operation,
 )
-from mindgrpo.backend.kernels.native.matmul import MatMul, MatMulGradient
-from mindgrpo.backend.kernels.native.out_shapes import as_first, as_first_two
 from mindgrpo.backend.kernels.native.rollout import NativeSlots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
 from mindgrpo.errors import UserError
 
+
+def _float32_twice(*types: Any) -> Any:
+    return ms.float32, ms.float32
+
+
+def _four_a_row(logits: Any, *others: Any) -> Any:
+    return [logits[0], 4]
+
+
+class _LogProbs(nn.Cell):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self.sizes = Tensor([vocabulary.first, vocabulary.real], ms.int32)
+        self.scale = Tensor([vocabulary.scale], ms.float32)
+
+
+class _LogProbStats(_LogProbs):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self.run = operation("log_prob_stats", _four_a_row, as_first)
+
+    def construct(self, logits: Any, labels: Any) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale)
+
+
+class _LogProbGrad(_LogProbs):
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
+        self.run = operation("log_prob_grad", as_first, as_first)
+
+    def construct(
+        self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
+    ) -> Any:
+        return self.run(logits, labels, self.sizes, self.scale, totals, entropy, dlogp, dentropy)
+
+
+class _LinearLogProbs(_LogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
+        super().__init__(vocabulary)
+        self.num_parts = Tensor([num_parts], ms.int32)
+
+
+class _LinearLogProbStats(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
+        super().__init__(vocabulary, num_parts)
+        self.run = operation("linear_log_prob_stats", _four_a_row, as_first)
+
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        return self.run(x, table, labels, self.sizes, self.scale, self.num_parts)
+
+
+def _first_alone(x: Any, *others: Any) -> Any:
+    return x, [1]
+
+
+class _LinearLogProbGrad(_LinearLogProbs):
+    def __init__(self, vocabulary: Vocabulary, num_parts: int, is_trained: bool) -> None:
+        super().__init__(vocabulary, num_parts)
+        shapes = as_first_two if is_trained else _first_alone
+        self.run = operation("linear_log_prob_grad", shapes, _float32_twice)
+
+    def construct(
+        self,
+        x: Any,
+        table: Any,
+        labels: Any,
+        totals: Any,
+        entropy: Any,
+        dlogp: Any,
+        dentropy: Any,
+    ) -> Any:
+        numbers = totals, entropy, dlogp, dentropy
+        return self.run(x, table, labels, self.sizes, self.scale, self.num_parts, *numbers)
+
+
+def _product(x: Any, weight: Any, *others: Any) -> Any:
+    return [x[0], weight[1]]
+
+
+def _turned_product(x: Any, weight: Any, *others: Any) -> Any:
+    return [x[0], weight[0]]
+
+
+def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
+    return [x[1], dy[1]]
+
+
+class _MatMul(nn.Cell):
+    """A product of bfloat16 parts, whose gradients are such products."""
+
+    def __init__(self, num_parts: int, transpose_b: bool) -> None:
+        super().__init__()
+        straight = ("bf16_product", _product)
+        turned = ("bf16_product_turned", _turned_product)
+        forward, backward = (turned, straight) if transpose_b else (straight, turned)
+        back = operation(*backward, as_first)
+        gradient = operation("bf16_product_gradient", _gradient_product, as_first)
+
+        def bprop(x: Any, weight: Any, num_parts: Any, out: Any, dout: Any) -> Any:
+            rows, columns = (dout, x) if transpose_b else (x, dout)
+            return (
+                back(dout, weight, num_parts),
+                gradient(rows, columns, num_parts),
+                ops.zeros_like(num_parts),
+            )
+
+        # The operation's and not the cell's own: of these MindSpore computes nothing again.
+        self.run = operation(*forward, as_first, bprop)
+        self.num_parts = Tensor([num_parts], ms.int32)
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.run(x, weight, self.num_parts)
+
+
+class _MatMulGradient(nn.Cell):
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.run = operation("bf16_product_gradient", _gradient_product, as_first)
+        self.num_parts = Tensor([num_parts], ms.int32)
+
+    def construct(self, x: Any, dy: Any) -> Any:
+        return self.run(x, dy, self.num_parts)
+
+
 # Elements whose squares native/optimizer.c adds up first.
 SQUARES_AT_ONCE = 1 << 15
 
 
-# As in out_shapes.py, of one kernel each.
+# Outputs' shapes and dtypes from the inputs', as library.as_first, of one kernel each.
 def _as_first_twice(first: Any, *others: Any) -> Any:
     return first, first
 
@@ -193,19 +316,19 @@ class NativeKernels(PlainKernels):
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
         if num_parts is not None and not has_bfloat16():
             raise UserError(
-                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need oneDNN's products of bfloat16, which it "
-                "does with AVX-512 only, and this processor has none; set them to highest and float32."
+                f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need oneDNN's products of bfloat16, which "
+                "it does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
         self.num_parts = num_parts
 
     def matmul(self, transpose_b: bool = False) -> Any:
         if self.num_parts is None:
             return super().matmul(transpose_b)
-        return MatMul(self.num_parts, transpose_b)
+        return _MatMul(self.num_parts, transpose_b)
 
     def matmul_gradient(self) -> Any:
         return (
-            super().matmul_gradient() if self.num_parts is None else MatMulGradient(self.num_parts)
+            super().matmul_gradient() if self.num_parts is None else _MatMulGradient(self.num_parts)
         )
 
     def rms_norm(self, eps: float) -> nn.Cell:
@@ -262,22 +385,22 @@ class NativeKernels(PlainKernels):
         return float(sums.sum())
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
-        return LogProbStats(vocabulary)
+        return _LogProbStats(vocabulary)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
-        return LogProbGrad(vocabulary)
+        return _LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
         if self.num_parts is None:
             return super().linear_log_prob_stats(vocabulary, rows)
-        return LinearLogProbStats(vocabulary, self.num_parts)
+        return _LinearLogProbStats(vocabulary, self.num_parts)
 
     def linear_log_prob_grad(
         self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
     ) -> nn.Cell:
         if self.num_parts is None:
             return super().linear_log_prob_grad(vocabulary, rows, is_trained)
-        return LinearLogProbGrad(vocabulary, self.num_parts, is_trained)
+        return _LinearLogProbGrad(vocabulary, self.num_parts, is_trained)
 
     def slots(
         self,

@@ -228,3 +228,11 @@ def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
     )
     if status:
         raise _error(status, sentence)
+
+
+def as_first(first: Any, *others: Any) -> Any:
+    return first
+
+
+def as_first_two(first: Any, second: Any, *others: Any) -> Any:
+    return first, second
