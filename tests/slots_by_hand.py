@@ -15,7 +15,7 @@ import numpy as np
 
 from mindgrpo.backend.cpu.shared_group import declare
 from mindgrpo.backend.kernels.native.library import library
-from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.native.rollout import Slots
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -67,7 +67,7 @@ class Ranks:
         self._units = np.zeros(0, np.float32)
         self.slots = [self._slots(settings, rank) for rank in range(tp_size)]
 
-    def _slots(self, settings: SamplingParams, rank: int) -> NativeSlots:
+    def _slots(self, settings: SamplingParams, rank: int) -> Slots:
         first = self.width * rank
         real = min(self.width, max(0, self.vocab - first))
         share = LocalModelShape(
@@ -89,7 +89,7 @@ class Ranks:
         scratch = np.full(self.rows * width, 77, np.float32)
         memory = Memory(np.zeros(1, np.float32), scratch, inputs, starts, seen)
         rotary = np.zeros(2, np.float32)
-        return NativeSlots(share, settings, rotary, self.rows, 1, memory)
+        return Slots(share, settings, rotary, self.rows, 1, memory)
 
     def draw(
         self,

@@ -11,7 +11,6 @@ from mindgrpo.algorithm.types import Completion
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import NUM_PARTS
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -60,7 +59,7 @@ PRECISIONS = [pytest.param(name, marks=WITH_AVX512) for name in NUM_PARTS]
 
 def kernels_named(name: str) -> Kernels:
     """`high` and `medium` are native, with products of bfloat16."""
-    return PlainKernels() if name == "plain" else NativeKernels(NUM_PARTS.get(name))
+    return Kernels() if name == "plain" else NativeKernels(NUM_PARTS.get(name))
 
 
 def random_weights(backend: Backend) -> Weights:

@@ -25,7 +25,6 @@ from small_generators import assert_same, generator_with, random_weights, reques
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 
@@ -88,7 +87,7 @@ def cached_results(
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
     (ours, our_caches), (plain, plain_caches) = (
-        cached_results(kernels, heads) for kernels in (fused(dtype), PlainKernels())
+        cached_results(kernels, heads) for kernels in (fused(dtype), Kernels())
     )
     for one, other in zip(ours, plain, strict=True):
         assert_close(one, other, TOLERANCE[dtype])
@@ -99,7 +98,7 @@ def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
 def test_a_cache_may_have_the_dtype_of_the_attention() -> None:
     heads = HEADS[0]
     ours, our_caches = cached_results(fused("float16"), heads, ms.float16)
-    plain, plain_caches = cached_results(PlainKernels(), heads)
+    plain, plain_caches = cached_results(Kernels(), heads)
     for one, other in zip(ours + our_caches, plain + plain_caches, strict=True):
         assert_close(one, other, TOLERANCE["float16"])
 
@@ -110,4 +109,4 @@ def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mindgrpo.backend.kernels.ascend.DIM_STEP", 8)
         ours = run(generator_with(weights, backend, fused()), requests_of())
-    assert_same(ours, run(generator_with(weights, backend, PlainKernels()), requests_of()))
+    assert_same(ours, run(generator_with(weights, backend, Kernels()), requests_of()))

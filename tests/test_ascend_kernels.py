@@ -25,7 +25,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.packing import MicroShape, micro_batches, pack
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.doctor.probes.kernel_cases import PackedAttention
 from mindgrpo.errors import UserError
@@ -72,7 +72,7 @@ def test_norms_and_gates_agree() -> None:
         ("glu", "silu", [floats(37, 96)]),
         ("glu", "gelu_tanh", [floats(37, 96)]),
     ):
-        cells = [getattr(kernels, name)(argument) for kernels in (fused(), PlainKernels())]
+        cells = [getattr(kernels, name)(argument) for kernels in (fused(), Kernels())]
         assert_cells_agree(cells, inputs, 1e-5)
 
 
@@ -107,7 +107,7 @@ def packed_inputs(heads: Heads) -> list[np.ndarray]:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_rows_agree_in_float32(heads: Heads) -> None:
     rotary = rotary_of(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), Kernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
@@ -116,7 +116,7 @@ def test_packed_rows_agree_in_float32(heads: Heads) -> None:
 def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
     heads = HEADS[2]
     rotary, inputs = rotary_of(heads), packed_inputs(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(dtype), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(dtype), Kernels())]
     assert_cells_agree(cells, inputs, TOLERANCE[dtype])
     with pytest.raises(AssertionError):
         assert_cells_agree(cells, inputs, TOLERANCE["float32"])
@@ -125,7 +125,7 @@ def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
 def test_packed_rows_agree_in_a_graph() -> None:
     heads = HEADS[2]
     rotary = rotary_of(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), PlainKernels())]
+    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), Kernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
@@ -133,8 +133,7 @@ def test_packed_rows_agree_in_a_graph() -> None:
 def test_without_a_dtype_attention_is_the_plain_one() -> None:
     heads = HEADS[2]
     cells = [
-        PackedAttention(kernels, heads, rotary_of(heads))
-        for kernels in (fused(None), PlainKernels())
+        PackedAttention(kernels, heads, rotary_of(heads)) for kernels in (fused(None), Kernels())
     ]
     assert_cells_agree(cells, packed_inputs(heads), 0.0)
 

@@ -32,7 +32,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.host_cpu import HostCpu
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.memory.residency import Location, Residency
@@ -235,7 +235,7 @@ def generators(device: Backend, host: Backend) -> Iterator[tuple[EmbeddedEngine,
     )
     weights = Weights(LAYOUT, 0, host)
     fill_random(weights, seed=1, scale=0.25)
-    expected = generator_with(weights, host, PlainKernels(), settings)
+    expected = generator_with(weights, host, Kernels(), settings)
     made = EmbeddedEngine(CONFIG, LAYOUT, device, settings, room_of(16, 4))
     yield made, expected
 

@@ -18,7 +18,7 @@ from kernel_calls import CALLS, attention_inputs, filled, floats, one, size
 from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
-from mindgrpo.backend.kernels.native.rollout import NativeSlots, RolloutTable
+from mindgrpo.backend.kernels.native.rollout import RolloutTable, Slots
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -141,7 +141,7 @@ class Rollout:
         settings = SamplingParams(temperature=1.0, max_tokens=4)
         angles = floats(rng, 2 * self.room, dim // 2)
         self.rotary = np.concatenate([f(angles) for f in (np.cos, np.cos, np.sin, np.sin)], axis=1)
-        self.slots = NativeSlots(share, settings, self.rotary, rows, 16, self.memory)
+        self.slots = Slots(share, settings, self.rotary, rows, 16, self.memory)
         self.table = self.slots._table
         mixed = self.heads.queries * dim
         self.layer = LayerWeights(

@@ -14,7 +14,6 @@ import pytest
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
@@ -56,7 +55,7 @@ def both(
 ) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
     """(outputs, gradients) of the native and of the plain cell."""
     results = []
-    for kernels in (NativeKernels(), PlainKernels()):
+    for kernels in (NativeKernels(), Kernels()):
         cell = make(kernels)
         tensors = [Tensor(x) for x in inputs]
         out = cell(*tensors)
@@ -150,7 +149,7 @@ def test_log_prob_pieces_agree_with_padding_and_foreign_labels(real: int) -> Non
     labels = np.random.default_rng(0).integers(80, 170, 33).astype(np.int32)
     logits = floats(33, 50) * 3
     results = []
-    for kernels in (NativeKernels(), PlainKernels()):
+    for kernels in (NativeKernels(), Kernels()):
         stats = kernels.log_prob_stats(vocabulary)(Tensor(logits), Tensor(labels)).asnumpy()
         total = stats[:, 0] + np.log(np.maximum(stats[:, 1], 1e-30))
         others = [floats(33, seed=i) for i in range(3)]
@@ -194,7 +193,7 @@ def test_the_gradient_of_rows_that_are_picked_often_is_not_a_sum_of_two_byte_num
     # Of ones, float16 adds up 2048 and no more.
     picks = np.array([1] * 4096 + [-1, 0, -1, 3], np.int32)
     x = Tensor(np.ones((4, 8), np.float16))
-    gradient = ms.grad(Picked(PlainKernels().pick()))(x, Tensor(picks))
+    gradient = ms.grad(Picked(Kernels().pick()))(x, Tensor(picks))
     assert gradient.dtype == ms.float16
     np.testing.assert_array_equal(gradient.asnumpy()[:, 0], [1, 4096, 0, 1])
 
@@ -211,7 +210,7 @@ def test_tokens_of_other_shards_take_rows_all_over_the_table(
 
     monkeypatch.setattr(ops, "unsorted_segment_sum", recorded)
     tokens, table = np.arange(1024, dtype=np.int32), np.ones((256, 4), np.float32)
-    cell, dout = PlainKernels().exact_embedding(512), np.ones((1024, 4), np.float32)
+    cell, dout = Kernels().exact_embedding(512), np.ones((1024, 4), np.float32)
     out = cell(Tensor(tokens), Tensor(table)).asnumpy()
     assert (out.any(axis=1) == (tokens >= 512) & (tokens < 768)).all()
     _, gradient = cell.bprop(Tensor(tokens), Tensor(table), Tensor(out), Tensor(dout))

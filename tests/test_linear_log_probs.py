@@ -15,7 +15,6 @@ from small_generators import WITH_AVX512
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import NUM_PARTS, numpy_dtype
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel, library_path
 from mindgrpo.backend.kernels.shapes import Vocabulary
@@ -23,7 +22,7 @@ from mindgrpo.models.log_probs import TokenLogProbs
 
 WITH_COMPILER = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 KERNELS = [
-    pytest.param(PlainKernels, 2e-5, id="plain"),
+    pytest.param(Kernels, 2e-5, id="plain"),
     pytest.param(NativeKernels, 2e-5, id="native", marks=WITH_COMPILER),
     pytest.param(lambda: NativeKernels(NUM_PARTS["high"]), 2e-5, id="high", marks=WITH_AVX512),
     pytest.param(lambda: NativeKernels(NUM_PARTS["medium"]), 0.02, id="medium", marks=WITH_AVX512),
@@ -148,7 +147,7 @@ def test_a_ranks_share_with_padding_and_foreign_labels_is_as_with_plain_operatio
 ) -> None:
     x, table, labels = inputs(*size)
     vocabulary = Vocabulary(size[2] // 2, size[2], size[2] - missing)
-    plain = stats_and_gradients(PlainKernels(), (x, table, labels), vocabulary)
+    plain = stats_and_gradients(Kernels(), (x, table, labels), vocabulary)
     ours = stats_and_gradients(NativeKernels(3), (x, table, labels), vocabulary)
     for given, exact in zip(ours, plain, strict=True):
         np.testing.assert_allclose(given, exact, rtol=0, atol=4e-5 * np.abs(exact).max())

@@ -10,7 +10,6 @@ import pytest
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import choose_target
@@ -67,9 +66,9 @@ class Setting:
 WAYS = [
     ("shared_memory", NativeKernels, False),
     ("shared_memory", NativeKernels, True),
-    ("shared_memory", PlainKernels, False),
-    ("device", PlainKernels, False),
-    ("device", PlainKernels, True),
+    ("shared_memory", Kernels, False),
+    ("device", Kernels, False),
+    ("device", Kernels, True),
 ]
 
 
@@ -155,7 +154,7 @@ def test_the_gradients_are_zero_after_a_step(setting: Setting) -> None:
 
 
 def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> None:
-    setting = Setting("device", PlainKernels(), on_host=True)
+    setting = Setting("device", Kernels(), on_host=True)
     setting.reset()
     setting.fill_gradients(1.0)
     before = setting.backend.host_device_bytes
@@ -166,7 +165,7 @@ def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> N
 
 
 def test_on_a_device_nothing_travels() -> None:
-    setting = Setting("device", PlainKernels(), on_host=False)
+    setting = Setting("device", Kernels(), on_host=False)
     setting.reset()
     setting.fill_gradients(1.0)
     before = setting.backend.host_device_bytes

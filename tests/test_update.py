@@ -19,7 +19,7 @@ from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
 from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import decoder_config
@@ -176,7 +176,7 @@ def test_kernels_of_mindspores_own_operations_learn_the_same(
     packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = CpuBackend({})
-    monkeypatch.setattr(backend, "kernels", PlainKernels())
+    monkeypatch.setattr(backend, "kernels", Kernels())
     policy = Policy(CONFIG, LAYOUT, backend, SETTINGS)
     fill_random(policy.weights, seed=2, scale=0.1)
     assert_same(one_update(policy, batch()), packed)

@@ -183,9 +183,7 @@ class CpuBackend(Backend):
             )
         # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
         if library_path() is None or not compiled:
-            from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
-
-            return PlainKernels()
+            return Kernels()
         from mindgrpo.backend.kernels.native.kernels import NativeKernels
 
         return NativeKernels(num_parts)

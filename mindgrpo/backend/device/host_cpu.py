@@ -19,7 +19,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
 from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract import Kernels
 
 
 class HostCpu(Hardware):
@@ -27,7 +27,7 @@ class HostCpu(Hardware):
     communication = "mccl"
 
     def __init__(self) -> None:
-        self.kernels = PlainKernels()
+        self.kernels = Kernels()
         # By address: what parameters lie in.
         self._pages: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
 

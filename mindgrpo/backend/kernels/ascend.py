@@ -23,14 +23,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
-from mindgrpo.backend.kernels.mindspore_attention import (
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import (
     HeadAttention,
     PlainCachedAttention,
     PlainPackedAttention,
     PlainPrefillAttention,
     RopeAndMask,
 )
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.shapes import Activation, Heads
 from mindgrpo.errors import UserError
 
@@ -209,7 +209,7 @@ class _FusedSwiGlu(nn.Cell):
         return self.swiglu(both, -1)
 
 
-class AscendKernels(PlainKernels):
+class AscendKernels(Kernels):
     """`attention_dtype` is what attention computes in, None for plain attention in float32; `ops` is for tests."""
 
     def __init__(

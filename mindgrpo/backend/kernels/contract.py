@@ -1,79 +1,82 @@
-"""What a model computes, as cells that a backend gives: the contract.
+"""The kernels' contract: what a model computes, as cells that a backend gives.
 
-A backend answers with MindSpore's own operations (mindspore_ops.py, everywhere: the definition) or with kernels of its
-own (native/kernels.py); tests hold them equal. No kernel communicates: sums over ranks are the caller's.
+`Kernels` defines each in MindSpore's own operations, which every device has, and what faster kernels are held to. A
+backend with kernels of its own overrides them (native/kernels.py, ascend.py); tests hold them equal. No kernel
+communicates: sums over ranks are the caller's.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from mindspore import nn, ops
 
-from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory, Slots
+from mindgrpo.backend.kernels import mindspore_ops
+from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
 
 if TYPE_CHECKING:
-    from mindspore import nn
+    from mindgrpo.backend.kernels.native.rollout import Slots
 
 
-class Kernels(ABC):
-    """Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
+class Kernels:
+    """In MindSpore's own operations, on whole rows with a mask, whatever the samples' lengths.
+
+    Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
 
     Matrices and tables of weights are of the compute dtype, their vectors float32. Activations go in and out in one
     dtype: the compute dtype, or float32 where kernels take that.
     """
 
     # True where attention's cost follows the samples' lengths, so that one long row wastes nothing.
-    ragged: bool
+    ragged = False
     # True where `adamw` is the fastest way on the device's memory; else the optimizer there is a graph.
-    has_adamw: bool
+    has_adamw = False
     # Of how many bfloat16 numbers a product's factors are sums (dtypes.py); None where they are float32.
     num_parts: int | None = None
     # True where `slots` gives them; without, the generator does with plain operations.
-    has_slots: bool
+    has_slots = False
 
-    @abstractmethod
     def matmul(self, transpose_b: bool = False) -> Any:
         """(x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
 
         The weight's may be of its own dtype or float32.
         """
+        return ops.MatMul(transpose_b=transpose_b)
 
-    @abstractmethod
     def matmul_gradient(self) -> Any:
         """(x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
+        return mindspore_ops.MatMulGradient()
 
-    @abstractmethod
     def rms_norm(self, eps: float) -> nn.Cell:
         """(x [N, H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
+        return mindspore_ops.RmsNorm(eps)
 
-    @abstractmethod
     def add_rms_norm(self, eps: float) -> nn.Cell:
         """(x [N, H], added [N, H], weight [H]) -> (x + added, the norm of that sum)."""
+        return mindspore_ops.AddRmsNorm(eps)
 
-    @abstractmethod
     def glu(self, activation: Activation) -> nn.Cell:
         """[N, 2 I], gate then up -> activation(gate) * up [N, I]: SwiGLU or GeGLU (arXiv:2002.05202).
 
         silu(x) = x sigmoid(x); gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         """
+        return mindspore_ops.Glu(activation)
 
-    @abstractmethod
     def embedding(self, first_token: int) -> nn.Cell:
         """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
+        return mindspore_ops.PlainEmbedding(first_token)
 
-    @abstractmethod
     def exact_embedding(self, first_token: int) -> nn.Cell:
         """As `embedding`, of a table of weights in a narrow dtype: its gradient is float32."""
+        return mindspore_ops.ExactEmbedding(first_token)
 
-    @abstractmethod
     def pick(self) -> nn.Cell:
         """(picks int32 [M], x [N, H]) -> rows [M, H], zero where a pick is -1; x's gradient is summed in float32."""
+        return mindspore_ops.Pick()
 
-    @abstractmethod
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
 
@@ -81,16 +84,16 @@ class Kernels(ABC):
         the prefix, and its run from the first column up to itself. A run with a prefix stands after it, and between
         them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin.
         """
+        return mindspore_ops.RopeAndMask(rotary)
 
-    @abstractmethod
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
         """Packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed [N, queries D].
 
         Adds the bias [heads.width], norms queries and keys with weights [D], applies the rotary positions and
         attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.
         """
+        return mindspore_ops.PlainPackedAttention(heads)
 
-    @abstractmethod
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """Whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles [N, 1, 2 D],
         source int32 [C], cache_rows int32 [C kv T]) -> mixed [N, queries D].
@@ -99,8 +102,8 @@ class Kernels(ABC):
         values of prompt source[c] go to the parameters `keys` and `values` [rows, D], at the c-th kv T of
         `cache_rows`: first its first head's T positions, then the next head's.
         """
+        return mindspore_ops.PlainPrefillAttention(heads, keys, values)
 
-    @abstractmethod
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """One token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S], angles
         [B, 1, 2 D], cache_rows int32 [B kv]) -> mixed [B, queries D].
@@ -108,8 +111,8 @@ class Kernels(ABC):
         The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
         `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see.
         """
+        return mindspore_ops.PlainCachedAttention(heads, keys, values)
 
-    @abstractmethod
     def adamw(
         self,
         weight: np.ndarray,
@@ -119,38 +122,39 @@ class Kernels(ABC):
         numbers: AdamWNumbers,
     ) -> None:
         """Updates float32 [n] arrays in place, between graphs; the gradient is zero afterwards."""
+        mindspore_ops.adamw(weight, gradient, first, second, numbers)
 
-    @abstractmethod
     def square_sum(self, array: np.ndarray) -> float:
         """The float64 sum of a float32 array's squares."""
+        return float(np.sum(np.square(array, dtype=np.float64)))
 
-    @abstractmethod
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         """(logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
         top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it.
         """
+        return mindspore_ops.LogProbStats(vocabulary)
 
-    @abstractmethod
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         """(logits, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits [M, V].
 
         dlogp/dl = onehot - p; dH/dl = -p (log p + H).
         """
+        return mindspore_ops.LogProbGrad(vocabulary)
 
-    @abstractmethod
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
         """(x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T [M, 4].
 
         The logits of at most `rows` rows are there at a time.
         """
+        return mindspore_ops.LinearLogProbStats(self, vocabulary, rows)
 
-    @abstractmethod
     def linear_log_prob_grad(
         self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
     ) -> nn.Cell:
         """(x, table, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> (dx [M, H], dtable float32
         [V, H], or [1] of a table that is not trained), likewise.
         """
+        return mindspore_ops.LinearLogProbGrad(self, vocabulary, rows, is_trained)
 
     def slots(
         self,
@@ -161,5 +165,5 @@ class Kernels(ABC):
         prompt_rows: int,
         memory: Memory,
     ) -> Slots:
-        """See rollout.py; `rotary` as for `places`."""
+        """See rollout.py; `rotary` as for `attention`."""
         raise NotImplementedError

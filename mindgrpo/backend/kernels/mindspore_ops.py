@@ -1,6 +1,9 @@
-"""The kernels' contract in MindSpore's own operations: what every device has, and what faster kernels are held to.
+"""The cells of the kernels' contract in MindSpore's own operations.
 
-Works on whole rows with a mask, whatever the samples' lengths.
+N tokens, D head dim, R rows of T tokens; other letters as in contract.Kernels. A mask is 0.0 where a token sees another
+and NEVER elsewhere; angles hold the cosines of a token's rotary positions, then their sines (arXiv:2104.09864).
+Log-probs straight from the head's input are computed a chunk of rows at a time: no [rows, vocabulary] tensor is of all
+rows.
 """
 
 from __future__ import annotations
@@ -11,16 +14,178 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_attention import (
-    PlainCachedAttention,
-    PlainPackedAttention,
-    PlainPrefillAttention,
-    RmsNorm,
-    RopeAndMask,
-)
-from mindgrpo.backend.kernels.mindspore_log_probs import LinearLogProbGrad, LinearLogProbStats
 from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Heads, Vocabulary
+
+
+class RmsNorm(nn.Cell):
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        exact = x.astype(ms.float32)
+        scale = ops.rsqrt((exact * exact).mean(-1, keep_dims=True) + self.eps)
+        return (exact * scale * weight.astype(ms.float32)).astype(x.dtype)
+
+
+class RopeAndMask(nn.Cell):
+    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def __init__(self, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.rotary = Tensor(rotary)
+        # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
+        self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        seen = self.seen(spans).astype(ms.float32)
+        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
+        return mask, self.angles(positions)
+
+    def seen(self, spans: Any) -> Any:
+        """bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        length = spans.shape[1]
+        order = self.order[:length]
+        column = order.reshape(1, 1, length)
+        row = order.reshape(1, length, 1)
+        prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
+        shared = ops.logical_and(column >= prefix, column < prefix + count)
+        own = ops.logical_and(column >= start, column <= row)
+        return ops.logical_or(shared, own)
+
+    def angles(self, positions: Any) -> Any:
+        return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+
+
+class HeadAttention(nn.Cell):
+    """What the three have in common: heads of a projection, and the mixing of values of whole rows."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.kv, self.dim, self.queries = heads.kv, heads.dim, heads.queries
+        # Queries that share a head of keys.
+        self.group = heads.queries // heads.kv
+        self.has_bias, self.has_norm = heads.has_bias, heads.norm_eps is not None
+        self.norm = RmsNorm(heads.norm_eps or 0.0)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
+        self.scale = heads.scale
+
+    def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
+        """-> queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
+        if self.has_bias:
+            qkv = qkv + bias.astype(qkv.dtype)
+        heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
+        both = heads[:, : self.queries + self.kv]
+        if self.has_norm:
+            queries, keys = both[:, : self.queries], both[:, self.queries :]
+            both = ops.concat((self.norm(queries, q_norm), self.norm(keys, k_norm)), 1)
+        both = self.apply_rope(both, angles)
+        return both[:, : self.queries], both[:, self.queries :], heads[:, self.queries + self.kv :]
+
+    def apply_rope(self, heads: Any, angles: Any) -> Any:
+        half = self.dim // 2
+        exact = heads.astype(ms.float32)
+        other = ops.concat((-exact[:, :, half:], exact[:, :, :half]), 2)
+        rotated = exact * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
+        return rotated.astype(heads.dtype)
+
+    def by_head(self, heads: Any, rows: int, length: int) -> Any:
+        """[R T, kv, D] -> [R, kv, T, D]"""
+        return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
+
+    def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
+        """`keys` and `values` [N, kv, D] -> mixed [N, queries D]"""
+        length = mask.shape[3]
+        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
+        queries = queries.reshape(rows, length, self.kv, self.group, self.dim)
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
+            rows * self.kv, self.group * length, self.dim
+        )
+        keys = keys.reshape(rows * self.kv, length, self.dim)
+        values = values.reshape(rows * self.kv, length, self.dim)
+        scores = self.scores(queries * self.scale, keys)
+        scores = scores.reshape(rows, self.queries, length, length).astype(ms.float32) + mask
+        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * length, length)
+        mixed = self.mix(weights.astype(values.dtype), values).reshape(
+            rows, self.kv, self.group, length, self.dim
+        )
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
+
+
+class PlainPackedAttention(HeadAttention):
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
+    ) -> Any:
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        return self.mixed(queries, keys, values, mask, mask.shape[0])
+
+
+class PlainPrefillAttention(HeadAttention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def cache_rows_of(self, heads: Any, rows: int, length: int, source: Any) -> Any:
+        """Of `heads` [N, kv, D] those of the prompts `source`, as rows of the cache, in its dtype."""
+        copies = ops.gather(self.by_head(heads, rows, length), source, 0)
+        return copies.reshape(-1, self.dim).astype(self.cached_keys.dtype)
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        source: Any,
+        cache_rows: Any,
+    ) -> Any:
+        length = mask.shape[3]
+        rows = qkv.shape[0] // length
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        copies = self.cache_rows_of(keys, rows, length, source)
+        ops.scatter_update(self.cached_keys, cache_rows, copies)
+        copies = self.cache_rows_of(values, rows, length, source)
+        ops.scatter_update(self.cached_values, cache_rows, copies)
+        return self.mixed(queries, keys, values, mask, rows)
+
+
+class PlainCachedAttention(HeadAttention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        cache_rows: Any,
+    ) -> Any:
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        dtype = self.cached_keys.dtype
+        keys = keys.reshape(-1, self.dim).astype(dtype)
+        values = values.reshape(-1, self.dim).astype(dtype)
+        keys = ops.scatter_update(self.cached_keys, cache_rows, keys)
+        values = ops.scatter_update(self.cached_values, cache_rows, values)
+        return self.mixed_with_cache(queries, keys, values, mask)
+
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
+        """`queries` [B, queries, D] against the whole cache [B kv S, D] -> mixed [B, queries D]"""
+        slots, length = mask.shape[0], mask.shape[2]
+        keys = keys.reshape(slots * self.kv, length, self.dim)
+        values = values.reshape(slots * self.kv, length, self.dim)
+        queries = queries.reshape(slots * self.kv, self.group, self.dim)
+        scores = self.scores(queries * self.scale, keys)
+        scores = scores.reshape(slots, self.queries, length).astype(ms.float32) + mask
+        weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, length)
+        return self.mix(weights.astype(values.dtype), values).reshape(slots, -1)
+
 
 # Elements of an array that the host works on at once.
 PIECE = 1 << 18
@@ -29,7 +194,7 @@ SPREAD = 256
 SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
-class _AddRmsNorm(nn.Cell):
+class AddRmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.norm = RmsNorm(eps)
@@ -39,7 +204,7 @@ class _AddRmsNorm(nn.Cell):
         return total, self.norm(total, weight)
 
 
-class _Glu(nn.Cell):
+class Glu(nn.Cell):
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.is_silu = activation == "silu"
@@ -55,7 +220,7 @@ class _Glu(nn.Cell):
         return (gate * ops.sigmoid(slope) * up).astype(both.dtype)
 
 
-class _Embedding(nn.Cell):
+class PlainEmbedding(nn.Cell):
     """A token of another shard takes a row as well, times zero: one of many, as thousands that add to one row in the
     gradient would wait for each other.
     """
@@ -78,8 +243,8 @@ class _Embedding(nn.Cell):
         return self.choose(mine, local, spread), mine
 
 
-class _ExactEmbedding(_Embedding):
-    """As _Embedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
+class ExactEmbedding(PlainEmbedding):
+    """As PlainEmbedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         rows, mine = self.rows_of(tokens, table.shape[0])
@@ -87,20 +252,21 @@ class _ExactEmbedding(_Embedding):
         return ops.zeros_like(tokens), ops.unsorted_segment_sum(dout, rows, table.shape[0])
 
 
-class _Pick(nn.Cell):
+class Pick(nn.Cell):
     """Gathers from a float32 copy: the gradient is a sum in the dtype of what is gathered from."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = _Embedding(0)
+        self.rows = PlainEmbedding(0)
 
     def construct(self, picks: Any, x: Any) -> Any:
         return self.rows(picks, x.astype(ms.float32)).astype(x.dtype)
 
 
 class _Vocabulary(nn.Cell):
-    def __init__(self, vocabulary: Vocabulary, width: int) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
+        width = vocabulary.width
         self.scale = vocabulary.scale
         columns = np.arange(width)
         self.padded = vocabulary.real < width
@@ -119,7 +285,7 @@ class _Vocabulary(nn.Cell):
         return ops.equal(ops.expand_dims(labels, 1), self.ids).astype(ms.float32)
 
 
-class _LogProbPieces(_Vocabulary):
+class LogProbStats(_Vocabulary):
     def construct(self, logits: Any, labels: Any) -> Any:
         logits = self.scaled(logits)
         top = logits.max(axis=1, keepdims=True)
@@ -130,7 +296,7 @@ class _LogProbPieces(_Vocabulary):
         return ops.concat((top, total, moment, target), 1)
 
 
-class _LogProbGrad(_Vocabulary):
+class LogProbGrad(_Vocabulary):
     def construct(
         self, logits: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
     ) -> Any:
@@ -142,7 +308,7 @@ class _LogProbGrad(_Vocabulary):
         return gradient.astype(logits.dtype)
 
 
-class _MatMulGradient(nn.Cell):
+class MatMulGradient(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.run = ops.MatMul(transpose_a=True)
@@ -151,83 +317,92 @@ class _MatMulGradient(nn.Cell):
         return self.run(x, dy).astype(ms.float32)
 
 
-class PlainKernels(Kernels):
-    ragged = False
-    has_adamw = False
-    has_slots = False
+def adamw(
+    weight: np.ndarray,
+    gradient: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    numbers: AdamWNumbers,
+) -> None:
+    """See Kernels.adamw; a piece at a time, so that what is computed on the way stays small."""
+    n = numbers
+    for start in range(0, weight.size, PIECE):
+        piece = slice(start, start + PIECE)
+        w, m, v = weight[piece], first[piece], second[piece]
+        g = gradient[piece] * np.float32(n.scale)
+        m *= n.beta1
+        m += (1.0 - n.beta1) * g
+        v *= n.beta2
+        v += (1.0 - n.beta2) * np.square(g)
+        root = np.sqrt(v / (1.0 - n.beta2**n.count)) + n.eps
+        w *= 1.0 - n.lr * n.weight_decay
+        w -= n.lr / (1.0 - n.beta1**n.count) * m / root
+        gradient[piece] = 0.0
 
-    def matmul(self, transpose_b: bool = False) -> Any:
-        return ops.MatMul(transpose_b=transpose_b)
 
-    def matmul_gradient(self) -> Any:
-        return _MatMulGradient()
+class LinearLogProbStats(nn.Cell):
+    """(x [M, H], table [V, H], labels [M]) -> stats [M, 4], by `kernels`' own products and stats of `rows` rows."""
 
-    def rms_norm(self, eps: float) -> nn.Cell:
-        return RmsNorm(eps)
+    def __init__(self, kernels: Any, vocabulary: Vocabulary, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.logits = kernels.matmul(transpose_b=True)
+        self.stats = kernels.log_prob_stats(vocabulary)
 
-    def add_rms_norm(self, eps: float) -> nn.Cell:
-        return _AddRmsNorm(eps)
+    def construct(self, x: Any, table: Any, labels: Any) -> Any:
+        chunks = []
+        before = labels
+        for start in range(0, x.shape[0], self.rows):
+            stop = start + self.rows
+            # One chunk after the other, or the logits of all would be made at once.
+            logits = self.logits(ops.depend(x[start:stop], before), table)
+            before = self.stats(logits, labels[start:stop])
+            chunks.append(before)
+        return ops.concat(chunks, 0)
 
-    def glu(self, activation: Activation) -> nn.Cell:
-        return _Glu(activation)
 
-    def embedding(self, first_token: int) -> nn.Cell:
-        return _Embedding(first_token)
+class LinearLogProbGrad(nn.Cell):
+    """(x, table, labels, log-sum-exp, entropy, dlogp, dentropy) -> (dx, dtable); the logits are made again.
 
-    def exact_embedding(self, first_token: int) -> nn.Cell:
-        return _ExactEmbedding(first_token)
+    A table that is not trained has dtable [1].
+    """
 
-    def pick(self) -> nn.Cell:
-        return _Pick()
+    def __init__(self, kernels: Any, vocabulary: Vocabulary, rows: int, is_trained: bool) -> None:
+        super().__init__()
+        self.rows, self.is_trained = rows, is_trained
+        self.nothing = Tensor([0.0], ms.float32)
+        self.logits = kernels.matmul(transpose_b=True)
+        self.gradient = kernels.log_prob_grad(vocabulary)
+        self.to_x = kernels.matmul()
+        self.to_table = kernels.matmul_gradient()
 
-    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
-        return RopeAndMask(rotary)
-
-    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        return PlainPackedAttention(heads)
-
-    def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        return PlainPrefillAttention(heads, keys, values)
-
-    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        return PlainCachedAttention(heads, keys, values)
-
-    def adamw(
+    def construct(
         self,
-        weight: np.ndarray,
-        gradient: np.ndarray,
-        first: np.ndarray,
-        second: np.ndarray,
-        numbers: AdamWNumbers,
-    ) -> None:
-        n = numbers
-        # A piece at a time, so that what is computed on the way stays small.
-        for start in range(0, weight.size, PIECE):
-            piece = slice(start, start + PIECE)
-            w, m, v = weight[piece], first[piece], second[piece]
-            g = gradient[piece] * np.float32(n.scale)
-            m *= n.beta1
-            m += (1.0 - n.beta1) * g
-            v *= n.beta2
-            v += (1.0 - n.beta2) * np.square(g)
-            root = np.sqrt(v / (1.0 - n.beta2**n.count)) + n.eps
-            w *= 1.0 - n.lr * n.weight_decay
-            w -= n.lr / (1.0 - n.beta1**n.count) * m / root
-            gradient[piece] = 0.0
+        x: Any,
+        table: Any,
+        labels: Any,
+        totals: Any,
+        entropy: Any,
+        dlogp: Any,
+        dentropy: Any,
+    ) -> Any:
+        rows, numbers = self.rows, (totals, entropy, dlogp, dentropy)
+        # Not before its gradient is there: what is made again is not to be kept from the forward pass on.
+        own = ops.depend(x[:rows], dlogp)
+        dx, dtable = self.of_chunk(own, table, labels[:rows], [n[:rows] for n in numbers])
+        chunks = [dx]
+        for start in range(rows, x.shape[0], rows):
+            stop = start + rows
+            before = dtable if self.is_trained else dx
+            own = ops.depend(x[start:stop], before)
+            dx, more = self.of_chunk(
+                own, table, labels[start:stop], [n[start:stop] for n in numbers]
+            )
+            dtable = dtable + more
+            chunks.append(dx)
+        return ops.concat(chunks, 0), dtable
 
-    def square_sum(self, array: np.ndarray) -> float:
-        return float(np.sum(np.square(array, dtype=np.float64)))
-
-    def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
-        return _LogProbPieces(vocabulary, vocabulary.width)
-
-    def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
-        return _LogProbGrad(vocabulary, vocabulary.width)
-
-    def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        return LinearLogProbStats(self, vocabulary, rows)
-
-    def linear_log_prob_grad(
-        self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
-    ) -> nn.Cell:
-        return LinearLogProbGrad(self, vocabulary, rows, is_trained)
+    def of_chunk(self, x: Any, table: Any, labels: Any, numbers: Any) -> Any:
+        dlogits = self.gradient(self.logits(x, table), labels, *numbers)
+        dx = self.to_x(dlogits, table)
+        return dx, self.to_table(dlogits, x) if self.is_trained else self.nothing

@@ -1,11 +1,10 @@
-"""What a backend may offer the generator beside plain operations: samples decoded in slots, without a graph.
+"""What the generator and a backend's kernels hand to each other where samples are decoded in slots, without a graph.
 
-The contract between the kernels, which keep the slots, and rollout/embedded/slots.py, which brings them work.
+native/rollout.py keeps the slots; rollout/embedded/slots.py brings them work.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mindgrpo.backend.dtypes import packed_bytes
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 
 
@@ -57,7 +55,7 @@ class GenerationBatch:
 
     `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
     `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
-    they are known again when they go on; () where none does.
+    they are known again when they continue; () where none does.
     """
 
     prompts: Sequence[np.ndarray]
@@ -118,7 +116,7 @@ class Memory:
     """Views of the generator's pools, of one dim: keys and values; float32 what kernels need while they run, `inputs`
     of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
     each slot and token of this rank. `packed`: LocalModelShape.packed_bytes of bfloat16, where there are any. `parked`:
-    hidden floats for each slot, where samples may go on after they have ended."""
+    hidden floats for each slot, where samples may continue after they have ended."""
 
     cache: np.ndarray
     scratch: np.ndarray
@@ -130,7 +128,7 @@ class Memory:
 
 
 class LayerWeights(NamedTuple):
-    """Letters as in Slots. Norms and biases float32; matrices of the compute dtype."""
+    """Letters as in native/rollout.Slots. Norms and biases float32; matrices of the compute dtype."""
 
     norm: np.ndarray  # [H], before attention
     qkv: np.ndarray  # [H, W]
@@ -154,69 +152,3 @@ class TokenWeights(NamedTuple):
     norm: np.ndarray
     head: np.ndarray
     table: np.ndarray
-
-
-class Slots(ABC):
-    """Letters: H hidden, W a projection's width, D a head's dim, Q heads of queries, I inner, V local vocabulary.
-
-    All ranks of the group make the same calls.
-    """
-
-    # Samples that wait for a slot and rows in use; prefix blocks with no sample left have 0 users.
-    users: np.ndarray
-
-    @abstractmethod
-    def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
-        """Has to be called when weights have changed; they are read where they lie."""
-
-    @abstractmethod
-    def use(self, sampling: SamplingParams) -> None:
-        """Draws by `sampling` from the next batch on.
-
-        Raises ValueError where they have a penalty and those that the slots were made with have none.
-        """
-
-    @abstractmethod
-    def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None: ...
-
-    @abstractmethod
-    def resume(self, batch: GenerationBatch, rows: Sequence[KeptRow], known: np.ndarray) -> None:
-        """Goes on with samples that have ended, from where their keys are; nothing waits and no prompt is computed.
-
-        Columns of `batch.tokens` are counted from a sample's first token in its slot: from `own` up to `known` int32
-        [samples] they hold tokens that are there already, and `limits` count from the same.
-        """
-
-    @abstractmethod
-    def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
-        """Slot and prefix of each sample, once all have ended."""
-
-    @abstractmethod
-    def enqueue(self, sample: int, prefix: int) -> None:
-        """The sample takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
-
-    @abstractmethod
-    def fill(
-        self,
-        tokens: np.ndarray,
-        prefix_blocks: np.ndarray,
-        seen: np.ndarray,
-        start_prefixes: np.ndarray,
-    ) -> None:
-        """Tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which see as
-        many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples of
-        `start_prefixes` int32 [m]."""
-
-    @abstractmethod
-    def decode(self, tokens: int) -> int:
-        """Up to so many tokens of every slot, which the next sample takes when it becomes free; gives the number of
-        samples that are running or waiting."""
-
-    @property
-    @abstractmethod
-    def waiting(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def steps(self) -> tuple[int, int]:
-        """Decode steps of the batch with any row, and rows that they computed."""

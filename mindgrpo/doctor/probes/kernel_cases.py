@@ -14,7 +14,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 ROWS, LENGTH, WIDTH = 2, 48, 64
@@ -42,7 +41,7 @@ class Case:
 
     def is_plain_of(self, kernels: Kernels) -> bool:
         """Whether `kernels` has no computation of its own for it."""
-        return getattr(type(kernels), self.method) is getattr(PlainKernels, self.method)
+        return getattr(type(kernels), self.method) is getattr(Kernels, self.method)
 
 
 class PackedAttention(nn.Cell):

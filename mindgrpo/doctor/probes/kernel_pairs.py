@@ -21,7 +21,6 @@ from mindspore import nn, ops
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.doctor.probes.exact_cases import compare_exactly, exact_cases
 from mindgrpo.doctor.probes.kernel_cases import Case, cases, tensor_of
@@ -106,7 +105,7 @@ def compare(case: Case, fused: Fused) -> Line:
     limit = TOLERANCE[fused.dtype]
     if case.is_plain_of(fused.make()):
         return skipped(check, "there is none: plain operations compute it")
-    plain = results(case, PlainKernels(), fused.dtype, rounded=True)
+    plain = results(case, Kernels(), fused.dtype, rounded=True)
     ours = results(case, fused.make(), fused.dtype, rounded=False)
     worst = difference(ours, plain)
     seen = f"{passes}, differs by {worst:.1e} of the largest value, allowed {limit:.0e}"
@@ -143,7 +142,7 @@ def _native() -> Kernels:
 def kernel_checks(device: str) -> list[tuple[str, Callable[[], Line]]]:
     """(name, what makes its line) of every check on `device`."""
     # What runs compute with there; operations on integers are the same in all kernels.
-    own = Fused("plain", PlainKernels, "float32")
+    own = Fused("plain", Kernels, "float32")
     if device == "Ascend":
         own = fused_of(device)[-1]
     checks: list[tuple[str, Callable[[], Line]]] = []

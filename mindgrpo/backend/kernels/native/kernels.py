@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
-from mindgrpo.backend.kernels.mindspore_ops import PlainKernels
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.library import (
     as_first,
     as_first_two,
@@ -18,7 +18,7 @@ from mindgrpo.backend.kernels.native.library import (
     library,
     operation,
 )
-from mindgrpo.backend.kernels.native.rollout import NativeSlots
+from mindgrpo.backend.kernels.native.rollout import Slots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
@@ -303,7 +303,7 @@ class _Mixed(nn.Cell):
         return mixed
 
 
-class NativeKernels(PlainKernels):
+class NativeKernels(Kernels):
     """Kernels in C; what has none is computed by MindSpore's operations."""
 
     ragged = True
@@ -410,7 +410,5 @@ class NativeKernels(PlainKernels):
         slots: int,
         prompt_rows: int,
         memory: Memory,
-    ) -> NativeSlots:
-        return NativeSlots(
-            model_shape, sampling, rotary, slots, prompt_rows, memory, self.num_parts
-        )
+    ) -> Slots:
+        return Slots(model_shape, sampling, rotary, slots, prompt_rows, memory, self.num_parts)

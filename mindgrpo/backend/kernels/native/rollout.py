@@ -22,7 +22,6 @@ from mindgrpo.backend.kernels.rollout import (
     LayerWeights,
     LocalModelShape,
     Memory,
-    Slots,
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -129,7 +128,13 @@ NOTHING = np.zeros(1, np.float32)
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
 
-class NativeSlots(Slots):
+class Slots:
+    """Samples that are decoded together, a slot each. All ranks of the group make the same calls.
+
+    `users`: samples that wait for a slot and rows in use, by prefix block; those with no sample left have 0 users.
+    Letters: H hidden, W a projection's width, D a head's dim, Q heads of queries, I inner, V local vocabulary.
+    """
+
     def __init__(
         self,
         model_shape: LocalModelShape,
@@ -181,6 +186,7 @@ class NativeSlots(Slots):
         self.users = arrays["users"]
 
     def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
+        """Has to be called when weights have changed; matrices are read where they lie, or packed where products need it."""
         self._weights = []
         for index, weights in enumerate(layers):
             tensors = [NOTHING if array is None else array for array in weights]
@@ -199,6 +205,10 @@ class NativeSlots(Slots):
         call_kernel("bf16_pack_turned", token.head, num_parts, packed_head)
 
     def use(self, sampling: SamplingParams) -> None:
+        """Draws by `sampling` from the next batch on.
+
+        Raises ValueError where they have a penalty and those that the slots were made with have none.
+        """
         if sampling.repetition_penalty != 1.0 and not self._has_seen:
             raise ValueError("these slots have no room for the tokens that a penalty has to know")
         self._table["stops"] = np.array(sampling.stop_ids, np.int32)
@@ -242,6 +252,7 @@ class NativeSlots(Slots):
         return min(self._top_k_of(sampling), self._model_shape.vocabulary.width)
 
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None:
+        """Takes a batch with every slot and prefix block free, and the cache shared out by `layout`."""
         table, heads = self._table, self._model_shape.heads
         positions = (
             layout.slots * layout.slot_size + layout.prefix_blocks * layout.prefix_block_size
@@ -271,6 +282,11 @@ class NativeSlots(Slots):
         table.check_complete()
 
     def resume(self, batch: GenerationBatch, rows: Sequence[KeptRow], known: np.ndarray) -> None:
+        """Continues samples that have ended, from where their keys are; nothing waits and no prompt is computed.
+
+        Columns of `batch.tokens` are counted from a sample's first token in its slot: from `own` up to `known` int32
+        [samples] they hold tokens that are there already, and `limits` count from the same.
+        """
         table, hidden = self._table, self._model_shape.hidden
         numbers = dict.fromkeys(("queue_head", "queue_tail", "steps", "row_steps", "num_free"), 0)
         numbers |= {"longest": batch.tokens.shape[1], "num_rows": len(rows)}
@@ -289,6 +305,7 @@ class NativeSlots(Slots):
         table.check_complete()
 
     def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
+        """Slot and prefix of each sample, once all have ended."""
         columns = (
             self._table[name][: len(batch.limits)] for name in ("sample_slot", "sample_prefix")
         )
@@ -317,6 +334,7 @@ class NativeSlots(Slots):
             self._table[name] = array
 
     def enqueue(self, sample: int, prefix: int) -> None:
+        """The sample takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
         tail = self._table["queue_tail"]
         self._table["queue_sample"][tail[0]] = sample
         self._table["queue_prefix"][tail[0]] = prefix
@@ -330,6 +348,9 @@ class NativeSlots(Slots):
         seen: np.ndarray,
         start_prefixes: np.ndarray,
     ) -> None:
+        """Tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which see as
+        many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples of
+        `start_prefixes` int32 [m]."""
         table = self._table
         table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
         table["prompt_row_seen"][: len(prefix_blocks)] = seen
@@ -338,14 +359,18 @@ class NativeSlots(Slots):
         call_kernel("rollout_prompts", tokens, self._number)
 
     def decode(self, tokens: int) -> int:
+        """Up to so many tokens of every slot, which the next sample takes when it becomes free; gives the number of
+        samples that are running or waiting."""
         left = np.zeros(1, np.int32)
         call_kernel("rollout_decode", np.array([*self._number, tokens], np.int32), left)
         return int(left[0])
 
     @property
     def waiting(self) -> int:
+        """The number of samples that wait for a slot."""
         return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
     def steps(self) -> tuple[int, int]:
+        """Decode steps of the batch with any row, and rows that they computed."""
         return int(self._table["steps"][0]), int(self._table["row_steps"][0])
