@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from mindgrpo.launch.plan import SET_HERE_VARIABLE
-from mindgrpo.rollout.vllm.environment import DEFAULTS, SET_BY_LAUNCHER, child_environment
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import engine_variables
+from mindgrpo.rollout.vllm.environment import SET_BY_LAUNCHER, child_environment
 
 PYTHON = Path("/opt/engine/bin/python")
 
@@ -29,7 +30,7 @@ def test_nothing_of_the_rank_its_launcher_or_its_python_reaches_an_engine() -> N
     }
     ours = child_environment({**of_the_parent, "PATH": "/work/.venv/bin:/usr/bin"}, PYTHON)
     assert sorted(of_the_parent.keys() & ours.keys()) == []
-    assert ours == {"PATH": "/opt/engine/bin:/usr/bin", **DEFAULTS}
+    assert ours == {"PATH": "/opt/engine/bin:/usr/bin", **engine_variables({})}
 
 
 def test_what_the_user_set_reaches_an_engine() -> None:

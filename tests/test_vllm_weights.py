@@ -21,8 +21,8 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Grid
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
-from mindgrpo.rollout.vllm.engine import SharedTensors
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import checksum
+from mindgrpo.rollout.vllm.engine import WeightBucket
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.host_tensors import HostTensors
@@ -61,7 +61,7 @@ class Kept:
     """A TensorSink that keeps a copy of everything."""
 
     def __init__(self, layout: Layout, backend: ThreadBackend) -> None:
-        self.inner = SharedTensors(layout, backend, "float32", self.hand_over)
+        self.inner = WeightBucket(layout, backend, "float32", self.hand_over)
         self.pool, self.host_copies = self.inner.pool, self.inner.host_copies
         self.tensors: dict[str, np.ndarray] = {}
         self.groups: list[list[str]] = []
@@ -159,7 +159,7 @@ def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
 
     backend = ThreadBackend(run_world(1), 0)
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
-        sink = SharedTensors(owners, backend, dtype, lambda _: None)
+        sink = WeightBucket(owners, backend, dtype, lambda _: None)
         assert sink.bucket.num_bytes == largest(itemsize)
         assert sink.pool.num_bytes == largest(4)
         assert len(sink.host_copies) == (1 if dtype == "float32" else 2)
@@ -245,7 +245,7 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dty
             values = values.reshape(shape)
             seen[entry["name"]] = values.T if entry["transposed"] else values
 
-    sink = SharedTensors(owners, backend, dtype, read)
+    sink = WeightBucket(owners, backend, dtype, read)
     TensorStream(source, None, owners, backend, sink).run()
     exact = 0.0 if dtype in ("float32", own) else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     for name, values in source.arrays.hf_views.items():

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = ROOT / "mindgrpo" / "rollout" / "vllm" / "child"
 sys.path.insert(0, str(CHILD))
 
-from mindgrpo_engine.messages import Message, receive, send  # noqa: E402
+from mindgrpo_engine.protocol import Message, receive, send  # noqa: E402
 
 Tensors = dict[str, np.ndarray]
 

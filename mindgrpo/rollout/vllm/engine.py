@@ -24,9 +24,8 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.stats import RolloutStats
-from mindgrpo.rollout.vllm.child.mindgrpo_engine.checksum import checksum
-from mindgrpo.rollout.vllm.child.mindgrpo_engine.messages import Message
-from mindgrpo.rollout.vllm.process import EngineCommand, EngineProcess
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message, checksum
+from mindgrpo.rollout.vllm.process import EngineProcess
 from mindgrpo.rollout.vllm.settings import VllmSettings
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.stream import TensorStream, bucket_size, groups_of
@@ -39,8 +38,8 @@ CONVERTED_AT_ONCE = 1 << 20
 HandOver = Callable[[list[dict[str, Any]]], None]
 
 
-class SharedTensors:
-    """A TensorSink on the ranks that own an engine, and an empty one on the others.
+class WeightBucket:
+    """Memory in which a rank hands weights to its engine, in the engine's dtype: a TensorSink, empty on other ranks.
 
     `hand_over` is called with a group's tensors, as the engine reads them: name, shape, whether it lies in memory
     transposed, offset in bytes and checksum.
@@ -104,18 +103,16 @@ class VllmEngine:
         self._degree = layout.grid.model_parallel
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.grid.first_ranks)
-        self._sink = SharedTensors(self._layout, backend, settings.dtype, self._hand_over)
+        self._sink = WeightBucket(self._layout, backend, settings.dtype, self._hand_over)
         coordinates = layout.grid.coordinates(backend.rank)
         ranks = layout.grid.replica(coordinates.data)
         self._group = backend.group(ranks)
         self._process: EngineProcess | None = None
         self._is_awake = False
         if self._layout.grid.holds(backend.rank):
-            bucket = self._sink.bucket.descriptor
-            seconds = settings.max_start_seconds, settings.max_silence_seconds
-            command = EngineCommand(settings.python, bucket, *seconds)
             environment = {**os.environ, **backend.devices_of(ranks)}
-            self._process = EngineProcess(command, backend.health, environment)
+            bucket = self._sink.bucket.descriptor
+            self._process = EngineProcess(settings, bucket, backend.health, environment)
         # The process gives its memory up and takes it back by itself.
         self.pools: Mapping[str, Sequence[Pool]] = {
             role: [CountedPool(size)] for role, size in settings.memory.items()

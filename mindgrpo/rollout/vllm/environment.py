@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import UserError
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import engine_variables
 
 KEY = "generate_config.vllm.python"
 VARIABLE = "MINDGRPO_VLLM_PYTHON"
@@ -54,15 +55,6 @@ OF_THE_PARENT = re.compile(
 OF_MINDSPORE = re.compile(r"/(site|dist)-packages/mindspore(/|$)")
 # The launcher lists here what it set for ranks where the user had set nothing.
 SET_BY_LAUNCHER = "MINDGRPO_DEFAULTS"
-# What a user sets wins.
-DEFAULTS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself, not in a child of it
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks and engines share the cores
-    "VLLM_NO_USAGE_STATS": "1",
-    "TORCHDYNAMO_DISABLE": "1",  # else the first generation compiles for 15 s
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 class NotInstalled(UserError):
@@ -240,7 +232,7 @@ def child_environment(environment: Mapping[str, str], python: Path) -> dict[str,
             if not any(kept):
                 del ours[name]
     ours["PATH"] = _search_path(environment, python)
-    return ours | {name: value for name, value in DEFAULTS.items() if not ours.get(name)}
+    return ours | engine_variables(ours)
 
 
 def _search_path(environment: Mapping[str, str], python: Path) -> str:

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -23,8 +22,9 @@ from mindgrpo.errors import UserError
 from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
 from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.rollout.vllm.child.mindgrpo_engine.messages import Message, receive, send
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message, receive, send
 from mindgrpo.rollout.vllm.environment import child_environment
+from mindgrpo.rollout.vllm.settings import VllmSettings
 
 CHILD = Path(__file__).with_name("child")
 REAP_SECONDS, END_SECONDS = 0.5, 10.0
@@ -33,7 +33,6 @@ SHARED_MEMORY = Path("/dev/shm")
 # By it the launcher knows the processes that end with its job.
 OF_THE_JOB = "MINDGRPO_STATUS_DIR"
 THREADS = "OMP_NUM_THREADS"
-KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 
 
 class EngineLost(RuntimeError):
@@ -44,58 +43,48 @@ class EngineFailed(RuntimeError):
     """The engine could not do what it was asked."""
 
 
-@dataclass(frozen=True)
-class EngineCommand:
-    """`memory` is the descriptor of the bucket.
-
-    An engine is lost that is not ready after `max_start_seconds`, or later sends nothing for `max_silence_seconds`.
-    """
-
-    python: Path
-    memory: int
-    max_start_seconds: float
-    max_silence_seconds: float
-
-
 class EngineProcess:
     """Begins to start at once; `request` waits for it."""
 
     def __init__(
-        self, command: EngineCommand, health: RankHealth, environment: Mapping[str, str]
+        self,
+        settings: VllmSettings,
+        memory: int,
+        health: RankHealth,
+        environment: Mapping[str, str],
     ) -> None:
+        """`memory` is the descriptor of the bucket of weights, `environment` the rank's, with its replica's devices."""
         self._health = health
         self._log = _open_log(health)
         self._is_asked = self._is_ending = False
         self._left_behind: list[str] = []
         self._socket, other = socket.socketpair()
-        self._socket.settimeout(command.max_start_seconds)
-        self._max_silence = command.max_silence_seconds
+        self._socket.settimeout(settings.max_start_seconds)
+        self._max_silence = settings.max_silence_seconds
         try:
-            self._process = self._start(command, other.fileno(), environment)
+            self._process = self._start(settings.python, memory, other.fileno(), environment)
         finally:
             other.close()
         atexit.register(self._kill)
         health.on_beat(self._check)
 
     def _start(
-        self, command: EngineCommand, descriptor: int, environment: Mapping[str, str]
+        self, python: Path, memory: int, descriptor: int, environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        own = child_environment(environment, command.python)
-        if KV_SPACE not in environment:
-            own.pop(KV_SPACE, None)  # the size is an argument
+        own = child_environment(environment, python)
         own |= {"PYTHONPATH": str(CHILD), "PYTHONSAFEPATH": "1"}
         if THREADS in environment:
             own[THREADS] = environment[THREADS]  # a worker has the cores of its rank
         if self._health.folder is not None:
             own[OF_THE_JOB] = str(self._health.folder)
-        words = ["--socket", str(descriptor), "--memory", str(command.memory)]
+        words = ["--socket", str(descriptor), "--memory", str(memory)]
         return subprocess.Popen(
-            [str(command.python), "-m", "mindgrpo_engine", *words],
+            [str(python), "-m", "mindgrpo_engine", *words],
             env=own,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            pass_fds=(descriptor, command.memory),
+            pass_fds=(descriptor, memory),
             start_new_session=True,
         )
 

@@ -21,6 +21,7 @@ from mindgrpo.rollout.vllm.environment import find_python
 class VllmSettings:
     """`model` is a directory with config.json; `arguments` are vLLM's own, by name.
 
+    An engine is lost that is not ready after `max_start_seconds`, or later sends nothing for `max_silence_seconds`.
     `memory` is what an engine takes on each of its ranks, in bytes by role, for the account.
     """
 

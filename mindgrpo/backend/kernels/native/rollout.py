@@ -186,7 +186,7 @@ class Slots:
         self.users = arrays["users"]
 
     def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
-        """Has to be called when weights have changed; matrices are read where they lie, or packed where products need it."""
+        """Has to be called when weights have changed; they are read where they lie."""
         self._weights = []
         for index, weights in enumerate(layers):
             tensors = [NOTHING if array is None else array for array in weights]

