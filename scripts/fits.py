@@ -69,7 +69,7 @@ def row(case: Case) -> str:
     needs = {need.phase: need.total / 2**30 for need in phase_needs(plan)}
     sizes = " | ".join(f"{needs[phase]:.1f}" for phase in PHASES)
     fit = verdict(loaded, plan)
-    layouts = f"{plan.train.grid} | {plan.infer.grid}"
+    layouts = f"{plan.train.mesh} | {plan.infer.mesh}"
     return f"| {case.size.upper()} | {case.devices} | {layouts} | {sizes} | {said(fit)} |"
 
 

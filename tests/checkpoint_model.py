@@ -12,7 +12,7 @@ from mindgrpo.checkpoint.format import Identity, Manifest, RunState
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.local_weights import Weights
 
@@ -37,10 +37,10 @@ IDENTITY = Identity(
 )
 
 
-def layout(grid: tuple[int, int, int], model: dict[str, Any] = MODEL) -> Layout:
+def layout(mesh: tuple[int, int, int], model: dict[str, Any] = MODEL) -> Layout:
     config = decoder_config(model, "the test's model")
-    stages = layers_of_stage(config.num_hidden_layers, grid[2])
-    return Layout(Grid(*grid), parameter_specs(config), tuple(stages))
+    stages = layers_of_stage(config.num_hidden_layers, mesh[2])
+    return Layout(Mesh(*mesh), parameter_specs(config), tuple(stages))
 
 
 def value(role: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -66,10 +66,10 @@ def manifest_of(stored: dict[str, Any], step: int = 3) -> Manifest:
 
 
 def save(
-    backend: Any, run: Path, grid: tuple[int, int, int], background: bool, step: int = 3
+    backend: Any, run: Path, mesh: tuple[int, int, int], background: bool, step: int = 3
 ) -> Path:
     saver = Saver(run, backend)
-    roles = filled(backend, layout(grid))
+    roles = filled(backend, layout(mesh))
     saver.begin(step, roles, lambda stored: manifest_of(stored, step), background)
     if background:  # what happens after the copy must not reach the file
         for weights in roles.values():

@@ -22,7 +22,7 @@ from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import Request
@@ -92,7 +92,7 @@ def conversations() -> Rollout:
 def policy_of(backend: CpuBackend, loss: LossConfig, shape: MicroShape) -> Policy:
     """The bundled model in float32 at temperature 1."""
     config = read_config(MODEL)
-    layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(config.num_hidden_layers),))
+    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(config.num_hidden_layers),))
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     settings = UpdateSettings(shape, LENGTH, 1.0, KEEP_ALL, loss, 1.0, adamw)
     policy = Policy(config, layout, backend, settings)
@@ -101,8 +101,8 @@ def policy_of(backend: CpuBackend, loss: LossConfig, shape: MicroShape) -> Polic
 
 
 def log_probs(policy: Policy, rollout: Rollout) -> list[np.ndarray]:
-    grid = policy.weights.layout.grid
-    return compute_log_probs(policy.pipeline, grid, policy.backend, PackedRollout(rollout))
+    mesh = policy.weights.layout.mesh
+    return compute_log_probs(policy.pipeline, mesh, policy.backend, PackedRollout(rollout))
 
 
 def batch_of(rollout: Rollout, logps: Arrays) -> TrainBatch:

@@ -16,7 +16,7 @@ from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -43,7 +43,7 @@ CONFIG = decoder_config(
     },
     "here",
 )
-LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(2),))
 
 WITH_C = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 KERNELS = ["plain", pytest.param("native", marks=WITH_C)]

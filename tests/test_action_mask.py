@@ -133,7 +133,7 @@ def policy_of() -> Made:
 
 def log_probs(policy: Policy) -> list[np.ndarray]:
     packed = PackedRollout(rollout())
-    return compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+    return compute_log_probs(policy.pipeline, LAYOUT.mesh, policy.backend, packed)
 
 
 @pytest.mark.parametrize("per_row", [None, 1])

@@ -23,15 +23,15 @@ from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.shards import Chunk, by_rows, copy, cut, plan_chunks, values_digest
 from mindgrpo.parallel.sharding import Box
 
-GRIDS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
+MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 
 
 def bits(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def load_and_compare(backend: Any, folder: Path, grid: tuple[int, int, int]) -> dict[str, str]:
-    roles = filled(backend, layout(grid), empty=True)
+def load_and_compare(backend: Any, folder: Path, mesh: tuple[int, int, int]) -> dict[str, str]:
+    roles = filled(backend, layout(mesh), empty=True)
     manifest = read_manifest(folder)
     check_tensors(folder, manifest, roles)
     for role, weights in roles.items():
@@ -44,15 +44,15 @@ def load_and_compare(backend: Any, folder: Path, grid: tuple[int, int, int]) -> 
     return {role: values_digest(weights, backend) for role, weights in roles.items()}
 
 
-@pytest.mark.parametrize("saved", GRIDS, ids=str)
+@pytest.mark.parametrize("saved", MESHES, ids=str)
 def test_a_checkpoint_of_any_layout_loads_into_every_other_bit_for_bit(
     saved: tuple[int, int, int], tmp_path: Path
 ) -> None:
     folder = run(np.prod(saved), save, tmp_path, saved, saved[0] == 1)[0]
     told = read_manifest(folder).sums
-    for grid in GRIDS:
-        digests = run(int(np.prod(grid)), load_and_compare, folder, grid)
-        assert all(digest == told for digest in digests), grid
+    for mesh in MESHES:
+        digests = run(int(np.prod(mesh)), load_and_compare, folder, mesh)
+        assert all(digest == told for digest in digests), mesh
 
 
 def test_its_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
@@ -70,9 +70,9 @@ def test_its_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
 
 
 def test_every_element_is_written_once_and_by_a_rank_that_holds_it() -> None:
-    for grid, chunk_bytes in product(GRIDS, (1, 400, 1 << 20)):
-        place = layout(grid)
-        plan = plan_chunks({"policy": place, "first": place}, place.grid.size, chunk_bytes)
+    for mesh, chunk_bytes in product(MESHES, (1, 400, 1 << 20)):
+        place = layout(mesh)
+        plan = plan_chunks({"policy": place, "first": place}, place.mesh.size, chunk_bytes)
         seen = {
             (role, spec.name): np.zeros(spec.shape, int)
             for role in ("policy", "first")

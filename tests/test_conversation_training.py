@@ -91,8 +91,8 @@ def trained(policy: Policy, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch) 
 def linear(policy: Policy, rollout: Rollout, slopes: list[np.ndarray]) -> dict[str, np.ndarray]:
     """The gradient of sum_t slope_t logp_t: at ratio 1 a token's term has the slope -weight * advantage."""
     policy.clear_gradients()
-    grid = policy.weights.layout.grid
-    batches = PackedRollout(rollout).micro_batches(policy.settings.shape, grid.data_parallel, 0)
+    mesh = policy.weights.layout.mesh
+    batches = PackedRollout(rollout).micro_batches(policy.settings.shape, mesh.data_parallel, 0)
 
     def inputs(micro: MicroBatch) -> tuple[np.ndarray, ...]:
         zeros = np.zeros(micro.picks.size, np.float32)

@@ -25,7 +25,7 @@ from mindgrpo.models.families import FAMILIES, PRE_NORMS, BlockNorms, Family
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options, notices
@@ -98,7 +98,7 @@ class Model:
     def __init__(self, config: DecoderConfig, backend: Backend) -> None:
         layers = range(config.num_hidden_layers)
         self.layout, self.backend = (
-            Layout(Grid(1, 1, 1), parameter_specs(config), (layers,)),
+            Layout(Mesh(1, 1, 1), parameter_specs(config), (layers,)),
             backend,
         )
         room = KVCacheConfig(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)
@@ -128,7 +128,7 @@ class Model:
             [i for i, request in enumerate(requests) for _ in request.samples],
         )
         packed = PackedRollout(rollout)
-        return compute_log_probs(self.pipeline, self.layout.grid, self.backend, packed)
+        return compute_log_probs(self.pipeline, self.layout.mesh, self.backend, packed)
 
 
 @pytest.fixture(scope="module")

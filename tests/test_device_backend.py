@@ -38,7 +38,7 @@ from mindgrpo.backend.targets import choose_target
 from mindgrpo.memory.residency import Location, Residency
 from mindgrpo.models.lora import fill_adapters, merge
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -285,7 +285,7 @@ def test_adapters_are_merged_and_references_mixed_as_on_the_host(
     device: Backend, host: Backend
 ) -> None:
     lora = LoraSettings(3, 6.0, TARGETS)
-    small = Layout(Grid(1, 1, 1), adapter_specs(LAYOUT.specs, lora), LAYOUT.stage_layers)
+    small = Layout(Mesh(1, 1, 1), adapter_specs(LAYOUT.specs, lora), LAYOUT.stage_layers)
     results = []
     for backend in (device, host):
         weights, adapters = Weights(LAYOUT, 0, backend), Weights(small, 0, backend, "adapters")

@@ -29,7 +29,7 @@ from small_generators import (
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.cli.eval import grid_for
+from mindgrpo.cli.eval import mesh_for
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
 from mindgrpo.config.command_line import configuration_words, parse_evaluation
@@ -83,7 +83,7 @@ def evaluator() -> Evaluator:
     kind = "plain" if library_path() is None else "native"
     generator = generator_with(random_weights(backend), backend, kernels_named(kind))
     scorer = RolloutScorer(Parity(), Words(), backend)  # type: ignore[arg-type]
-    return Evaluator(Replicas(generator, LAYOUT.grid, backend), scorer, SEED)
+    return Evaluator(Replicas(generator, LAYOUT.mesh, backend), scorer, SEED)
 
 
 def asked() -> list[Asked]:
@@ -313,7 +313,7 @@ def test_a_launcher_finds_the_configuration_behind_the_verb() -> None:
 def test_an_evaluation_uses_all_ranks_whatever_the_run_used(
     ways: int, ranks: int, expected: tuple[int, int]
 ) -> None:
-    found = grid_for(GenerateParallelConfig(data_parallel=2, model_parallel=ways), ranks)
+    found = mesh_for(GenerateParallelConfig(data_parallel=2, model_parallel=ways), ranks)
     assert (found.data_parallel, found.model_parallel) == expected
 
 

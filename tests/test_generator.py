@@ -93,7 +93,7 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
             [completion.logps for completion in completions],
             [i for i, request in enumerate(requests) for _ in request.samples],
         )
-        return compute_log_probs(pipeline, LAYOUT.grid, backend, PackedRollout(rollout))
+        return compute_log_probs(pipeline, LAYOUT.mesh, backend, PackedRollout(rollout))
 
     return of
 

@@ -27,7 +27,7 @@ from mindgrpo.models.lora_specs import (
     adapter_specs,
 )
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.hf_export import export_adapters
@@ -50,7 +50,7 @@ def policy_with(backend: CpuBackend, targets: tuple[str, ...], random_b: bool = 
 
 def log_probs_of(policy: Policy) -> list[np.ndarray]:
     packed = PackedRollout(batch().rollout)
-    return compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+    return compute_log_probs(policy.pipeline, LAYOUT.mesh, policy.backend, packed)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
 
 def test_adapters_are_cut_where_their_matrix_is() -> None:
     specs = parameter_specs(CONFIG)
-    layout = Layout(Grid(1, 2, 1), specs, (range(2),))
+    layout = Layout(Mesh(1, 2, 1), specs, (range(2),))
     adapters = replace(layout, specs=adapter_specs(specs, LoraSettings(3, 3.0, TARGETS)))
     for spec in adapters.specs:
         base = spec.name.replace(".lora_A", "").replace(".lora_B", "")

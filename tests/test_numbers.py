@@ -15,7 +15,7 @@ from mindgrpo.backend.rank_consistency import RanksDisagree, check_alike, differ
 from mindgrpo.grpo.outcome import step_digests
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
@@ -131,7 +131,7 @@ def weights_of(degrees: tuple[int, int, int], seed: int = 5) -> list[Weights]:
     """Of every rank, filled alike."""
     data, model, stages = degrees
     layers = tuple(layers_of_stage(CONFIG.num_hidden_layers, stages))
-    layout = Layout(Grid(data, model, stages), parameter_specs(CONFIG), layers)
+    layout = Layout(Mesh(data, model, stages), parameter_specs(CONFIG), layers)
     made = []
     for rank in range(data * model * stages):
         weights = Weights(layout, rank, CpuBackend({}))

@@ -15,7 +15,7 @@ from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.weights.local_weights import Weights
@@ -38,7 +38,7 @@ class Setting:
 
     def __init__(self, backend: str, kernels: Kernels, on_host: bool) -> None:
         config = decoder_config(RAW, "here")
-        layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(2),))
+        layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(2),))
         self.backend = made = connect(choose_target("CPU", backend), {})
         made.kernels = kernels
         self.weights = Weights(layout, 0, made)

@@ -35,7 +35,7 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.conversations import Conversations
@@ -50,7 +50,7 @@ from mindgrpo.weights.pretrained import fill_random
 
 GROUP, MAX_PROMPT, MAX_TOKENS, ROW = 4, 44, 48, 256
 CONFIG = decoder_config(MODEL, "here")
-LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(CONFIG.num_hidden_layers),))
+LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(CONFIG.num_hidden_layers),))
 LOSS = LossConfig(beta=0.05)
 PACKED, ALONE = MicroShape(1, ROW), MicroShape(1, ROW, 1)
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, stop_ids=tuple(range(0, 384, 5)))
@@ -165,7 +165,7 @@ def draw(backend: CpuBackend) -> Draw:
             tokenizer, suffix, turns, 2, PromptForm(tokenizer, MAX_PROMPT)
         )
         asked: Any = engine if shares else OneByOne(engine)
-        replicas = Replicas(asked, Grid(1, 1), backend, conversations)
+        replicas = Replicas(asked, Mesh(1, 1), backend, conversations)
         rollout = replicas.generate(
             rows,
             GROUP,

@@ -23,7 +23,7 @@ from mindgrpo.models.decoder import Recompute, Stage
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Shard
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
@@ -61,7 +61,7 @@ PARTS = [None, pytest.param(1, marks=WITH_AVX512)]
 def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
     """How often the compiled backward pass makes a product of each shape."""
     config = decoder_config(RAW, "here")
-    layout = Layout(Grid(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
+    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
     backend = CpuBackend({}, num_parts=num_parts)
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)

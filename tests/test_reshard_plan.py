@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import (
     Box,
     Layout,
@@ -32,15 +32,15 @@ Weights = dict[str, NDArray[np.float32]]
 # Worlds of 4 have no kind of pair that those of 2 and 8 lack.
 WORLDS = (1, 2, 8)
 DEGREES = (1, 2, 4, 8)
-TRAIN_GRIDS = [
-    Grid(size // (mp * pp), mp, pp)
+TRAIN_MESHES = [
+    Mesh(size // (mp * pp), mp, pp)
     for size in WORLDS
     for pp in DEGREES
     for mp in DEGREES
     if size % (mp * pp) == 0
 ]
-INFER_GRIDS = [grid for grid in TRAIN_GRIDS if grid.pipeline_stage == 1]
-PAIRS = [(train, infer) for train in TRAIN_GRIDS for infer in INFER_GRIDS]
+INFER_MESHES = [mesh for mesh in TRAIN_MESHES if mesh.pipeline_stage == 1]
+PAIRS = [(train, infer) for train in TRAIN_MESHES for infer in INFER_MESHES]
 
 
 def decoder_specs(
@@ -89,19 +89,19 @@ def decoder_specs(
 
 
 @lru_cache
-def layouts(source: Grid, target: Grid, tied: bool = False) -> tuple[Layout, Layout]:
+def layouts(source: Mesh, target: Mesh, tied: bool = False) -> tuple[Layout, Layout]:
     """Five layers, so that stages are uneven; nine where eight stages need one each."""
     num_layers = 9 if max(source.pipeline_stage, target.pipeline_stage) == 8 else 5
     specs = decoder_specs(num_layers, tied=tied)
     made = [
-        Layout(grid, specs, tuple(layers_of_stage(num_layers, grid.pipeline_stage)))
-        for grid in (source, target)
+        Layout(mesh, specs, tuple(layers_of_stage(num_layers, mesh.pipeline_stage)))
+        for mesh in (source, target)
     ]
     return made[0], made[1]
 
 
 @lru_cache
-def planned(source: Grid, target: Grid, tied: bool = False) -> Plan:
+def planned(source: Mesh, target: Mesh, tied: bool = False) -> Plan:
     return plan_reshard(*layouts(source, target, tied))
 
 
@@ -201,19 +201,19 @@ def pair_id(value: object) -> str:
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_the_target_gets_exactly_its_cut(train: Grid, infer: Grid) -> None:
+def test_the_target_gets_exactly_its_cut(train: Mesh, infer: Mesh) -> None:
     for source, target in ((train, infer), (infer, train)):
         run_moves(planned(source, target))
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_tied_embeddings_reach_both_ends(train: Grid, infer: Grid) -> None:
+def test_tied_embeddings_reach_both_ends(train: Mesh, infer: Mesh) -> None:
     for source, target in ((train, infer), (infer, train)):
         run_moves(planned(source, target, tied=True))
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_rounds_carry_the_same_through_small_buckets(train: Grid, infer: Grid) -> None:
+def test_rounds_carry_the_same_through_small_buckets(train: Mesh, infer: Mesh) -> None:
     for bucket_bytes in (64, 333, 1 << 20):
         plan = planned(train, infer, tied=bucket_bytes == 333)
         num_rounds = run_rounds(plan, bucket_bytes)
@@ -222,7 +222,7 @@ def test_rounds_carry_the_same_through_small_buckets(train: Grid, infer: Grid) -
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_no_byte_moves_that_need_not(train: Grid, infer: Grid) -> None:
+def test_no_byte_moves_that_need_not(train: Mesh, infer: Mesh) -> None:
     for source, target in (layouts(train, infer), layouts(infer, train)):
         plan = plan_reshard(source, target, itemsize=2)
         missing = 0
@@ -240,7 +240,7 @@ def test_no_byte_moves_that_need_not(train: Grid, infer: Grid) -> None:
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_what_a_rank_holds_is_never_sent_to_it(train: Grid, infer: Grid) -> None:
+def test_what_a_rank_holds_is_never_sent_to_it(train: Mesh, infer: Mesh) -> None:
     for plan in (planned(train, infer), planned(infer, train)):
         for rank in range(plan.num_ranks):
             held = plan.source.held_by(rank)
@@ -249,7 +249,7 @@ def test_what_a_rank_holds_is_never_sent_to_it(train: Grid, infer: Grid) -> None
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_senders_and_receivers_tell_of_the_same_moves(train: Grid, infer: Grid) -> None:
+def test_senders_and_receivers_tell_of_the_same_moves(train: Mesh, infer: Mesh) -> None:
     plan = planned(train, infer)
     sent: Counter[Move] = Counter()
     received: Counter[Move] = Counter()
@@ -267,16 +267,16 @@ def test_senders_and_receivers_tell_of_the_same_moves(train: Grid, infer: Grid) 
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_ranks_that_hold_the_same_send_alike(train: Grid, infer: Grid) -> None:
+def test_ranks_that_hold_the_same_send_alike(train: Mesh, infer: Mesh) -> None:
     for plan in (planned(train, infer), planned(infer, train)):
         largest = max(part.size for part in plan.segments) * plan.itemsize
-        for rank in range(plan.source.grid.size):
-            loads = [plan.sent_bytes(other) for other in plan.source.grid.data_group(rank)]
+        for rank in range(plan.source.mesh.size):
+            loads = [plan.sent_bytes(other) for other in plan.source.mesh.data_group(rank)]
             assert max(loads) - min(loads) <= largest
 
 
 @pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
-def test_the_same_layouts_give_the_same_plan_and_rounds(train: Grid, infer: Grid) -> None:
+def test_the_same_layouts_give_the_same_plan_and_rounds(train: Mesh, infer: Mesh) -> None:
     one = plan_reshard(*layouts(train, infer))
     layouts.cache_clear()
     other = plan_reshard(*layouts(train, infer))
@@ -287,9 +287,9 @@ def test_the_same_layouts_give_the_same_plan_and_rounds(train: Grid, infer: Grid
 
 @pytest.mark.parametrize(
     "train, infer",
-    [(Grid(1, 4, 2), Grid(2, 4)), (Grid(4, 2), Grid(1, 8)), (Grid(1, 1), Grid(8, 1))],
+    [(Mesh(1, 4, 2), Mesh(2, 4)), (Mesh(4, 2), Mesh(1, 8)), (Mesh(1, 1), Mesh(8, 1))],
 )
-def test_a_rank_sees_its_own_pieces_of_the_same_rounds(train: Grid, infer: Grid) -> None:
+def test_a_rank_sees_its_own_pieces_of_the_same_rounds(train: Mesh, infer: Mesh) -> None:
     plan = planned(train, infer)
     everything = rounds(plan, 96)
     for rank in range(plan.num_ranks):
@@ -302,14 +302,14 @@ def test_a_rank_sees_its_own_pieces_of_the_same_rounds(train: Grid, infer: Grid)
 
 
 def test_a_part_for_many_stands_in_the_bucket_once() -> None:
-    plan = planned(Grid(1, 1), Grid(8, 1))
+    plan = planned(Mesh(1, 1), Mesh(8, 1))
     (pieces,) = rounds(plan, sum(part.size for part in plan.segments) * 4)
     assert len({(piece.move.name, piece.sender_offset) for piece in pieces}) == len(plan.segments)
     assert len(pieces) == 7 * len(plan.segments)
 
 
 def test_the_design_layout_keeps_its_stage_and_fetches_the_other() -> None:
-    source, target = layouts(Grid(1, 4, 2), Grid(2, 4))
+    source, target = layouts(Mesh(1, 4, 2), Mesh(2, 4))
     plan = plan_reshard(source, target)
     for rank in range(8):
         want, have = target.held_by(rank).keys(), source.held_by(rank).keys()
@@ -321,7 +321,7 @@ def test_parts_that_are_cut_along_different_dims_meet() -> None:
     rows = ParameterSpec("w", (7, 10), 0, position="first", decay=True)
     columns = replace(rows, dim=1)
     source, target = (
-        Layout(Grid(2, 4), (spec,), (range(1),)) for spec in (rows, columns)
+        Layout(Mesh(2, 4), (spec,), (range(1),)) for spec in (rows, columns)
     )  # fmt: skip
     plan = plan_reshard(source, target)
     run_moves(plan)
@@ -333,7 +333,7 @@ def test_scalars_and_empty_models_are_carried() -> None:
     scalar = (ParameterSpec("s", (), None, position="first", decay=False),)
     for specs in (scalar, ()):
         plan = plan_reshard(
-            Layout(Grid(1, 1), specs, (range(1),)), Layout(Grid(1, 4), specs, (range(1),))
+            Layout(Mesh(1, 1), specs, (range(1),)), Layout(Mesh(1, 4), specs, (range(1),))
         )
         run_moves(plan)
         assert len(rounds(plan, 4)) == len(specs)
@@ -350,7 +350,7 @@ def with_moves(plan: Plan, rows: NDArray[np.int64]) -> Plan:
 
 
 def test_a_move_left_out_or_doubled_does_not_pass_the_simulation() -> None:
-    plan = planned(Grid(1, 4, 2), Grid(2, 4))
+    plan = planned(Mesh(1, 4, 2), Mesh(2, 4))
     last = len(plan.part_of_move) - 1
     shorter = with_moves(plan, np.arange(last))
     longer = with_moves(plan, np.append(np.arange(last + 1), last))
@@ -361,7 +361,7 @@ def test_a_move_left_out_or_doubled_does_not_pass_the_simulation() -> None:
 
 
 def test_layouts_of_different_models_are_refused() -> None:
-    source, target = layouts(Grid(1, 1), Grid(1, 2))
+    source, target = layouts(Mesh(1, 1), Mesh(1, 2))
     fewer = replace(target, specs=target.specs[:-1])
     wider = replace(target, specs=(replace(target.specs[0], shape=(14, 6)), *target.specs[1:]))
     with pytest.raises(UserError, match=r"lm_head\.weight has the shape .* None in DP1/MP2"):
@@ -373,7 +373,7 @@ def test_layouts_of_different_models_are_refused() -> None:
 
 
 def test_a_bucket_smaller_than_a_row_is_refused_with_the_size_that_would_do() -> None:
-    plan = planned(Grid(1, 1), Grid(2, 1))
+    plan = planned(Mesh(1, 1), Mesh(2, 1))
     with pytest.raises(UserError, match="bucket of 60 bytes") as refusal:
         rounds(plan, 60)
     enough = int(re.findall(r"to (\d+) bytes", str(refusal.value))[0])
@@ -382,7 +382,7 @@ def test_a_bucket_smaller_than_a_row_is_refused_with_the_size_that_would_do() ->
 
 def test_a_72b_model_on_1024_ranks_can_be_planned() -> None:
     specs = decoder_specs(80, 8192, 64, 8, 128, 29568, 152064)
-    train, infer = Grid(8, 8, 16), Grid(128, 8)
+    train, infer = Mesh(8, 8, 16), Mesh(128, 8)
     source = Layout(train, specs, tuple(layers_of_stage(80, 16)))
     plan = plan_reshard(source, Layout(infer, specs, (range(80),)), itemsize=2)
     assert plan.bytes_moved == plan.lower_bound

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import (
     Box,
     Layout,
@@ -192,21 +192,21 @@ def test_places_become_stages() -> None:
         stages_of(spec_of((2,), None, position=5), stage_layers)
 
 
-def small_layout(grid: Grid) -> Layout:
+def small_layout(mesh: Mesh) -> Layout:
     specs = (
         spec_of((13, 6), 0, position="first_and_last", name="embedding"),
         *(spec_of((4, 6), 0, 2, True, position=i, name=f"key.{i}") for i in range(5)),
         spec_of((6,), None, position="last", name="norm"),
     )
-    return Layout(grid, specs, tuple(layers_of_stage(5, grid.pipeline_stage)))
+    return Layout(mesh, specs, tuple(layers_of_stage(5, mesh.pipeline_stage)))
 
 
-@pytest.mark.parametrize("grid", [Grid(1, 1), Grid(2, 2, 2), Grid(1, 8), Grid(1, 4, 5)], ids=str)
-def test_held_by_and_holders_tell_the_same(grid: Grid) -> None:
-    layout = small_layout(grid)
+@pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(2, 2, 2), Mesh(1, 8), Mesh(1, 4, 5)], ids=str)
+def test_held_by_and_holders_tell_the_same(mesh: Mesh) -> None:
+    layout = small_layout(mesh)
     held = {
         (spec.name, rank): box
-        for rank in range(grid.size + 3)
+        for rank in range(mesh.size + 3)
         for spec in layout.specs
         for name, box in layout.held_by(rank).items()
         if name == spec.name
@@ -214,31 +214,31 @@ def test_held_by_and_holders_tell_the_same(grid: Grid) -> None:
     told = {(s.name, rank): box for s in layout.specs for rank, box in layout.holders(s.name)}
     assert held == told
     for (name, rank), box in held.items():
-        at = grid.coordinates(rank)
+        at = mesh.coordinates(rank)
         spec = layout.by_name[name]
-        assert box == box_of(spec, grid.model_parallel, at.model) and box.size
+        assert box == box_of(spec, mesh.model_parallel, at.model) and box.size
         assert at.stage in stages_of(spec, layout.stage_layers)
 
 
 def test_one_replica_holds_everything() -> None:
-    layout = small_layout(Grid(2, 2, 2))
+    layout = small_layout(Mesh(2, 2, 2))
     for data in range(2):
         for spec in layout.specs:
             seen = np.zeros(spec.shape, int)
-            for rank in layout.grid.replica(data):
+            for rank in layout.mesh.replica(data):
                 if spec.name in layout.held_by(rank):
                     seen[layout.held_by(rank)[spec.name].slices] += 1
             assert seen.min() >= 1
 
 
-def test_ranks_off_the_grid_and_empty_shares_hold_nothing() -> None:
-    layout = small_layout(Grid(1, 8))
+def test_ranks_off_the_mesh_and_empty_shares_hold_nothing() -> None:
+    layout = small_layout(Mesh(1, 8))
     assert layout.held_by(8) == {}
     assert "embedding" not in layout.held_by(7) and "norm" in layout.held_by(7)
     assert sum(box.size for box in layout.held_by(7).values()) == 5 * 2 * 6 + 6
 
 
 def test_what_a_caller_does_to_the_answer_does_not_change_the_layout() -> None:
-    layout = small_layout(Grid(1, 2))
+    layout = small_layout(Mesh(1, 2))
     layout.held_by(0).clear()
     assert layout.held_by(0)

@@ -20,7 +20,7 @@ from mindgrpo.grpo.outcome import Resampling
 from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import Request, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
@@ -102,7 +102,7 @@ def collected(
     engine, task = Engine(), Task(len(rewards[0]) // GROUP, rewards, texts)
     settings = StepSettings(GROUP, SEED, SAMPLING, AdvantageConfig(GROUP), resampling_rounds=rounds)
     roles = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
-    replicas = Replicas(engine, Grid(1, 1), Alone())  # type: ignore[arg-type]
+    replicas = Replicas(engine, Mesh(1, 1), Alone())  # type: ignore[arg-type]
     stepper = Stepper(settings, roles, replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
     return *stepper.collect(STEP), task, engine
 

@@ -24,7 +24,7 @@ from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
@@ -43,7 +43,7 @@ CONFIG = decoder_config(
     },
     "here",
 )
-LAYOUT = Layout(Grid(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(2),))
 # An eps well above rounding: Adam's first step would make noise in a zero gradient as large as any other.
 SETTINGS = UpdateSettings(
     shape=MicroShape(2, 24),
@@ -331,7 +331,7 @@ def test_log_probs_and_updates_of_a_step_pack_its_rollout_once(
     policy, given, calls = policy_of(SETTINGS), batch(), []
     monkeypatch.setattr(packing, "pack", lambda *arguments: calls.append(1) or pack(*arguments))
     packed = PackedRollout(given.rollout)
-    logps = compute_log_probs(policy.pipeline, LAYOUT.grid, policy.backend, packed)
+    logps = compute_log_probs(policy.pipeline, LAYOUT.mesh, policy.backend, packed)
     for _ in range(2):
         given = replace(given, old_logps=logps)
         update(policy, given, packed, range(len(given)), 1e-2)

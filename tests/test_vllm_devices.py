@@ -23,7 +23,7 @@ from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import make_engine
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm import process
 from mindgrpo.rollout.vllm.process import EngineFailed, EngineProcess
@@ -66,16 +66,16 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def started(
-    folder: Path, events: list[str], *words: str, rank: int = 0, grid: Grid | None = None
+    folder: Path, events: list[str], *words: str, rank: int = 0, mesh: Mesh | None = None
 ) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """An engine of a run on NPUs, with what its process was started with: request and variables."""
     paths = ("--generate_config.vllm.python", sys.executable, "--actor_config.load", str(folder))
     config = load_config(EXAMPLE, [*ON_NPUS, *paths, *words]).config
     backend = DeviceBackend(Npu(events), dict(os.environ))
     layout = LAYOUT
-    if grid is not None:
-        layout = Layout(grid, parameter_specs(CONFIG), (range(2),))
-        backend.rank, backend.world_size = rank, grid.size
+    if mesh is not None:
+        layout = Layout(mesh, parameter_specs(CONFIG), (range(2),))
+        backend.rank, backend.world_size = rank, mesh.size
         # Of its other ranks there are no processes here.
         backend._name_of = lambda ranks: ""  # type: ignore[method-assign]
     engine = make_engine(config, CONFIG, layout, backend, SETTINGS, room_of(4, 2))
@@ -128,7 +128,7 @@ def test_each_engine_sees_the_devices_of_its_replicas_ranks(
     monkeypatch.delenv(VARIABLE, raising=False)
     if outer is not None:
         monkeypatch.setenv(VARIABLE, outer)
-    engine, request, variables = started(tmp_path, events, rank=rank, grid=Grid(2, 2))
+    engine, request, variables = started(tmp_path, events, rank=rank, mesh=Mesh(2, 2))
     engine.close()
     assert request["tensor_parallel"] == 2
     assert variables[VARIABLE] == own
@@ -139,12 +139,12 @@ def test_devices_are_counted_from_a_hosts_first_rank_and_an_engine_has_one_host(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv("MINDGRPO_RANKS_PER_HOST", "4")
-    engine, _, variables = started(tmp_path, events, rank=6, grid=Grid(4, 2))
+    engine, _, variables = started(tmp_path, events, rank=6, mesh=Mesh(4, 2))
     engine.close()
     assert variables[VARIABLE] == "2,3"
     monkeypatch.setenv("MINDGRPO_RANKS_PER_HOST", "1")
     with pytest.raises(UserError, match=r"model_parallel is 2, .* ranks 0 to 1, of several hosts"):
-        started(tmp_path, events, rank=0, grid=Grid(2, 2))
+        started(tmp_path, events, rank=0, mesh=Mesh(2, 2))
 
 
 def test_memory_that_training_keeps_is_given_back_before_an_engine_starts_or_wakes(

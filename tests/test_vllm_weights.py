@@ -19,7 +19,7 @@ from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_names, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import checksum
 from mindgrpo.rollout.vllm.engine import WeightBucket
@@ -49,12 +49,12 @@ def model(tied: bool) -> DecoderConfig:
 
 
 def owners_layout(layout: Layout) -> Layout:
-    return layout.whole_on(layout.grid.first_ranks)
+    return layout.whole_on(layout.mesh.first_ranks)
 
 
-def layout(config: DecoderConfig, grid: Grid) -> Layout:
-    stages = layers_of_stage(NUM_LAYERS, grid.pipeline_stage)
-    return Layout(grid, parameter_specs(config), tuple(stages))
+def layout(config: DecoderConfig, mesh: Mesh) -> Layout:
+    stages = layers_of_stage(NUM_LAYERS, mesh.pipeline_stage)
+    return Layout(mesh, parameter_specs(config), tuple(stages))
 
 
 class Kept:
@@ -75,7 +75,7 @@ class Kept:
 
 
 def whole_model(config: DecoderConfig) -> dict[str, np.ndarray]:
-    alone = layout(config, Grid(1, 1, 1))
+    alone = layout(config, Mesh(1, 1, 1))
     weights = Weights(alone, 0, ThreadBackend(run_world(1), 0))
     fill_random(weights, seed=3)
     return {name: view.copy() for name, view in weights.arrays.hf_views.items()}
@@ -87,11 +87,11 @@ def run_world(size: int):
     return World(size)
 
 
-def streamed(backend: ThreadBackend, config: DecoderConfig, grids: tuple[Grid, Grid]):
+def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, Mesh]):
     """The tensors that each rank's sink took, its groups, and whether sums agree with the policy's."""
-    source = Weights(layout(config, grids[0]), backend.rank, backend, "policy", shared=True)
+    source = Weights(layout(config, meshes[0]), backend.rank, backend, "policy", shared=True)
     fill_random(source, seed=3)
-    owners = owners_layout(layout(config, grids[1]))
+    owners = owners_layout(layout(config, meshes[1]))
     sink = Kept(owners, backend)
     stream = TensorStream(source, None, owners, backend, sink)
     assert not stream.has_sums
@@ -104,23 +104,23 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, grids: tuple[Grid, G
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "grids",
+    "meshes",
     [
-        (Grid(1, 1, 1), Grid(1, 1, 1)),
-        (Grid(1, 2, 2), Grid(2, 2, 1)),
-        (Grid(1, 4, 1), Grid(4, 1, 1)),
-        (Grid(2, 1, 2), Grid(1, 4, 1)),
+        (Mesh(1, 1, 1), Mesh(1, 1, 1)),
+        (Mesh(1, 2, 2), Mesh(2, 2, 1)),
+        (Mesh(1, 4, 1), Mesh(4, 1, 1)),
+        (Mesh(2, 1, 2), Mesh(1, 4, 1)),
     ],
     ids=str,
 )
 def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
-    grids: tuple[Grid, Grid], tied: bool
+    meshes: tuple[Mesh, Mesh], tied: bool
 ) -> None:
     config = model(tied)
     expected = whole_model(config)
-    by_rank = run(grids[0].size, streamed, config, grids)
+    by_rank = run(meshes[0].size, streamed, config, meshes)
     for rank, (tensors, groups, _) in enumerate(by_rank):
-        if rank % grids[1].model_parallel:
+        if rank % meshes[1].model_parallel:
             assert not tensors and not groups
             continue
         assert list(tensors) == [name for group in groups for name in group]
@@ -130,7 +130,7 @@ def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
 
 
 def test_a_group_is_a_layer_or_what_stands_before_or_after_the_layers() -> None:
-    _, groups, _ = run(1, streamed, model(tied=False), (Grid(1, 1, 1), Grid(1, 1, 1)))[0]
+    _, groups, _ = run(1, streamed, model(tied=False), (Mesh(1, 1, 1), Mesh(1, 1, 1)))[0]
     assert len(groups) == NUM_LAYERS + 2
     assert groups[0] == ["model.embed_tokens.weight"]
     assert groups[-1] == ["model.norm.weight", "lm_head.weight"]
@@ -139,17 +139,17 @@ def test_a_group_is_a_layer_or_what_stands_before_or_after_the_layers() -> None:
 
 
 def test_a_rank_that_owns_an_engine_receives_only_what_it_lacks() -> None:
-    config, grids = model(tied=True), (Grid(1, 2, 2), Grid(1, 4, 1))
-    source = layout(config, grids[0])
+    config, meshes = model(tied=True), (Mesh(1, 2, 2), Mesh(1, 4, 1))
+    source = layout(config, meshes[0])
     held = sum(box.size for box in source.held_by(0).values())
     total = sum(np.prod(spec.shape) for spec in source.specs)
-    received = [num_bytes for _, _, num_bytes in run(4, streamed, config, grids)]
+    received = [num_bytes for _, _, num_bytes in run(4, streamed, config, meshes)]
     assert received == [4 * (total - held), 0, 0, 0]
 
 
 def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
     config = model(tied=True)
-    owners = owners_layout(layout(config, Grid(1, 1, 1)))
+    owners = owners_layout(layout(config, Mesh(1, 1, 1)))
 
     def largest(itemsize: int) -> int:
         sizes = [
@@ -168,7 +168,7 @@ def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
 def test_adapters_arrive_added_in() -> None:
     config = model(tied=True)
     backend = CpuBackend({})
-    alone = layout(config, Grid(1, 1, 1))
+    alone = layout(config, Mesh(1, 1, 1))
     source = Weights(alone, 0, backend, "policy")
     fill_random(source, seed=3)
     low_rank = Weights(replace(alone, specs=adapter_specs(alone.specs, LORA)), 0, backend, "low")
@@ -221,10 +221,10 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dtype) -> None:
     config = model(tied=True)
-    owners = owners_layout(layout(config, Grid(1, 1, 1)))
+    owners = owners_layout(layout(config, Mesh(1, 1, 1)))
     backend = ThreadBackend(run_world(1), 0)
     backend.compute_dtype = own
-    source = Weights(layout(config, Grid(1, 1, 1)), 0, backend, "policy", dtype=own)
+    source = Weights(layout(config, Mesh(1, 1, 1)), 0, backend, "policy", dtype=own)
     fill_random(source, seed=3)
     seen: dict[str, np.ndarray] = {}
     itemsize = 4 if dtype == "float32" else 2

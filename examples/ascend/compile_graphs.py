@@ -37,7 +37,7 @@ def full_micro_batch(plan: RunPlan, shape: MicroShape) -> TrainBatch:
     generate = plan.config.generate_config
     prompt, completion = generate.max_prompt_length, generate.sampling_config.max_tokens
     a_row = max(1, (shape.length - prompt) // completion)
-    count = shape.rows * plan.train.grid.data_parallel * (shape.max_per_row or a_row)
+    count = shape.rows * plan.train.mesh.data_parallel * (shape.max_per_row or a_row)
     rollout = Rollout.single_turn(
         [np.ones(prompt, np.int32)] * count,
         [np.ones(completion, np.int32)] * count,
@@ -71,10 +71,10 @@ def compile_all(policy: Policy, plan: RunPlan) -> None:
     packed = PackedRollout(batch.rollout)
     accumulate_gradients(policy, batch, packed, members, weights)
     # Samples without a gradient, and old log-probs, go through the forward graph.
-    grid = plan.train.grid
-    share = grid.coordinates(policy.backend.rank).data
+    mesh = plan.train.mesh
+    share = mesh.coordinates(policy.backend.rank).data
     shape = policy.settings.shape
-    policy.pipeline.log_probs(packed.micro_batches(shape, grid.data_parallel, share)[:1])
+    policy.pipeline.log_probs(packed.micro_batches(shape, mesh.data_parallel, share)[:1])
     policy.gradient_norm()
     policy.apply(norm=1.0, lr=1e-6)
 
@@ -84,7 +84,7 @@ def run(plan: RunPlan, environment: dict[str, str]) -> None:
     size = int(environment.get("RANK_SIZE", "1"))
     if size != plan.world_size:
         raise UserError(
-            f"RANK_SIZE is {size}, but the trainer's layout {plan.train.grid} has {plan.world_size} ranks; set it to "
+            f"RANK_SIZE is {size}, but the trainer's layout {plan.train.mesh} has {plan.world_size} ranks; set it to "
             "that, or another layout."
         )
     config = plan.config
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(path, overrides).config
         plan = plan_run(config, shapes_of(config)[0], world_size=None)
         if lists:
-            stages = plan.train.grid.array[:, 0, 0]
+            stages = plan.train.mesh.array[:, 0, 0]
             print(plan.world_size, *map(int, stages))
         else:
             run(plan, dict(os.environ))

@@ -20,7 +20,7 @@ from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
@@ -64,7 +64,7 @@ def new_policy(model: dict[str, Any], seed: int) -> Policy:
     """With random weights; `model` is the content of config.json."""
     config = decoder_config(model, "the example's warm start")
     stages = tuple(layers_of_stage(model["num_hidden_layers"], 1))
-    layout = Layout(Grid(1, 1), parameter_specs(config), stages)
+    layout = Layout(Mesh(1, 1), parameter_specs(config), stages)
     settings = UpdateSettings(
         shape=MicroShape(ROWS, ROW_LENGTH),
         num_positions=ROW_LENGTH,

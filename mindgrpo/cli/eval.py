@@ -84,13 +84,13 @@ class EvaluationInputs:
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
-        prompts = -(-self.num_prompts // self.layout.grid.data_parallel)
+        prompts = -(-self.num_prompts // self.layout.mesh.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
         longest, goes_on = generate.sampling_config.max_tokens, config.rl_config.has_conversations
         return KVCacheConfig(slots, group, prompts, config.longest_context, longest, goes_on)
 
 
-def grid_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
+def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
     """The generator's layout on so many ranks: the configuration's `model_parallel`, and replicas on what is left.
 
     One rank has the model whole. Raises UserError.
@@ -115,7 +115,7 @@ def read_inputs(
         check_positions(config, model)
         if scores:
             engine_notes(config)
-        grid = grid_for(config.generate_config.parallel_config, world_size)
+        mesh = mesh_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
         turns = read_turns(config, tokenizer)
         prompts = held_out_prompts(config, tokenizer, ranks, turns)
@@ -123,7 +123,7 @@ def read_inputs(
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
-        layout = layout_of(grid, model)
+        layout = layout_of(mesh, model)
         trial = try_environment(turns, prompts, ranks)
         return EvaluationInputs(
             model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial
@@ -189,7 +189,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     console = Console(backend.rank == 0)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
-    console.line(f"  {config.actor_config.load}: generate {inputs.layout.grid}")
+    console.line(f"  {config.actor_config.load}: generate {inputs.layout.mesh}")
     with console.phase("loading weights"):
         engine = _engine(config, inputs, backend)
     on_first_rank(backend, inputs.check_rewards)
@@ -197,7 +197,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
         config, inputs.tokenizer, inputs.turns, runs_here=backend.rank == 0
     )
     evaluator = Evaluator(
-        Replicas(engine, inputs.layout.grid, backend, conversations),
+        Replicas(engine, inputs.layout.mesh, backend, conversations),
         RolloutScorer(inputs.scorer, inputs.tokenizer, backend, environment_weight(config)),
         config.rl_config.seed,
     )
@@ -244,7 +244,7 @@ def report(
         "seed": config.rl_config.seed,
         "step": step,
         "ranks": backend.world_size,
-        "layout": str(inputs.layout.grid),
+        "layout": str(inputs.layout.mesh),
         "eval": outcomes[0].means,
         "figures": figures_of(outcomes),
         "compiles": len(backend.compile_log.entries),

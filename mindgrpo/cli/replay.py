@@ -135,7 +135,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
         bad = non_finite.in_arrays(host.hf_views.items())
     if bad is not None:
         outcome["first number not finite in the weights"] = str(bad)
-    logps = compute_log_probs(policy.pipeline, plan.train.grid, backend, packed)
+    logps = compute_log_probs(policy.pipeline, plan.train.mesh, backend, packed)
     outcome |= _compared(logps, batch.rollout)
     if np.isnan(batch.advantages).all() or not members:
         return outcome | {"update": "not made again: the batch was refused before its advantages"}

@@ -10,7 +10,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder, checksums
 from mindgrpo.weight_sync.plan import plan_reshard
@@ -47,8 +47,8 @@ def model_of(num_ranks: int, num_bytes: int, itemsize: int) -> DecoderConfig:
     return decoder_config(shapes | {"num_hidden_layers": layers}, "doctor")
 
 
-def _weights(model: DecoderConfig, grid: Grid, backend: Backend) -> Weights:
-    layout = Layout(grid, parameter_specs(model), (range(model.num_hidden_layers),))
+def _weights(model: DecoderConfig, mesh: Mesh, backend: Backend) -> Weights:
+    layout = Layout(mesh, parameter_specs(model), (range(model.num_hidden_layers),))
     return Weights(layout, backend.rank, backend, dtype=backend.compute_dtype)
 
 
@@ -65,7 +65,7 @@ def weight_lines(backend: Backend, num_bytes: int, starts: Callable[[str], None]
     """Of a model of about `num_bytes`; all ranks together, and all yield the same lines."""
     starts("weight sync")
     model = model_of(backend.world_size, num_bytes, 2 if backend.compute_dtype != "float32" else 4)
-    source = _weights(model, Grid(1, backend.world_size), backend)
+    source = _weights(model, Mesh(1, backend.world_size), backend)
     fill_random(source, seed=0)
     if backend.world_size == 1:
         yield skipped("weight sync", "one rank has nothing to send; give --ranks 2 or more")
@@ -76,19 +76,19 @@ def weight_lines(backend: Backend, num_bytes: int, starts: Callable[[str], None]
 
 
 def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> Line:
-    target = _weights(model, Grid(backend.world_size, 1), backend)
+    target = _weights(model, Mesh(backend.world_size, 1), backend)
     target.pool.load()
     plan = plan_reshard(source.layout, target.layout, source.pool.itemsize)
     resharder = Resharder(plan, source, target, backend)
     resharder.run()
     seconds = _timed(backend, resharder.run)
-    expected = _weights(model, Grid(backend.world_size, 1), backend)
+    expected = _weights(model, Mesh(backend.world_size, 1), backend)
     fill_random(expected, seed=0)
     same = checksums(target) == checksums(expected)
     for weights in (target, expected):
         weights.pool.release()
     wrong = [rank for rank, own in enumerate(backend.world.gather_objects(same)) if not own]
-    layouts = f"{source.layout.grid} -> {target.layout.grid}"
+    layouts = f"{source.layout.mesh} -> {target.layout.mesh}"
     seen = f"{layouts}, {backend.compute_dtype}: {_rate(plan.bytes_moved, seconds)} between ranks"
     figures = {"bytes": plan.bytes_moved, "seconds": seconds}
     if wrong:

@@ -99,7 +99,7 @@ def make_engine(
             layout,
             backend,
             vllm_settings(
-                config, model, layout.grid, cache_config, weight_bytes, host_memory, device_bytes
+                config, model, layout.mesh, cache_config, weight_bytes, host_memory, device_bytes
             ),
         )
     return EmbeddedEngine(model, layout, backend, sampling, cache_config)
@@ -139,7 +139,7 @@ def _make_reference(
         plan.reference, backend.rank, backend, "reference", dtype=backend.compute_dtype
     )
     pipeline = None
-    if plan.reference.grid.holds(backend.rank):
+    if plan.reference.mesh.holds(backend.rank):
         if not is_restored:
             _fill(weights, plan.config, plan.config.reference_load, random_weights)
         pipeline = ForwardPipeline(
@@ -193,7 +193,7 @@ def make_stepper(
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
         gap_limit=gap_limit(plan.config, backend.matmul_precision, backend.compute_dtype),
     )
-    replicas = Replicas(roles.engine, plan.infer.grid, backend, conversations)
+    replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
     asked, partial = PartialSettings.of(plan.batch), None
     if asked is not None:
         if positions is None:

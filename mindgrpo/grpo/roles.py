@@ -23,7 +23,7 @@ from mindgrpo.weights.local_weights import Weights
 
 @dataclass
 class Reference:
-    """`pipeline` is None on ranks outside of the reference's grid."""
+    """`pipeline` is None on ranks outside of the reference's mesh."""
 
     weights: Weights
     pipeline: ForwardPipeline | None

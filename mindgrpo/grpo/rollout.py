@@ -18,7 +18,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.environments.contract import Opening
 from mindgrpo.models.pipeline import ForwardPipeline
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rollout.conversations import Asked, Conversations, Replies, run_together
 from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
 from mindgrpo.rollout.sample import Sample
@@ -30,13 +30,13 @@ Rows = Callable[[int], Mapping[str, Any]]
 
 @dataclass
 class Replicas:
-    """`engine` on every rank of `grid`, whose data-parallel replicas share the prompts out in order.
+    """`engine` on every rank of `mesh`, whose data-parallel replicas share the prompts out in order.
 
     `stats` are this rank's, of the last rollout. With `conversations` completions may have several turns.
     """
 
     engine: RolloutEngine
-    grid: Grid
+    mesh: Mesh
     backend: Backend
     conversations: Conversations | None = None
     stats: RolloutStats = RolloutStats(0, 0, 0, 0)
@@ -106,12 +106,12 @@ class Replicas:
         key: SeedKey,
         draw: Callable[[Sequence[Request]], list[Completion]],
     ) -> list[Completion]:
-        coordinates = self.grid.coordinates(self.backend.rank)
-        shares = np.array_split(np.arange(len(requests)), self.grid.data_parallel)
+        coordinates = self.mesh.coordinates(self.backend.rank)
+        shares = np.array_split(np.arange(len(requests)), self.mesh.data_parallel)
         own = draw([requests[i] for i in shares[coordinates.data].tolist()])
         tokens = digest([completion.tokens for completion in own])
         by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
-        for ranks in map(self.grid.replica, range(self.grid.data_parallel)):
+        for ranks in map(self.mesh.replica, range(self.mesh.data_parallel)):
             different = different_ranks([by_rank[rank][1] for rank in ranks])
             if different:
                 word = "rank" if len(different) == 1 else "ranks"
@@ -145,7 +145,7 @@ class Replicas:
             rounds.append(self.stats)
             return completions
 
-        is_first = self.grid.coordinates(self.backend.rank).model == 0
+        is_first = self.mesh.coordinates(self.backend.rank).model == 0
         completions = self.conversations.run(
             requests,
             sampling.max_tokens,
@@ -164,16 +164,16 @@ class Replicas:
 
 
 def compute_log_probs(
-    pipeline: ForwardPipeline | None, grid: Grid, backend: Backend, packed: PackedRollout
+    pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> list[np.ndarray]:
     """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only; all ranks together.
 
-    `pipeline` is None on ranks outside of `grid`.
+    `pipeline` is None on ranks outside of `mesh`.
     """
     own: dict[int, np.ndarray] = {}
     if pipeline is not None:
-        coordinates = grid.coordinates(backend.rank)
-        batches = packed.micro_batches(pipeline.shape, grid.data_parallel, coordinates.data)
+        coordinates = mesh.coordinates(backend.rank)
+        batches = packed.micro_batches(pipeline.shape, mesh.data_parallel, coordinates.data)
         results = pipeline.log_probs(batches)
         if results is not None and coordinates.model == 0:
             for batch, (logps, _) in zip(batches, results, strict=True):

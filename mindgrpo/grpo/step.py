@@ -240,7 +240,7 @@ class Stepper:
     ) -> Arrays:
         with self._phase(phase), self.backend.computing():
             self.roles.enter(phase)
-            return compute_log_probs(pipeline, weights.layout.grid, self.backend, packed)
+            return compute_log_probs(pipeline, weights.layout.mesh, self.backend, packed)
 
     def _train_batch(
         self,

@@ -35,7 +35,7 @@ class ForwardPipeline:
         temperature: float,
         recompute: Recompute = KEEP_ALL,
     ) -> None:
-        grid = shard.weights.layout.grid
+        mesh = shard.weights.layout.mesh
         rank = shard.weights.rank
         self.shard = shard
         self.shape = shape
@@ -45,9 +45,9 @@ class ForwardPipeline:
         if shard.is_last:
             self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
         self.forward = backend.graph(self.net or self.stage, f"{name} forward")
-        self.stage_index = grid.coordinates(rank).stage
-        self.num_stages = grid.pipeline_stage
-        ranks = grid.stage_group(rank)
+        self.stage_index = mesh.coordinates(rank).stage
+        self.num_stages = mesh.pipeline_stage
+        ranks = mesh.stage_group(rank)
         activations = (shape.tokens, shard.config.hidden_size)
         self.links: dict[str, Link] = {}
         # The earlier pair first, as on the neighbour: each end waits for the other's.

@@ -55,16 +55,16 @@ class Shard:
         self.config = config
         self.weights = weights
         self.backend = backend
-        self.group: Group = backend.group(layout.grid.model_group(weights.rank))
-        tp_size = layout.grid.model_parallel
-        self.layers = layout.stage_layers[layout.grid.coordinates(weights.rank).stage]
+        self.group: Group = backend.group(layout.mesh.model_group(weights.rank))
+        tp_size = layout.mesh.model_parallel
+        self.layers = layout.stage_layers[layout.mesh.coordinates(weights.rank).stage]
         self.query_heads = config.num_attention_heads // tp_size
         self.kv_heads = max(1, config.num_key_value_heads // tp_size)
         # Ranks of the group that hold the same heads of keys and values.
         self.kv_copies = max(1, tp_size // config.num_key_value_heads)
         self.local_vocab = local_vocabulary(config, tp_size)
         self.kernels = backend.kernels
-        self.first_token = self.local_vocab * layout.grid.coordinates(weights.rank).model
+        self.first_token = self.local_vocab * layout.mesh.coordinates(weights.rank).model
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = weights.parameters
         self._adapters = adapters
@@ -164,7 +164,7 @@ class Shard:
         return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
 
     def heads(self) -> Heads:
-        return local_heads(self.config, self.weights.layout.grid.model_parallel)
+        return local_heads(self.config, self.weights.layout.mesh.model_parallel)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

@@ -1,6 +1,6 @@
 """A mesh of ranks with three axes: data, model (tensor) and pipeline stage.
 
-Everything is a slice of one array, so no other file computes with rank numbers. A grid may be
+Everything is a slice of one array, so no other file computes with rank numbers. A mesh may be
 smaller than the world; it refuses to place a rank that lies outside it.
 """
 
@@ -23,8 +23,8 @@ class Coordinates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
-    """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the grid."""
+class Mesh:
+    """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the mesh."""
 
     data_parallel: int
     model_parallel: int
@@ -50,9 +50,9 @@ class Grid:
         return self.size * self.spacing
 
     @property
-    def first_ranks(self) -> Grid:
-        """The first rank of each replica of a grid without pipeline stages."""
-        return Grid(self.data_parallel, 1, 1, spacing=self.model_parallel)
+    def first_ranks(self) -> Mesh:
+        """The first rank of each replica of a mesh without pipeline stages."""
+        return Mesh(self.data_parallel, 1, 1, spacing=self.model_parallel)
 
     @cached_property
     def array(self) -> NDArray[np.int64]:

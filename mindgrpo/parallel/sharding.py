@@ -16,7 +16,7 @@ from operator import le, sub
 from typing import Literal
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 
 Position = int | Literal["first", "last", "first_and_last"]
 
@@ -193,15 +193,15 @@ def local_shape(spec: ParameterSpec, model_parallel: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A grid with the parameters laid out on it."""
+    """A mesh with the parameters laid out on it."""
 
-    grid: Grid
+    mesh: Mesh
     specs: tuple[ParameterSpec, ...]
     stage_layers: tuple[range, ...]
 
     def __post_init__(self) -> None:
-        if len(self.stage_layers) != self.grid.pipeline_stage:
-            raise ValueError(f"{self.grid} needs layers for each of its stages")
+        if len(self.stage_layers) != self.mesh.pipeline_stage:
+            raise ValueError(f"{self.mesh} needs layers for each of its stages")
         if len({spec.name for spec in self.specs}) != len(self.specs):
             raise ValueError("two parameters have the same name")
 
@@ -211,7 +211,7 @@ class Layout:
 
     @cached_property
     def _boxes(self) -> dict[SplitRule, tuple[Box, ...]]:
-        num_shards = self.grid.model_parallel
+        num_shards = self.mesh.model_parallel
         rules = {spec.split_rule: spec for spec in self.specs}
         return {
             rule: tuple(box_of(spec, num_shards, index) for index in range(num_shards))
@@ -221,7 +221,7 @@ class Layout:
     @cached_property
     def _held(self) -> list[list[dict[str, Box]]]:
         """By [stage][model index]: the data axis repeats these."""
-        num_shards = range(self.grid.model_parallel)
+        num_shards = range(self.mesh.model_parallel)
         held: list[list[dict[str, Box]]] = [[{} for _ in num_shards] for _ in self.stage_layers]
         for spec in self.specs:
             for index, box in enumerate(self._boxes[spec.split_rule]):
@@ -237,17 +237,17 @@ class Layout:
     def stages_of(self, name: str) -> tuple[int, ...]:
         return stages_of(self.by_name[name], self.stage_layers)
 
-    def whole_on(self, grid: Grid) -> Layout:
-        """The same parameters on a grid that splits none of them."""
-        if grid.model_parallel != 1 or grid.pipeline_stage != 1:
-            raise ValueError(f"{grid} splits parameters")
-        return Layout(grid, self.specs, (range(self.stage_layers[-1].stop),))
+    def whole_on(self, mesh: Mesh) -> Layout:
+        """The same parameters on a mesh that splits none of them."""
+        if mesh.model_parallel != 1 or mesh.pipeline_stage != 1:
+            raise ValueError(f"{mesh} splits parameters")
+        return Layout(mesh, self.specs, (range(self.stage_layers[-1].stop),))
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Non-empty boxes by name, in the order of `specs`; nothing for ranks off the grid."""
-        if not self.grid.holds(rank):
+        """Non-empty boxes by name, in the order of `specs`; nothing for ranks off the mesh."""
+        if not self.mesh.holds(rank):
             return {}
-        _, model, stage = self.grid.coordinates(rank)
+        _, model, stage = self.mesh.coordinates(rank)
         return dict(self._held[stage][model])
 
     def holders(self, name: str) -> list[tuple[int, Box]]:
@@ -256,7 +256,7 @@ class Layout:
         return [
             (int(rank), boxes[model])
             for stage in self.stages_of(name)
-            for row in self.grid.array[stage]
+            for row in self.mesh.array[stage]
             for model, rank in enumerate(row)
             if boxes[model].size
         ]

@@ -86,7 +86,7 @@ def update_need(plan: RunPlan) -> UpdateBytes:
 
 
 def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
-    model, tp_size = plan.model, layout.grid.model_parallel
+    model, tp_size = plan.model, layout.mesh.model_parallel
     block = Block(
         model.hidden_size,
         -(-model.intermediate_size // tp_size),
@@ -143,7 +143,7 @@ def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
         specs = adapter_specs(specs, plan.lora)
     by_position: dict[int | str, int] = {}
     for spec in specs:
-        size = FLOAT * math.prod(local_shape(spec, plan.train.grid.model_parallel))
+        size = FLOAT * math.prod(local_shape(spec, plan.train.mesh.model_parallel))
         by_position[spec.position] = by_position.get(spec.position, 0) + size
     return by_position
 
@@ -152,7 +152,7 @@ def _rollout_bytes(plan: RunPlan) -> int:
     """Of the plain decoder's graphs: its prompts, or a token of every slot. The decode loop in C has pools alone."""
     if plan.config.generate_config.uses_vllm or plan.keeps_slots:
         return 0
-    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.grid.model_parallel)
+    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.model_parallel)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
     graphs = graphs_of(plan, plan.infer, prompts)
     length = cache.max_prompt + cache.max_tokens

@@ -104,7 +104,7 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 
 def _sum_bytes(plan: RunPlan) -> int:
     """Of a sum of gradients over data-parallel ranks: a bucket, a rank's share of its sum, and the sum."""
-    num_ranks = plan.train.grid.data_parallel
+    num_ranks = plan.train.mesh.data_parallel
     if num_ranks == 1:
         return 0
     layout, lora = plan.train, plan.lora
@@ -116,7 +116,7 @@ def _sum_bytes(plan: RunPlan) -> int:
 
 def _largest(layout: Layout) -> int:
     """Elements of a rank's largest tensor; those of gate and up are one."""
-    tp_size = layout.grid.model_parallel
+    tp_size = layout.mesh.model_parallel
     sizes = [
         math.prod(local_shape(spec, tp_size)) * (2 if "gate_proj" in spec.name else 1)
         for spec in layout.specs

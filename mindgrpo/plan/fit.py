@@ -241,25 +241,25 @@ def _degrees(size: int) -> Iterator[tuple[int, int]]:
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
     """The trainer's, on as many devices, cut finer."""
-    grid = plan.train.grid
-    now = grid.model_parallel * grid.pipeline_stage
-    for model, stages in _degrees(grid.size):
-        if model * stages >= now and (model, stages) != (grid.model_parallel, grid.pipeline_stage):
-            data = grid.size // (model * stages)
-            cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {grid}: more exchange between ranks"
+    mesh = plan.train.mesh
+    now = mesh.model_parallel * mesh.pipeline_stage
+    for model, stages in _degrees(mesh.size):
+        if model * stages >= now and (model, stages) != (mesh.model_parallel, mesh.pipeline_stage):
+            data = mesh.size // (model * stages)
+            cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {mesh}: more exchange between ranks"
             values = _layout("actor_config", data, model, stages)
-            steps = abs(model.bit_length() - grid.model_parallel.bit_length())
-            steps += abs(stages.bit_length() - grid.pipeline_stage.bit_length())
+            steps = abs(model.bit_length() - mesh.model_parallel.bit_length())
+            steps += abs(stages.bit_length() - mesh.pipeline_stage.bit_length())
             yield Change("layout", values, cost, 4 + steps)
 
 
 def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
-    grid = plan.infer.grid
-    model = 2 * grid.model_parallel
-    while model <= MOST_MODEL_PARALLEL and grid.size % model == 0:
-        data = grid.size // model
+    mesh = plan.infer.mesh
+    model = 2 * mesh.model_parallel
+    while model <= MOST_MODEL_PARALLEL and mesh.size % model == 0:
+        data = mesh.size // model
         values = _layout("generate_config", data, model, 1)[:2] + _samples(plan)
-        cost = f"generates in DP{data}/MP{model} instead of {grid}: more exchange between ranks"
+        cost = f"generates in DP{data}/MP{model} instead of {mesh}: more exchange between ranks"
         yield Change("generator layout", values, cost, 4)
         model *= 2
 
@@ -280,7 +280,7 @@ def _samples(plan: RunPlan) -> Values:
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    train, infer = plan.train.grid, plan.infer.grid
+    train, infer = plan.train.mesh, plan.infer.mesh
     for times in (2, 4, 8):
         values = _layout(
             "actor_config", train.data_parallel, train.model_parallel, train.pipeline_stage * times

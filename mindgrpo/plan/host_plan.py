@@ -64,14 +64,14 @@ class HostPlan:
         if plan.config.generate_config.uses_vllm:
             # Each replica's first rank hands the whole model over.
             whole = num_parameters(plan.model) * ITEM_BYTES[compute_dtype(plan.config)]
-            traffic[RankTraffic(whole, 0)] += plan.infer.grid.data_parallel
+            traffic[RankTraffic(whole, 0)] += plan.infer.mesh.data_parallel
         return traffic
 
     def _stages(self, rank: int) -> tuple[int, int | None]:
         reference = self._plan.reference
-        if reference is None or not reference.grid.holds(rank):
-            return self._plan.train.grid.coordinates(rank).stage, None
-        return self._plan.train.grid.coordinates(rank).stage, reference.grid.coordinates(rank).stage
+        if reference is None or not reference.mesh.holds(rank):
+            return self._plan.train.mesh.coordinates(rank).stage, None
+        return self._plan.train.mesh.coordinates(rank).stage, reference.mesh.coordinates(rank).stage
 
     def _rank_traffic(self, train: int, reference: int | None) -> RankTraffic:
         plan = self._plan

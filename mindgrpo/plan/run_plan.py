@@ -24,7 +24,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
@@ -52,7 +52,7 @@ class RunPlan:
 
     @property
     def world_size(self) -> int:
-        return self.train.grid.size
+        return self.train.mesh.size
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -66,7 +66,7 @@ class RunPlan:
     def reshard(self) -> Plan:
         """Of the policy's weights to the generator, or to the ranks that hand them to vLLM."""
         if self.config.generate_config.uses_vllm:
-            whole = self.infer.whole_on(self.infer.grid.first_ranks)
+            whole = self.infer.whole_on(self.infer.mesh.first_ranks)
             return plan_reshard(self.train, whole, self._itemsize)
         return plan_reshard(self.train, self.infer, self._itemsize)
 
@@ -154,7 +154,7 @@ class RunPlan:
         generate, group = self.config.generate_config, self.config.rl_config.num_generations
         batch, is_partial = self.batch, self.config.rl_config.partial_rollout
         at_once = batch.prompts_under_way if is_partial else batch.prompts_per_step
-        prompts = -(-at_once // self.infer.grid.data_parallel)
+        prompts = -(-at_once // self.infer.mesh.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
         # Partial rollouts compute again what is there: slots that are as long as a chunk are worth more.
@@ -173,13 +173,13 @@ class RunPlan:
         if not self.config.generate_config.uses_vllm:
             packed = weights + self._packed_bytes()
             return {"generator": packed, "kv_cache": self._embedded_cache_bytes()}
-        shapes = self.model, self.infer.grid, self.cache_config
+        shapes = self.model, self.infer.mesh, self.cache_config
         return engine_bytes(self.config, *shapes, weights, self.device_memory)
 
     @property
     def _generator_shape(self) -> LocalModelShape:
         """A generating rank's share of the model."""
-        model, tp_size = self.model, self.infer.grid.model_parallel
+        model, tp_size = self.model, self.infer.mesh.model_parallel
         kv = max(1, model.num_key_value_heads // tp_size)
         width = -(-model.vocab_size // tp_size)
         return LocalModelShape(
@@ -218,12 +218,12 @@ class RunPlan:
 
     def layout_lines(self) -> list[str]:
         lines = [
-            f"train {self.train.grid}, stages of "
+            f"train {self.train.mesh}, stages of "
             + "+".join(str(len(layers)) for layers in self.train.stage_layers)
             + " layers",
-            f"generate {self.infer.grid}{self._by_vllm()}",
+            f"generate {self.infer.mesh}{self._by_vllm()}",
         ]
-        reference = "none (beta is 0)" if self.reference is None else str(self.reference.grid)
+        reference = "none (beta is 0)" if self.reference is None else str(self.reference.mesh)
         return [*lines, f"reference {reference}"]
 
     def _by_vllm(self) -> str:
@@ -254,7 +254,7 @@ def share_of(layout: Layout, stage: int) -> int:
     """Elements of a rank of the stage, the padding of short shares included; LARGEST: of the rank that holds most."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
-        size = math.prod(local_shape(spec, layout.grid.model_parallel))
+        size = math.prod(local_shape(spec, layout.mesh.model_parallel))
         for own in layout.stages_of(spec.name):
             stages[own] += size
     return max(stages) if stage == LARGEST else stages[stage]
@@ -270,7 +270,7 @@ def generator_bytes(config: Config, layout: Layout) -> int:
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
     """Raises UserError for layouts that the world or the model does not allow."""
     if world_size is not None:
-        validate_world(config, world_size, lambda degrees: _fits(Grid(*degrees), model))
+        validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
     infer = layout_of(generate.parallel_config, model)
@@ -294,9 +294,9 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     return RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
 
 
-def _fits(grid: Grid, model: DecoderConfig) -> bool:
+def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
     try:
-        _layout(grid, model, 0)
+        _layout(mesh, model, 0)
     except UserError:
         return False
     return True
@@ -320,13 +320,13 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Of the whole model. Raises UserError."""
-    grid = Grid(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
-    return _layout(grid, model, offset)
+    mesh = Mesh(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
+    return _layout(mesh, model, offset)
 
 
-def _layout(grid: Grid, model: DecoderConfig, offset: int | list[int]) -> Layout:
-    stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage, offset)
-    layout = Layout(grid, parameter_specs(model), tuple(stages))
+def _layout(mesh: Mesh, model: DecoderConfig, offset: int | list[int]) -> Layout:
+    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage, offset)
+    layout = Layout(mesh, parameter_specs(model), tuple(stages))
     for spec in layout.specs:
-        local_shape(spec, grid.model_parallel)  # refuses heads that cannot be split
+        local_shape(spec, mesh.model_parallel)  # refuses heads that cannot be split
     return layout

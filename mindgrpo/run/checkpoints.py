@@ -139,7 +139,7 @@ class RunCheckpoints:
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
         )
         described: dict[str, Any] = {
-            "layout": f"train {plan.train.grid}",
+            "layout": f"train {plan.train.mesh}",
             "state": state,
             "identity": self._identity,
             "lora": lora,

@@ -64,14 +64,14 @@ def _split(
 
 def _num_micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> int:
     """Of a rank."""
-    shape, num_shares = policy.settings.shape, policy.weights.layout.grid.data_parallel
+    shape, num_shares = policy.settings.shape, policy.weights.layout.mesh.data_parallel
     return num_micro_batches(packed.rows(shape, members), shape, num_shares)
 
 
 def _micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> list[MicroBatch]:
-    grid = policy.weights.layout.grid
-    share = grid.coordinates(policy.backend.rank).data
-    return packed.micro_batches(policy.settings.shape, grid.data_parallel, share, members)
+    mesh = policy.weights.layout.mesh
+    share = mesh.coordinates(policy.backend.rank).data
+    return packed.micro_batches(policy.settings.shape, mesh.data_parallel, share, members)
 
 
 def _backward(
@@ -96,11 +96,11 @@ def _by_sample(
 
 
 def _padding(policy: Policy, packed: PackedRollout, members: Sequence[list[int]]) -> float:
-    shape, grid = policy.settings.shape, policy.weights.layout.grid
+    shape, mesh = policy.settings.shape, policy.weights.layout.mesh
     chosen = [samples for samples in members if samples]
     rows = [row for samples in chosen for row in packed.rows(shape, samples)]
     count = sum(_num_micro_batches(policy, packed, samples) for samples in chosen)
-    return padding_share(rows, count * shape.tokens * grid.data_parallel)
+    return padding_share(rows, count * shape.tokens * mesh.data_parallel)
 
 
 def _loss_inputs(

@@ -46,10 +46,10 @@ class Sums:
 
 def sums_of(gradients: Weights) -> Sums:
     layout, rank = gradients.layout, gradients.rank
-    grid = layout.grid
-    tp_size = grid.model_parallel
-    model_ranks = grid.model_group(rank)
-    index = grid.coordinates(rank).model
+    mesh = layout.mesh
+    tp_size = mesh.model_parallel
+    model_ranks = mesh.model_group(rank)
+    index = mesh.coordinates(rank).model
     shared: dict[tuple[int, ...], list[str]] = {}
     copies: dict[str, int] = {}
     for spec in gradients.specs():
@@ -60,12 +60,12 @@ def sums_of(gradients: Weights) -> Sums:
         for ranks in _sharers(spec, tp_size, index, model_ranks):
             shared.setdefault(ranks, []).append(spec.name)
         if len(stages) > 1:
-            ends = grid.stage_group(rank)
+            ends = mesh.stage_group(rank)
             shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
     return Sums(
         tuple((ranks, tuple(names)) for ranks, names in shared.items()),
-        tuple(grid.data_group(rank)),
-        tuple(grid.replica(grid.coordinates(rank).data)),
+        tuple(mesh.data_group(rank)),
+        tuple(mesh.replica(mesh.coordinates(rank).data)),
         tuple(_norm_terms(gradients, copies)),
     )
 

@@ -22,7 +22,7 @@ from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import LoraSettings
 from mindgrpo.models.shard import Adapters
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.stream import TensorStream, bucket_size
@@ -42,7 +42,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-ALONE = Grid(1, 1, 1)
+ALONE = Mesh(1, 1, 1)
 
 
 def export_policy(

@@ -62,7 +62,7 @@ class RankPlan:
 class Plan:
     """All moves as three columns (part, source, target): millions of them cost little memory.
 
-    Rows are ordered by part, then by target. `num_ranks` is the larger of the two grids.
+    Rows are ordered by part, then by target. `num_ranks` is the larger of the two meshes.
     """
 
     source: Layout
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return max(self.source.grid.end, self.target.grid.end)
+        return max(self.source.mesh.end, self.target.mesh.end)
 
     @cached_property
     def _bytes_of_move(self) -> NDArray[np.int64]:
@@ -157,7 +157,7 @@ def plan_reshard(source: Layout, target: Layout, itemsize: int = 4) -> Plan:
     _refuse_different_models(source, target)
     boxes = _BoxCutter()
     demands = [demand for spec in target.specs for demand in _demands(source, target, spec, boxes)]
-    senders = _choose_senders(demands, max(source.grid.end, target.grid.end))
+    senders = _choose_senders(demands, max(source.mesh.end, target.mesh.end))
     counts = [len(demand.wanted_by) for demand in demands]
     return Plan(
         source=source,
@@ -208,7 +208,7 @@ def _ranks_by_box(layout: Layout, name: str) -> dict[Box, Ranks]:
     for index, box in enumerate(layout.boxes_of(name)):
         if box.size:
             model_indices[box].append(index)
-    here = layout.grid.array[list(layout.stages_of(name))]
+    here = layout.mesh.array[list(layout.stages_of(name))]
     return {box: tuple(here[:, :, own].ravel().tolist()) for box, own in model_indices.items()}
 
 
@@ -256,8 +256,8 @@ def _refuse_different_models(source: Layout, target: Layout) -> None:
         ]
         if shapes[0] != shapes[1]:
             raise UserError(
-                f"{name} has the shape {shapes[0]} in the layout {source.grid} and {shapes[1]} in "
-                f"{target.grid}, but a reshard needs the same parameters in both; use the same "
+                f"{name} has the shape {shapes[0]} in the layout {source.mesh} and {shapes[1]} in "
+                f"{target.mesh}, but a reshard needs the same parameters in both; use the same "
                 f"model configuration for training and generation."
             )
 

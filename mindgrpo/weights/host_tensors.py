@@ -20,7 +20,7 @@ def aligned_size(box: Box, itemsize: int) -> int:
 
 
 class HostTensors:
-    """The parts of `layout`'s parameters that `rank` has, from the pool's start on; none off its grid.
+    """The parts of `layout`'s parameters that `rank` has, from the pool's start on; none off its mesh.
 
     `hf_views` are [out, in]; matrices lie in memory [in, out] where ranks keep them so, and then nothing is transposed
     on the way here. Several of these may use one pool, one after another. Weight sync writes into it as into any

@@ -66,15 +66,15 @@ def is_transposed(name: str, num_dims: int) -> bool:
 def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
     """Lays out the rank's tensors in its pool: those with weight decay first, so that each kind is one flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
-    if layout.grid.holds(rank):
-        stage = layout.grid.coordinates(rank).stage
+    if layout.mesh.holds(rank):
+        stage = layout.mesh.coordinates(rank).stage
         for spec in layout.specs:
             if stage in layout.stages_of(spec.name):
                 groups.setdefault(_fused_key(spec.name), []).append(spec)
     stored: list[FusedParameter] = []
     offset = 0
     for key, specs in sorted(groups.items(), key=lambda group: not group[1][0].decay):
-        shapes = [local_shape(spec, layout.grid.model_parallel) for spec in specs]
+        shapes = [local_shape(spec, layout.mesh.model_parallel) for spec in specs]
         if is_transposed(specs[0].name, len(specs[0].shape)):
             shapes = [shape[::-1] for shape in shapes]
         widths = tuple(shape[-1] for shape in shapes)

@@ -71,7 +71,7 @@ def measure(given: argparse.Namespace) -> None:
         weights.arrays.hf_views["model.embed_tokens.weight"] *= EMBEDDING_SCALES[given.logits]
     roles.refresh_engine()
     version = roles.enter_rollout()
-    samples = Replicas(roles.engine, plan.infer.grid, backend).generate(
+    samples = Replicas(roles.engine, plan.infer.mesh, backend).generate(
         list(work.prompt_ids(0)), work.generations, sampling, SeedKey(0, ROLLOUT, 0), version
     )
     if backend.rank == 0:

@@ -18,7 +18,7 @@ from work import read_work
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 
 
@@ -44,9 +44,9 @@ def model_of(given: argparse.Namespace) -> DecoderConfig:
 
 
 def layout(model: DecoderConfig, degrees: tuple[int, ...]) -> Layout:
-    grid = Grid(*degrees)
-    stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage)
-    return Layout(grid, parameter_specs(model), tuple(stages))
+    mesh = Mesh(*degrees)
+    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage)
+    return Layout(mesh, parameter_specs(model), tuple(stages))
 
 
 class Alternating:

@@ -17,7 +17,7 @@ from launching import degrees
 
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.weight_sync.plan import plan_reshard
 
@@ -46,12 +46,12 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def layout(model: DecoderConfig, grid: Grid) -> Layout:
-    stages = layers_of_stage(model.num_hidden_layers, grid.pipeline_stage)
-    return Layout(grid, parameter_specs(model), tuple(stages))
+def layout(model: DecoderConfig, mesh: Mesh) -> Layout:
+    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage)
+    return Layout(mesh, parameter_specs(model), tuple(stages))
 
 
-def figures(model: DecoderConfig, train: Grid, infer: Grid) -> dict[str, Any]:
+def figures(model: DecoderConfig, train: Mesh, infer: Mesh) -> dict[str, Any]:
     started = time.perf_counter()
     plan = plan_reshard(layout(model, train), layout(model, infer), BF16_BYTES)
     moved, lower_bound = plan.bytes_moved, plan.lower_bound
@@ -76,7 +76,7 @@ def main() -> None:
     model = decoder_config(QWEN2_5_72B, "Qwen2.5-72B")
     if given.model is not None:
         model = read_config(str(given.model))
-    print(json.dumps(figures(model, Grid(*given.train), Grid(*given.infer))))
+    print(json.dumps(figures(model, Mesh(*given.train), Mesh(*given.infer))))
 
 
 if __name__ == "__main__":

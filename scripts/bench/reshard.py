@@ -76,8 +76,8 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
                 "bit_exact": all(exact for _, exact, _ in told),
                 "model_bytes": num_parameters(model) * source.pool.itemsize,
                 "rss_before_bytes": before * 1024,
-                "train": str(source.layout.grid),
-                "infer": str(target.layout.grid),
+                "train": str(source.layout.mesh),
+                "infer": str(target.layout.mesh),
             }
         )
     backend.close()

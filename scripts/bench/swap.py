@@ -78,7 +78,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
                 "memcpy_GB_per_s": moved / medians["memcpy"] / 1e9,
                 "of_memcpy": medians["memcpy"] / medians["swap"],
                 "bit_exact": all(same for _, same in told),
-                "train": str(layout.grid),
+                "train": str(layout.mesh),
             }
         )
     backend.close()

@@ -239,10 +239,10 @@ CASES = ALONE + SPREAD
 MOVED_WORLD = (8, "shared_memory")
 DEVICE_MOVED_WORLD = (4, "device")
 _POWERS = (1, 2, 4, 8)
-TRAIN_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
-INFER_GRIDS = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
+TRAIN_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
+INFER_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
 SAVED: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (2, 2, 2), (8, 1, 1), (1, 2, 1), (2, 1, 4))
-PAIRS = tuple(product(TRAIN_GRIDS, INFER_GRIDS))
+PAIRS = tuple(product(TRAIN_MESHES, INFER_MESHES))
 # Layouts of 4 ranks and less, each once on either side.
 DEVICE_PAIRS = (
     ((1, 2, 2), (4, 1, 1)),

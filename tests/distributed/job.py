@@ -49,7 +49,7 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -73,9 +73,9 @@ SEED = 5
 plain.DECODE_STEPS = 2
 
 
-def layout_of(config: DecoderConfig, grid: Grid) -> Layout:
-    stages = layers_of_stage(config.num_hidden_layers, grid.pipeline_stage)
-    return Layout(grid, parameter_specs(config), tuple(stages))
+def layout_of(config: DecoderConfig, mesh: Mesh) -> Layout:
+    stages = layers_of_stage(config.num_hidden_layers, mesh.pipeline_stage)
+    return Layout(mesh, parameter_specs(config), tuple(stages))
 
 
 def as_of_another_engine(rollout: Rollout) -> list[np.ndarray]:
@@ -91,8 +91,8 @@ class Run:
         self.case, self.backend = case, backend
         self.recipe = c.RECIPES[case.recipe]
         self.config = decoder_config(self.recipe.model, "the test's model")
-        self.train = layout_of(self.config, Grid(*case.train))
-        self.infer = layout_of(self.config, Grid(*case.infer))
+        self.train = layout_of(self.config, Mesh(*case.train))
+        self.infer = layout_of(self.config, Mesh(*case.infer))
         self.policy = self._policy()
         self.generator = self._generator()
         self.reference = self._reference()
@@ -101,7 +101,7 @@ class Run:
         self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
         turns, has_environment = self.recipe.max_turns, self.recipe.environment
         conversations = scripted(turns, has_environment, backend.rank == 0)
-        self.replicas = Replicas(self.generator, self.infer.grid, backend, conversations)
+        self.replicas = Replicas(self.generator, self.infer.mesh, backend, conversations)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
         for pool in backend.live_pools:
@@ -184,11 +184,11 @@ class Run:
         if resampling is not None:
             self.replaced.append(resampling.groups)
         packed = PackedRollout(rollout)
-        reference = compute_log_probs(self.reference, self.infer.grid, self.backend, packed)
+        reference = compute_log_probs(self.reference, self.infer.mesh, self.backend, packed)
         old = None
         if self.recipe.num_iterations > 1:
-            pipeline, grid = self.policy.pipeline, self.train.grid
-            old = compute_log_probs(pipeline, grid, self.backend, packed)
+            pipeline, mesh = self.policy.pipeline, self.train.mesh
+            old = compute_log_probs(pipeline, mesh, self.backend, packed)
         corrected = replace(rollout, generator_logps=as_of_another_engine(rollout))
         earned = scored.scores.total
         batch, _ = compute_advantages(
@@ -216,7 +216,7 @@ class Run:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The policy's, whole, on rank 0; nothing on the others."""
-        whole = layout_of(self.config, Grid(1, 1, 1))
+        whole = layout_of(self.config, Mesh(1, 1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         weights.pool.load()
         plan = plan_reshard(self.train, whole)
@@ -276,20 +276,20 @@ class Mover:
         self.pairs = c.pairs_of(world_of(backend))
         # The dtype of two bytes that the device has.
         self.narrow: Dtype = "bfloat16" if backend.shares_memory else "float16"
-        grids = dict.fromkeys([*itertools.chain(*self.pairs), *c.saved_by(world_of(backend))])
-        self.filled = {grid: self._filled(grid, "float32") for grid in grids}
+        meshes = dict.fromkeys([*itertools.chain(*self.pairs), *c.saved_by(world_of(backend))])
+        self.filled = {mesh: self._filled(mesh, "float32") for mesh in meshes}
         self._wanted = {("float32", g): checksums(weights) for g, weights in self.filled.items()}
 
-    def _filled(self, grid: tuple[int, int, int], dtype: Dtype) -> Weights:
-        layout = layout_of(self.config, Grid(*grid))
+    def _filled(self, mesh: tuple[int, int, int], dtype: Dtype) -> Weights:
+        layout = layout_of(self.config, Mesh(*mesh))
         weights = Weights(layout, self.backend.rank, self.backend, shared=True, dtype=dtype)
         fill_random(weights, SEED)
         return weights
 
-    def _wanted_of(self, grid: tuple[int, int, int], dtype: Dtype) -> dict[str, int]:
-        if (dtype, grid) not in self._wanted:
-            self._wanted[dtype, grid] = checksums(self._filled(grid, dtype))
-        return self._wanted[dtype, grid]
+    def _wanted_of(self, mesh: tuple[int, int, int], dtype: Dtype) -> dict[str, int]:
+        if (dtype, mesh) not in self._wanted:
+            self._wanted[dtype, mesh] = checksums(self._filled(mesh, dtype))
+        return self._wanted[dtype, mesh]
 
     def move(
         self,

@@ -25,7 +25,7 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Shard
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rollout.conversations import run_together
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -47,7 +47,7 @@ CLOSE = 1e-5
 def engine_and_pipeline(backend: CpuBackend) -> tuple[EmbeddedEngine, ForwardPipeline]:
     config = read_config(MODEL)
     stages = tuple(layers_of_stage(config.num_hidden_layers, 1))
-    layout = Layout(Grid(1, 1, 1), parameter_specs(config), stages)
+    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), stages)
     longest = MAX_PROMPT + MAX_TOKENS
     room = KVCacheConfig(8, 4, None, longest, MAX_TOKENS)
     engine = EmbeddedEngine(config, layout, backend, SAMPLING, room)
@@ -79,7 +79,7 @@ def test_log_probs_of_action_tokens_are_those_of_transformers_on_the_whole_conve
     rollout = conversations_of(engine)
     turns = [sum(m["role"] == "assistant" for m in own) for own in rollout.messages]
     assert {1, TURNS} <= set(turns)
-    trained = compute_log_probs(pipeline, Grid(1, 1, 1), backend, PackedRollout(rollout))
+    trained = compute_log_probs(pipeline, Mesh(1, 1, 1), backend, PackedRollout(rollout))
     rows = [
         np.concatenate([prompt, ids]).tolist()
         for prompt, ids in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)

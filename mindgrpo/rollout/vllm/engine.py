@@ -100,16 +100,16 @@ class VllmEngine:
         # What the process says of itself once it is ready; empty on ranks without one.
         self.description: Message = {}
         self._settings, self._backend = settings, backend
-        self._degree = layout.grid.model_parallel
+        self._degree = layout.mesh.model_parallel
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
-        self._layout = layout.whole_on(layout.grid.first_ranks)
+        self._layout = layout.whole_on(layout.mesh.first_ranks)
         self._sink = WeightBucket(self._layout, backend, settings.dtype, self._hand_over)
-        coordinates = layout.grid.coordinates(backend.rank)
-        ranks = layout.grid.replica(coordinates.data)
+        coordinates = layout.mesh.coordinates(backend.rank)
+        ranks = layout.mesh.replica(coordinates.data)
         self._group = backend.group(ranks)
         self._process: EngineProcess | None = None
         self._is_awake = False
-        if self._layout.grid.holds(backend.rank):
+        if self._layout.mesh.holds(backend.rank):
             environment = {**os.environ, **backend.devices_of(ranks)}
             bucket = self._sink.bucket.descriptor
             self._process = EngineProcess(settings, bucket, backend.health, environment)

@@ -12,7 +12,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.precision import compute_dtype
-from mindgrpo.parallel.mesh import Grid
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.vllm.environment import find_python
 
@@ -84,7 +84,7 @@ def device_share(config: Config) -> float | None:
 def engine_bytes(
     config: Config,
     model: DecoderConfig,
-    grid: Grid,
+    mesh: Mesh,
     cache: KVCacheConfig,
     weight_bytes: int,
     device_bytes: int | None,
@@ -93,7 +93,7 @@ def engine_bytes(
 
     `device_bytes` is a device's memory, None where it is not known: then at least what its samples need.
     """
-    cache_bytes, share = worker_cache_bytes(config, model, grid, cache), device_share(config)
+    cache_bytes, share = worker_cache_bytes(config, model, mesh, cache), device_share(config)
     if config.context.target.keeps_weights_on_host:
         return {"generator": weight_bytes, "kv_cache": cache_bytes}
     # On a device both are there as long as it is awake, also while it gets its weights.
@@ -103,10 +103,10 @@ def engine_bytes(
 
 
 def worker_cache_bytes(
-    config: Config, model: DecoderConfig, grid: Grid, cache: KVCacheConfig
+    config: Config, model: DecoderConfig, mesh: Mesh, cache: KVCacheConfig
 ) -> int:
     """Of a worker's KV cache: as large as the configuration says, or as the largest batch needs."""
-    generate, tp_size = config.generate_config, grid.model_parallel
+    generate, tp_size = config.generate_config, mesh.model_parallel
     if generate.vllm.kv_cache_memory is not None:
         return memory_bytes(generate.vllm.kv_cache_memory) // tp_size
     need = CacheNeed(
@@ -123,7 +123,7 @@ def worker_cache_bytes(
 def vllm_settings(
     config: Config,
     model: DecoderConfig,
-    grid: Grid,
+    mesh: Mesh,
     cache: KVCacheConfig,
     weight_bytes: int,
     host_memory: int | None,
@@ -135,8 +135,8 @@ def vllm_settings(
     `device_bytes` each, None where that is not known.
     """
     generate, own = config.generate_config, config.generate_config.vllm
-    memory = engine_bytes(config, model, grid, cache, weight_bytes, device_bytes)
-    cache_bytes = worker_cache_bytes(config, model, grid, cache)
+    memory = engine_bytes(config, model, mesh, cache, weight_bytes, device_bytes)
+    cache_bytes = worker_cache_bytes(config, model, mesh, cache)
     arguments: dict[str, Any] = {
         "max_num_seqs": generate.max_num_seqs or cache.slots,
         "max_num_batched_tokens": generate.max_num_batched_tokens,
@@ -145,7 +145,7 @@ def vllm_settings(
     share = generate.gpu_memory_utilization
     if host_memory is not None:
         if share is not None:
-            cache_bytes = min(cache_bytes, int(share * host_memory) // grid.size)
+            cache_bytes = min(cache_bytes, int(share * host_memory) // mesh.size)
             memory["kv_cache"] = cache_bytes
         arguments["kv_cache_memory_bytes"] = cache_bytes
     else:
