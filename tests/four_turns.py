@@ -14,18 +14,25 @@ from data_sets import MODEL
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.types import STOPPED, Arrays, Completion, Rollout, TrainBatch, collect
+from mindgrpo.algorithm.sample import (
+    STOPPED,
+    Arrays,
+    Completion,
+    Request,
+    Rollout,
+    TrainBatch,
+    collect,
+)
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
-from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.conversations import Conversations, run_together
-from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.load import load_tools

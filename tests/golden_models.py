@@ -15,7 +15,7 @@ from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
-from mindgrpo.algorithm.types import LENGTH, Rollout
+from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
 from mindgrpo.models.decoder_config import DecoderConfig, read_config

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.types import Completion
+from mindgrpo.algorithm.sample import Completion, Request
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import NUM_PARTS
 from mindgrpo.backend.kernels.contract import Kernels
@@ -20,7 +20,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 

@@ -18,16 +18,15 @@ from test_update import CONFIG, LAYOUT, SETTINGS
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.grpo.metrics import logprob_gap, step_metrics
-from mindgrpo.grpo.outcome import StepOutcome
-from mindgrpo.grpo.rollout import compute_log_probs
+from mindgrpo.grpo.metrics import StepOutcome, logprob_gap, step_metrics
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import update
 from mindgrpo.weights.pretrained import fill_random

@@ -18,8 +18,8 @@ from mindgrpo.algorithm.advantages import (
 )
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.rollout_correction import correct_rollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import Rollout
 
 
 def mean_of(values: list[float]) -> float:

@@ -26,7 +26,7 @@ from mindspore import Tensor
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import token_weights
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
-from mindgrpo.algorithm.types import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.policy import Policy

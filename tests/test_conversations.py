@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from data_sets import MODEL
 
-from mindgrpo.algorithm.types import LENGTH, MAX_TURNS, STOPPED, Completion, collect
+from mindgrpo.algorithm.sample import LENGTH, MAX_TURNS, STOPPED, Completion, Request, collect
 from mindgrpo.data.chat_template import ChatTemplate, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.conversations import Conversations, run_together
-from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.tools import ToolTurns, tool_figures
 from mindgrpo.tools.calls import ToolCall, parse_hermes

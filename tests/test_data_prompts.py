@@ -18,9 +18,9 @@ from data_sets import MODEL, examples_of, questions, write_lines, write_parquet
 
 from mindgrpo.config import load_config
 from mindgrpo.data.examples import Example, RowForm
+from mindgrpo.data.prompt_source import DataSampler, epoch_order
 from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of
 from mindgrpo.data.row_files import ListedRows
-from mindgrpo.data.sampler import DataSampler, epoch_order
 from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError

@@ -15,22 +15,20 @@ import pytest
 from small_generators import GROUP, MAX_PROMPT, MAX_TOKENS, ROW, SETTINGS, VERSION, requests_of, run
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.types import Completion, Rollout
+from mindgrpo.algorithm.sample import Completion, Request, Rollout
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.families import FAMILIES, PRE_NORMS, BlockNorms, Family
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options, notices
 from mindgrpo.rollout.embedded.slots import SlotDecoder
-from mindgrpo.rollout.engine import Request
 from mindgrpo.weights.pretrained import fill_random
 
 RAW: dict[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 from report_runs import data_of
 from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
-from mindgrpo.algorithm.types import STOPPED
+from mindgrpo.algorithm.sample import STOPPED
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.rewards.outcome import RAISED
 from mindgrpo.rollout.conversations import Conversations

@@ -18,8 +18,16 @@ from test_conversations import Writer
 
 from mindgrpo.algorithm.advantages import turn_advantages
 from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.sample import (
+    FAILED,
+    LENGTH,
+    MAX_TURNS,
+    STOPPED,
+    Completion,
+    Request,
+    collect,
+)
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import FAILED, LENGTH, MAX_TURNS, STOPPED, Completion, collect
 from mindgrpo.config import load_config
 from mindgrpo.data.prompts import PromptForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,7 +38,6 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.outcome import RAISED, Failure
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.conversations import Conversations, run_together
-from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.environment import (
     EnvironmentTurns,
     environment_weight,

@@ -26,6 +26,7 @@ from small_generators import (
     requests_of,
 )
 
+from mindgrpo.algorithm.sample import Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -37,11 +38,11 @@ from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome
-from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.scores import Report, Scores
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,15 +33,14 @@ from small_generators import (
 )
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion, Rollout
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request, Rollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.rollout import compute_log_probs
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey, StaleWeights
+from mindgrpo.rollout.engine import RolloutEngine, SeedKey, StaleWeights
 from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., EmbeddedEngine]

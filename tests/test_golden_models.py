@@ -25,14 +25,14 @@ from golden_models import (
 from small_generators import WITH_AVX512
 
 from mindgrpo.algorithm.packing import Row
-from mindgrpo.algorithm.types import LENGTH, STOPPED
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.weights.pretrained import load_weights
 
 

@@ -24,13 +24,13 @@ from small_generators import (
     requests_of,
 )
 
-from mindgrpo.algorithm.types import Completion
+from mindgrpo.algorithm.sample import Completion, Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded import slots as kept_module
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C

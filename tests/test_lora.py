@@ -17,7 +17,6 @@ from mindgrpo.algorithm import losses
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import (
@@ -27,6 +26,7 @@ from mindgrpo.models.lora_specs import (
     adapter_specs,
 )
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.policy import Policy

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm import non_finite
-from mindgrpo.algorithm.types import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.rank_consistency import RanksDisagree, check_alike, different_ranks, digest
-from mindgrpo.grpo.outcome import step_digests
+from mindgrpo.grpo.metrics import step_digests
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh

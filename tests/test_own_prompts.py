@@ -21,8 +21,8 @@ from small_runs import MODEL
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import FAILED, Completion, Request, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import FAILED, Completion, Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import PromptForm
@@ -30,7 +30,6 @@ from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import Opening, Question, Result
 from mindgrpo.environments.episode import Episode
-from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config
@@ -41,8 +40,9 @@ from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.environment import EnvironmentTurns
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update

@@ -20,7 +20,7 @@ from mindgrpo.algorithm.packing import (
     pack,
     padding_share,
 )
-from mindgrpo.algorithm.types import Completion, Rollout, collect
+from mindgrpo.algorithm.sample import Completion, Rollout, collect
 from mindgrpo.errors import UserError
 
 ROW = 20

@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 from distributed.scripted_turns import scripted
 
-from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
 from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
-from mindgrpo.data.sampler import DataSampler
-from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
-from mindgrpo.grpo.prompt_source import PromptSource
+from mindgrpo.data.prompt_source import DataSampler, PromptSource
 from mindgrpo.rollout.conversations import Conversations, run_together
-from mindgrpo.rollout.engine import Request
-from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
+from mindgrpo.rollout.partial import (
+    PartialGroup,
+    PartialLimits,
+    PartialRollouts,
+    PartialSettings,
+    draw_partial,
+)
 from mindgrpo.rollout.sample import Sample
 
 SIZE = 2

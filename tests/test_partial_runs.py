@@ -29,13 +29,12 @@ from small_generators import (
 )
 from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
-from mindgrpo.algorithm.types import STOPPED, Completion
+from mindgrpo.algorithm.sample import STOPPED, Completion, Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.conversations import Conversations
-from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
 
 # Every third token stops, so that lengths differ.

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from small_runs import completions, decoded, make_inputs, run, token_rows
 
-from mindgrpo.algorithm.types import Rollout, TrainBatch
-from mindgrpo.grpo.per_token import encoded
-from mindgrpo.grpo.per_token import token_rows as rows_of
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
+from mindgrpo.grpo.metrics import encoded
+from mindgrpo.grpo.metrics import token_rows as rows_of
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.training.update import UpdateReport
 

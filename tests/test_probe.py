@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.types import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 

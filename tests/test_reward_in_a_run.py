@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from small_runs import make_inputs, run
 
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError

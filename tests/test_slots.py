@@ -27,13 +27,13 @@ from small_generators import (
     run,
 )
 
+from mindgrpo.algorithm.sample import Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
-from mindgrpo.rollout.engine import Request
 from mindgrpo.weights.local_weights import Weights
 
 pytestmark = WITH_C

@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig
-from mindgrpo.algorithm.types import Completion, Rollout
+from mindgrpo.algorithm.sample import Completion, Request, Rollout
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.outcome import Resampling
-from mindgrpo.grpo.rollout import Replicas
+from mindgrpo.grpo.metrics import Resampling
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rewards.scores import Report, Scores
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.replicas import Replicas
 
 GROUP, SEED, STEP, VERSION = 2, 3, 7, 5
 SAMPLING = SamplingParams(max_tokens=4)

@@ -17,13 +17,13 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
-from mindgrpo.algorithm.types import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 from small_generators import LAYOUT
 
-from mindgrpo.algorithm.types import LENGTH, STOPPED
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
 from mindgrpo.health.parent import is_alive
 from mindgrpo.launch.processes import JobProcesses
-from mindgrpo.rollout.engine import Request, SeedKey, StaleWeights
+from mindgrpo.rollout.engine import SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.vllm import process
 from mindgrpo.rollout.vllm.engine import VllmEngine

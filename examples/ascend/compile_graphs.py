@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.types import STOPPED, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import STOPPED, Rollout, TrainBatch
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.cli.plan import shapes_of

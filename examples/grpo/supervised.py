@@ -13,8 +13,8 @@ import numpy as np
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.algorithm.schedule import learning_rate
-from mindgrpo.algorithm.types import Rollout, TrainBatch
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.decoder import KEEP_ALL

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 
 
 @dataclass(frozen=True)

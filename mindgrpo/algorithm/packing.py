@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Arrays, Rollout
+from mindgrpo.algorithm.sample import Arrays, Rollout
 from mindgrpo.errors import UserError
 
 # Heads run over this many sizes at most, each a compile of its own.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Arrays
+from mindgrpo.algorithm.sample import Arrays
 
 # In metrics a ratio counts at most so much: the product over a long sample may be beyond every float.
 LARGEST_RATIO = math.exp(20.0)

@@ -16,7 +16,7 @@ from mindgrpo.algorithm.advantages import (
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection, correct_rollout
-from mindgrpo.algorithm.types import LENGTH, Arrays, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import LENGTH, Arrays, Rollout, TrainBatch
 
 
 def compute_advantages(

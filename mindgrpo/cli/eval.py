@@ -27,7 +27,6 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
-from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
@@ -40,6 +39,7 @@ from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.environment import Trial, environment_weight
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.preflight import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
@@ -111,9 +111,9 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy
-    from mindgrpo.grpo.rollout import compute_log_probs
     from mindgrpo.grpo.settings import sampling_settings
     from mindgrpo.models.decoder_config import read_config
+    from mindgrpo.models.pipeline import compute_log_probs
     from mindgrpo.models.precision import compute_dtype, matmul_precision
     from mindgrpo.plan.run_plan import plan_run
     from mindgrpo.training.update import update

@@ -14,9 +14,7 @@ from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
-from mindgrpo.grpo.partial import PartialRollouts, PartialSettings, Positions
 from mindgrpo.grpo.roles import Reference, Roles
-from mindgrpo.grpo.rollout import Replicas, Rows
 from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
@@ -35,6 +33,8 @@ from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
+from mindgrpo.rollout.partial import PartialRollouts, PartialSettings, Positions
+from mindgrpo.rollout.replicas import Replicas, Rows
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings

@@ -13,13 +13,13 @@ from functools import cached_property
 from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
-from mindgrpo.algorithm.types import LENGTH, Rollout
+from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.grpo.rollout import Replicas
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import turn_figures
 
 SAMPLED, GREEDY = "sampled", "greedy"

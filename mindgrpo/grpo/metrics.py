@@ -1,26 +1,91 @@
-"""Turns a step's outcome into the metrics of its row in metrics.jsonl, and has the limit of the log-prob gap.
+"""Holds what came of a step, and turns it into the metrics of its rows in metrics.jsonl and per_token.jsonl.
 
 Metrics of updates are means over those that were made, those of rewards over samples whose reward is known; where there
-is none, they are None.
+is none, they are None. The limit of the log-prob gap is checked here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mindgrpo.algorithm.advantages import zero_std_groups
-from mindgrpo.algorithm.types import LENGTH, TrainBatch
+from mindgrpo.algorithm.losses import kl_estimate
+from mindgrpo.algorithm.non_finite import NonFinite
+from mindgrpo.algorithm.rollout_correction import RolloutCorrection
+from mindgrpo.algorithm.sample import LENGTH, TrainBatch
+from mindgrpo.backend.rank_consistency import digest
 from mindgrpo.config import Config
-from mindgrpo.grpo.outcome import StepOutcome
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.scoring import Scored
 from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rewards.scores import mean_of
-from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.engine import RolloutStats
+from mindgrpo.rollout.partial import PartialMetrics
 from mindgrpo.training.update import PerToken, UpdateReport
+
+
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """Update number `update` of a step (from 0), over samples `members`, not made for the `cause` on `rank`."""
+
+    update: int
+    members: list[int]
+    lr: float
+    cause: NonFinite
+    rank: int
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """Dynamic sampling in numbers: `groups` were replaced over `rounds`; `sampled_mean` is the reward of all samples
+    that were drawn, the replaced ones too: that of the step's own is biased by the choice. None where none is known.
+    """
+
+    rounds: int
+    groups: int
+    sampled_mean: float | None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """`reports` are of the updates that were made; `lr` is the last update's.
+
+    `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
+    `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
+    `partial` where every rollout is whole.
+    """
+
+    batch: TrainBatch
+    scored: Scored
+    reports: list[UpdateReport]
+    lr: float
+    seconds: dict[str, float]
+    stats: RolloutStats
+    skipped: list[SkippedUpdate]
+    resampling: Resampling | None = None
+    correction: RolloutCorrection | None = None
+    partial: PartialMetrics | None = None
+
+
+def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
+    """Of a step's batch before the update, by what a user calls each."""
+    rollout = batch.rollout
+    weights = batch.token_advantages, batch.rollout_is_weights
+    return {
+        "prompts": digest(rollout.prompt_ids),
+        "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
+        "the generator's log-probs": digest(rollout.generator_logps, rollout.weights_version),
+        "rewards": digest(rewards),
+        "the reference's log-probs": digest(batch.reference_logps),
+        "the policy's log-probs": digest(batch.old_logps),
+        "advantages": digest(batch.advantages, *weights),
+        "samples that count": digest(batch.sample_mask),
+    }
 
 
 @dataclass(frozen=True)
@@ -195,3 +260,41 @@ def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
         "rollout/slot_occupancy": rollout.occupancy,
         "compiles": len(backend.compile_log.entries),
     }
+
+
+_LARGEST = float(np.finfo(np.float16).max)
+
+
+def encoded(values: np.ndarray) -> str:
+    """Base64 of little-endian float16; what is beyond its range becomes its largest, nan stays nan."""
+    narrow = np.clip(values, -_LARGEST, _LARGEST).astype("<f2")
+    return base64.b64encode(narrow.tobytes()).decode("ascii")
+
+
+def token_rows(
+    batch: TrainBatch, reports: Sequence[UpdateReport], kl_estimator: str
+) -> Iterator[dict[str, Any]]:
+    """One a sample, in order; each array has the length of its completion, and nan where the policy wrote no token.
+
+    `logprob` is the generator's, `gap` the trainer's minus it, before the first update. `log_ratio` (to the log-probs
+    before the step; 0 where none are kept), `entropy` and `kl` are of the last update that had the sample in its loss.
+    What was not computed of a sample is left out.
+    """
+    trainer = trainer_logps(batch, reports) or {}
+    last = {i: report for report in reports for i in report.logps}
+    old, reference, in_loss = batch.old_logps, batch.reference_logps, batch.sample_mask
+    for i, generator in enumerate(batch.rollout.generator_logps):
+        arrays = {"logprob": generator}
+        if i in trainer:
+            arrays["gap"] = trainer[i] - generator
+        if i in last and (in_loss is None or in_loss[i]):
+            logps = last[i].logps[i]
+            arrays["log_ratio"] = logps - (logps if old is None else old[i])
+            arrays["entropy"] = last[i].entropies[i]
+            if reference is not None:
+                # k3 of a small difference is a small number left over from large ones.
+                exact = logps.astype(np.float64)
+                arrays["kl"] = kl_estimate(exact, reference[i], kl_estimator)
+        mask = batch.rollout.action_mask[i]
+        texts = {name: encoded(np.where(mask, v, np.nan)) for name, v in arrays.items()}
+        yield {"sample": i, "length": len(generator), **texts}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Messages, Rollout
+from mindgrpo.algorithm.sample import Messages, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer

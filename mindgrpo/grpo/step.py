@@ -19,23 +19,28 @@ from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
+from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import Arrays, Rollout, TrainBatch
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, check_alike, digest
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.grpo.metrics import GapLimit, check_gap, logprob_gap
-from mindgrpo.grpo.outcome import Resampling, SkippedUpdate, StepOutcome, step_digests
-from mindgrpo.grpo.partial import PartialRollouts
+from mindgrpo.grpo.metrics import (
+    GapLimit,
+    Resampling,
+    SkippedUpdate,
+    StepOutcome,
+    check_gap,
+    logprob_gap,
+    step_digests,
+)
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.rollout import Replicas, Rows, compute_log_probs
 from mindgrpo.grpo.scoring import Scored
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.rewards.scores import mean_of
-from mindgrpo.rollout.engine import SeedKey
+from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.partial import PartialGroup
-from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.partial import PartialGroup, PartialRollouts
+from mindgrpo.rollout.replicas import Replicas, Rows
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.local_weights import Weights
 
@@ -49,7 +54,7 @@ Watch = Callable[[str], AbstractContextManager[object]]
 
 
 class Prompts(Protocol):
-    """Where a step's prompts come from: grpo/prompt_source.py, or a bench."""
+    """Where a step's prompts come from: data/prompt_source.py, or a bench."""
 
     def begin_step(self, step: int) -> list[np.ndarray]: ...
     def replace(self, groups: Sequence[int]) -> list[np.ndarray]: ...

@@ -11,11 +11,12 @@ from functools import partial
 import numpy as np
 from mindspore import Tensor
 
-from mindgrpo.algorithm.packing import MicroBatch, MicroShape
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.backend.contract import Backend, Link
 from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
 from mindgrpo.models.local_sizes import LOGITS_BYTES
 from mindgrpo.models.shard import Shard
+from mindgrpo.parallel.mesh import Mesh
 
 
 class ForwardPipeline:
@@ -73,3 +74,26 @@ class ForwardPipeline:
             logp, entropy = self.forward(x, *where, Tensor(batch.picks), Tensor(batch.labels))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
+
+
+def compute_log_probs(
+    pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
+) -> list[np.ndarray]:
+    """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only; all ranks together.
+
+    `pipeline` is None on ranks outside of `mesh`.
+    """
+    own: dict[int, np.ndarray] = {}
+    if pipeline is not None:
+        coordinates = mesh.coordinates(backend.rank)
+        batches = packed.micro_batches(pipeline.shape, mesh.data_parallel, coordinates.data)
+        results = pipeline.log_probs(batches)
+        if results is not None and coordinates.model == 0:
+            for batch, (logps, _) in zip(batches, results, strict=True):
+                own |= batch.gather(logps)
+    merged: dict[int, np.ndarray] = {}
+    for logps_of_rank in backend.world.gather_objects(own):
+        merged |= logps_of_rank
+    if len(merged) != len(packed.rollout):
+        raise ValueError(f"log-probs of {len(merged)} of {len(packed.rollout)} samples arrived")
+    return [merged[i] for i in range(len(packed.rollout))]

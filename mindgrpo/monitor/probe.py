@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import TrainBatch
+from mindgrpo.algorithm.sample import TrainBatch
 
 
 def load_saver() -> Any:

@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mindgrpo.algorithm.types import FAILED, LENGTH, MAX_TURNS, STOPPED, Completion
+from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Completion, Request
 from mindgrpo.data.examples import Example, Message
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.outcome import BAD_RESULT, Failure
-from mindgrpo.rollout.engine import Request
 from mindgrpo.rollout.sample import Sample
 
 

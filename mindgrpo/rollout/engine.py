@@ -10,34 +10,46 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
-
-from mindgrpo.algorithm.types import Completion
+from mindgrpo.algorithm.sample import Completion, Request
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Adapters
-from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.transfer import WeightTransfer
 from mindgrpo.weights.local_weights import Weights
+
+
+@dataclass(frozen=True)
+class RolloutStats:
+    """`tokens` that were asked for, `rows` computed for them, `places` in slots over all steps, `prompt_tokens`
+    computed."""
+
+    tokens: int
+    rows: int
+    places: int
+    prompt_tokens: int
+
+    @classmethod
+    def total(cls, usages: Sequence[RolloutStats]) -> RolloutStats:
+        columns = zip(*((u.tokens, u.rows, u.places, u.prompt_tokens) for u in usages), strict=True)
+        return cls(*(sum(column) for column in columns))
+
+    @property
+    def wasted(self) -> float:
+        """Share of rows that made no token of any sample."""
+        return 1.0 - self.tokens / self.rows if self.rows else 0.0
+
+    @property
+    def occupancy(self) -> float:
+        """Share of slots that were in use, averaged over steps."""
+        return self.rows / self.places if self.places else 0.0
+
 
 Result = TypeVar("Result")
 
 
 class StaleWeights(RuntimeError):
     """The engine's weights are not those of the version that was asked for."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """`samples` are the global numbers of the completions wanted of `prompt` int32 [n]; they choose the noise.
-
-    `max_tokens` limits each sample by itself; None takes the settings' limit for all.
-    """
-
-    prompt: np.ndarray
-    samples: tuple[int, ...]
-    max_tokens: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Messages
+from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import Message
 from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import Completion
-from mindgrpo.rollout.engine import Request
+from mindgrpo.algorithm.sample import Completion, Request
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mindgrpo.algorithm.types import Messages
+from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import Message
 from mindgrpo.data.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mindgrpo.algorithm.types import Messages
+from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.rollout.conversations import Conversations

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mindgrpo.algorithm.types import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.errors import UserError
 
 FORMAT = "mindgrpo dump 3"

@@ -12,7 +12,7 @@ from typing import Any
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.errors import CannotWrite
-from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.grpo.metrics import StepOutcome
 from mindgrpo.run import batch_dump as dump
 
 MOST_DUMPS = 5

@@ -12,9 +12,8 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Start
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
-from mindgrpo.data.sampler import DataSampler
+from mindgrpo.data.prompt_source import DataSampler, PromptSource
 from mindgrpo.data.sources import Ranks
-from mindgrpo.grpo.prompt_source import PromptSource
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.registry import check_installed
 from mindgrpo.plan.run_plan import RunPlan

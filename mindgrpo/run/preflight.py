@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.algorithm.types import Messages
+from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map

@@ -25,8 +25,7 @@ from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
-from mindgrpo.grpo.outcome import StepOutcome
-from mindgrpo.grpo.per_token import token_rows
+from mindgrpo.grpo.metrics import StepOutcome, token_rows
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess

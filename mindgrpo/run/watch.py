@@ -17,7 +17,7 @@ import numpy as np
 from mindgrpo.backend.contract import Backend, ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
-from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.grpo.metrics import StepOutcome
 from mindgrpo.health.live_line import LiveLine
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.health.watchdog import Watchdog

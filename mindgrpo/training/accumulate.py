@@ -9,7 +9,7 @@ import numpy as np
 from mindgrpo.algorithm import losses
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroBatch, PackedRollout, num_micro_batches, padding_share
-from mindgrpo.algorithm.types import Arrays, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.training.policy import Policy
 
 # What a pass forward costs of one forward and backward.

@@ -11,7 +11,7 @@ from mindgrpo.algorithm import losses, non_finite
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import PackedRollout
-from mindgrpo.algorithm.types import Arrays, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.training.accumulate import accumulate_gradients
 from mindgrpo.training.policy import Policy, UpdateSettings
 

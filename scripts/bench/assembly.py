@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from work import Work, random_rewards
 
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.connect import RuntimeSettings, connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision

@@ -22,12 +22,12 @@ import assembly
 import launching
 from work import Work, read_work
 
-from mindgrpo.algorithm.types import STOPPED, Completion
+from mindgrpo.algorithm.sample import STOPPED, Completion, Request
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.rollout.conversations import Conversations, run_together
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolLimits, ToolPool

@@ -30,7 +30,8 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace, task: Generation) -> None:
     import assembly
 
-    from mindgrpo.rollout.engine import Request, SeedKey
+    from mindgrpo.algorithm.sample import Request
+    from mindgrpo.rollout.engine import SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
 
     backend = assembly.join_ranks(given.float32_matmul_precision, given.compute_dtype)

@@ -53,9 +53,9 @@ def measure(given: argparse.Namespace) -> None:
     """Writes tokens int32 and log-probs float32 [completions, new_tokens] to `given.result`, on rank 0."""
     import assembly
 
-    from mindgrpo.grpo.rollout import Replicas
     from mindgrpo.rollout.engine import SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
+    from mindgrpo.rollout.replicas import Replicas
 
     backend = assembly.join_ranks()
     if backend is None:

@@ -20,16 +20,16 @@ import launching
 import numpy as np
 from work import Work, random_rewards, read_work
 
-from mindgrpo.algorithm.types import STOPPED, Completion, Rollout
+from mindgrpo.algorithm.sample import STOPPED, Completion, Request, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_stepper
-from mindgrpo.grpo.outcome import StepOutcome
+from mindgrpo.grpo.metrics import StepOutcome
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
+from mindgrpo.rollout.engine import RolloutEngine, SeedKey
 
 MEDIAN, PROMPTS, WARM_UP = 32, 16, 3
 

@@ -30,24 +30,22 @@ from task import Task, prompts
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.algorithm.types import Rollout
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
-from mindgrpo.grpo.partial import PartialRollouts, PartialSettings
-from mindgrpo.grpo.per_token import token_rows
-from mindgrpo.grpo.rollout import Replicas, compute_log_probs
+from mindgrpo.grpo.metrics import token_rows
 from mindgrpo.grpo.step import Stepper, StepSettings
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import fill_adapters
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
@@ -56,7 +54,8 @@ from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
-from mindgrpo.rollout.partial import PartialLimits
+from mindgrpo.rollout.partial import PartialLimits, PartialRollouts, PartialSettings
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import cases as c
 import numpy as np
 
-from mindgrpo.algorithm.types import Rollout
+from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.rewards.scores import Scores

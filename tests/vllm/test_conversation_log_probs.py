@@ -17,20 +17,19 @@ from engine_process import ROOT, Oracle
 from engine_subject import needs_vllm
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.types import Completion, Rollout, collect
+from mindgrpo.algorithm.sample import Completion, Request, Rollout, collect
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.rollout import compute_log_probs
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.rollout.conversations import run_together
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
-from mindgrpo.rollout.engine import Request, SeedKey
+from mindgrpo.rollout.engine import SeedKey
 
 pytestmark = needs_vllm
 

@@ -25,7 +25,7 @@ from make_products import Product, called, guessed, make_splits, miscalled, samp
 from make_tokenizer import train_tokenizer, write_company  # noqa: E402
 from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
 
-from mindgrpo.algorithm.types import STOPPED, Rollout  # noqa: E402
+from mindgrpo.algorithm.sample import STOPPED, Rollout  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.load import load_tools  # noqa: E402

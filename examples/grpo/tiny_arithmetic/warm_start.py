@@ -22,7 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
 from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
 
-from mindgrpo.algorithm.types import STOPPED, Rollout  # noqa: E402
+from mindgrpo.algorithm.sample import STOPPED, Rollout  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 
 CONFIG = small_qwen2(vocab_size=352, hidden_size=192, intermediate_size=512, positions=512)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import GenerationBatch
@@ -20,9 +20,8 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
-from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
+from mindgrpo.rollout.engine import Capabilities, Result, RolloutStats, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
-from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights

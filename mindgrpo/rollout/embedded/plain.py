@@ -26,8 +26,8 @@ from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.embedded.sampling import GumbelNoise, Sampler
+from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
-from mindgrpo.rollout.stats import RolloutStats
 
 
 class Decode(nn.Cell):

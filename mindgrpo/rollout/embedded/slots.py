@@ -30,7 +30,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
-from mindgrpo.rollout.stats import RolloutStats
+from mindgrpo.rollout.engine import RolloutStats
 
 # A decode step of fewer rows takes as long as one of so many, and a row of it as long as a token of a prompt
 # (scripts/bench/conversations.py).

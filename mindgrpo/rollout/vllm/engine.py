@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.types import LENGTH, STOPPED, Completion
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.memory.residency import CountedPool
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.engine import Capabilities, Request, Result, SeedKey, StaleWeights
+from mindgrpo.rollout.engine import Capabilities, Result, RolloutStats, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
-from mindgrpo.rollout.stats import RolloutStats
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message, checksum
 from mindgrpo.rollout.vllm.process import EngineProcess
 from mindgrpo.rollout.vllm.settings import VllmSettings

@@ -19,6 +19,18 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
+class Request:
+    """`samples` are the global numbers of the completions wanted of `prompt` int32 [n]; they choose the noise.
+
+    `max_tokens` limits each sample by itself; None takes the settings' limit for all.
+    """
+
+    prompt: np.ndarray
+    samples: tuple[int, ...]
+    max_tokens: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Completion:
     """One completion of an engine: `tokens` int32 [n], `logps` float32 [n] in nats at the sampling temperature.
 

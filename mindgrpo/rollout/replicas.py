@@ -1,7 +1,4 @@
-"""Makes a step's rollout on all ranks together, and the log-probs that a model gives to its tokens.
-
-Every rank ends with the same Rollout and the same log-probs.
-"""
+"""Makes a step's rollout on all ranks together; every rank ends with the same one."""
 
 from __future__ import annotations
 
@@ -11,18 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.packing import PackedRollout
-from mindgrpo.algorithm.types import Completion, Rollout, collect
+from mindgrpo.algorithm.sample import Completion, Request, Rollout, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.environments.contract import Opening
-from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rollout.conversations import Asked, Conversations, Replies, run_together
-from mindgrpo.rollout.engine import Request, RolloutEngine, SeedKey
+from mindgrpo.rollout.engine import RolloutEngine, RolloutStats, SeedKey
 from mindgrpo.rollout.sample import Sample
-from mindgrpo.rollout.stats import RolloutStats
 
 # Columns of the data set's row by the number of its prompt.
 Rows = Callable[[int], Mapping[str, Any]]
@@ -161,26 +155,3 @@ class Replicas:
         """`own` is nothing where another rank asks the same."""
         assert self.conversations is not None
         return run_together(own, self.conversations.responder, self.backend.world.gather_objects)
-
-
-def compute_log_probs(
-    pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
-) -> list[np.ndarray]:
-    """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only; all ranks together.
-
-    `pipeline` is None on ranks outside of `mesh`.
-    """
-    own: dict[int, np.ndarray] = {}
-    if pipeline is not None:
-        coordinates = mesh.coordinates(backend.rank)
-        batches = packed.micro_batches(pipeline.shape, mesh.data_parallel, coordinates.data)
-        results = pipeline.log_probs(batches)
-        if results is not None and coordinates.model == 0:
-            for batch, (logps, _) in zip(batches, results, strict=True):
-                own |= batch.gather(logps)
-    merged: dict[int, np.ndarray] = {}
-    for logps_of_rank in backend.world.gather_objects(own):
-        merged |= logps_of_rank
-    if len(merged) != len(packed.rollout):
-        raise ValueError(f"log-probs of {len(merged)} of {len(packed.rollout)} samples arrived")
-    return [merged[i] for i in range(len(packed.rollout))]
