@@ -42,11 +42,10 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
-from mindgrpo.weight_sync.device_checksum import device_sums
-from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.syncer import mix
-from mindgrpo.weights.checksum import part_sums
+from mindgrpo.weights.checksum import device_sums, host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -265,7 +264,7 @@ def test_a_reshard_on_one_rank_keeps_every_bit(device: Backend) -> None:
     before = device.host_device_bytes
     Resharder(plan_reshard(LAYOUT, LAYOUT), source, target, device).run()
     assert device.host_device_bytes == before
-    assert checksums(target) == checksums(source)
+    assert host_sums(target) == host_sums(source)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -276,7 +275,7 @@ def test_sums_of_weights_are_those_that_the_host_computes(
     fill_random(weights, seed=4)
     shift = ops.bitwise_right_shift
     monkeypatch.setattr(ops, "bitwise_right_shift", lambda *x: shifts.append(x) or shift(*x))
-    assert device_sums(weights) == part_sums(weights)
+    assert device_sums(weights) == host_sums(weights)
     # Of two bytes there is no upper half, and NPUs shift slowly.
     assert len(shifts) == (len(weights.names) if dtype == "float32" else 0)
 

@@ -16,8 +16,8 @@ from mindgrpo.grpo.metrics import step_digests
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
-from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.parallel.sharding import Box, Layout, layers_of_stage
+from mindgrpo.weights.checksum import MODULUS, box_sum, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -175,6 +175,25 @@ def test_rows_or_columns_that_changed_places_change_the_sum() -> None:
     part[[0, 1]] = part[[1, 0]]
     part[:, [0, 1]] = part[:, [1, 0]]
     assert len({before, swapped, part_sums(weights)[name]}) == 3
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_sums_of_stacked_matrices_do_not_depend_on_the_cut(dim: int) -> None:
+    stacked = np.random.default_rng(3).standard_normal((4, 6, 8), np.float32)
+
+    def sum_of(values: np.ndarray, *slices: slice) -> int:
+        box = Box(tuple(s.start for s in slices), tuple(s.stop for s in slices))
+        return box_sum(values[slices], box)
+
+    full = [slice(0, n) for n in stacked.shape]
+    halves = [[*full], [*full]]
+    halves[0][dim], halves[1][dim] = slice(0, 2), slice(2, stacked.shape[dim])
+    whole = sum_of(stacked, *full)
+    assert sum(sum_of(stacked, *half) for half in halves) % MODULUS == whole
+    exchanged = np.swapaxes(
+        np.swapaxes(stacked, 0, dim)[[1, 0, *range(2, stacked.shape[dim])]], 0, dim
+    )
+    assert sum_of(exchanged, *full) != whole
 
 
 def test_a_replica_that_differs_is_named() -> None:

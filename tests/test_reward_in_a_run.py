@@ -24,8 +24,8 @@ from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report, Scores
+from mindgrpo.run.guards import RewardGuard
 from mindgrpo.run.preflight import Inputs, prepare
-from mindgrpo.run.reward_guard import RewardGuard
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

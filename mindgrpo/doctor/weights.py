@@ -12,8 +12,9 @@ from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -84,7 +85,7 @@ def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> Line:
     seconds = _timed(backend, resharder.run)
     expected = _weights(model, Mesh(backend.world_size, 1), backend)
     fill_random(expected, seed=0)
-    same = checksums(target) == checksums(expected)
+    same = host_sums(target) == host_sums(expected)
     for weights in (target, expected):
         weights.pool.release()
     wrong = [rank for rank, own in enumerate(backend.world.gather_objects(same)) if not own]
@@ -97,10 +98,10 @@ def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> Line:
 
 
 def _offloaded(weights: Weights, backend: Backend) -> Line:
-    before = checksums(weights)
+    before = host_sums(weights)
     away = _timed(backend, weights.pool.offload)
     back = _timed(backend, weights.pool.load)
-    same = checksums(weights) == before
+    same = host_sums(weights) == before
     wrong = [rank for rank, own in enumerate(backend.world.gather_objects(same)) if not own]
     check, each = "offload to the host and back", weights.num_bytes
     seen = f"a rank's {_rate(each, away)} away, {_rate(each, back)} back"

@@ -17,6 +17,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.plan.host_plan import COPIES_IN_A_CHECKPOINT
 from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
 
@@ -24,8 +25,6 @@ from mindgrpo.run.machine_checks import Finding, needs
 RANK_BYTES = 300 << 20
 RANK_DESCRIPTORS = 256
 DESCRIPTORS_A_PEER = 4
-# Policy and the optimizer's two moments.
-COPIES_IN_A_CHECKPOINT = 3
 
 
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start | None) -> None:

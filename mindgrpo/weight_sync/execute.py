@@ -6,7 +6,6 @@ Every element of the target arrives or it is an error.
 from __future__ import annotations
 
 import time
-import zlib
 from typing import Protocol
 
 import numpy as np
@@ -107,16 +106,6 @@ class _InPlace:
         for peer in self._peers:
             peer.forget()
         return self._kept.num_elements + self._wanted.num_elements
-
-
-def checksums(weights: Weights, boxes: dict[str, Box] | None = None) -> dict[str, int]:
-    """crc32 of each held part's bytes, [out, in] order: equal parts have equal sums under any layout."""
-    with weights.on_host() as host:
-        return {
-            name: zlib.crc32(np.ascontiguousarray(part).tobytes())
-            for name, part in host.hf_views.items()
-            if boxes is None or name in boxes
-        }
 
 
 def _view(weights: WeightArrays | HostTensors, name: str, box: Box) -> np.ndarray:

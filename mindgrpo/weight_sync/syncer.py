@@ -12,10 +12,10 @@ from mindspore import ops
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.models.lora import merge
 from mindgrpo.models.shard import Adapters
-from mindgrpo.weight_sync.device_checksum import sums_of
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 from mindgrpo.weight_sync.transfer import Traffic
+from mindgrpo.weights.checksum import part_sums
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -60,7 +60,7 @@ class WeightSyncer:
         return traffic + more
 
     def sums(self) -> dict[str, int]:
-        return sums_of(self._target)
+        return part_sums(self._target)
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.weight_sync.device_checksum import sums_of
 from mindgrpo.weight_sync.transfer import WeightTransfer
-from mindgrpo.weights.checksum import MODULUS, total_sums
+from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -51,9 +50,9 @@ class WeightCheck:
         """Sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
         if self.lacks(version):
             first, *others = policy
-            self._kept = _Kept(version, self._totals(first.layout, sums_of(first), "policy's"))
+            self._kept = _Kept(version, self._totals(first.layout, part_sums(first), "policy's"))
             for weights in others:
-                self._totals(weights.layout, sums_of(weights), "policy's")
+                self._totals(weights.layout, part_sums(weights), "policy's")
 
     def check(self, received: WeightTransfer, version: int) -> None:
         """What the generator has received against the policy's weights of `version`; all ranks together."""

@@ -1,19 +1,22 @@
-"""Sums over weights' bits that do not depend on the layout: equal sums show that two layouts hold the same values.
+"""Sums weights' bits, independent of the layout: equal sums show that two layouts hold the same values.
 
-An element's bits, mixed, are multiplied by a factor of its global row and column, modulo 2^32, so that slices which
-were exchanged change the sum as well. The weights must be in memory.
+An element's bits, mixed, are multiplied by a factor of each of its global indices, modulo 2^32, so that slices which
+were exchanged change the sum as well. Computed where the weights are: on the host, or on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from typing import Any
 
+import mindspore as ms
 import numpy as np
+from mindspore import Tensor, ops
 
 from mindgrpo.backend.dtypes import bits_of
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import Weights, device_bits
 
 # So that they stay in a core's cache.
 ELEMENTS_AT_ONCE = 1 << 18
@@ -22,22 +25,28 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def part_sums(weights: Weights) -> dict[str, int]:
-    """Returns the sum of this rank's slice of each parameter."""
+    """Returns the sum of this rank's slice of each parameter, computed where the weights are."""
+    return host_sums(weights) if weights.pool.is_host_memory else device_sums(weights)
+
+
+def host_sums(weights: Weights) -> dict[str, int]:
+    """Returns the sums of the values as they arrive in the host's memory."""
     with weights.on_host() as host:
         return {name: box_sum(part, weights.boxes[name]) for name, part in host.hf_views.items()}
 
 
 def box_sum(part: np.ndarray, box: Box) -> int:
-    """Returns the sum of `box` of a parameter of any dtype, [out, in] or one-dimensional."""
+    """Returns the sum of `box` of a parameter of any dtype, [..., out, in] or one-dimensional."""
+    *leading, rows, columns = _factors(box)
+    if leading:
+        inner = Box(box.start[1:], box.stop[1:])
+        sums = [int(f) * box_sum(one, inner) for f, one in zip(leading[0], part, strict=True)]
+        return sum(sums) % MODULUS
     bits = bits_of(part)
     if bits.ndim == 1:
         bits = bits[None]
-        rows, columns = factors_of(0, 1, 0), factors_of(box.start[0], box.stop[0], 1)
-    else:
-        rows = factors_of(box.start[0], box.stop[0], 0)
-        columns = factors_of(box.start[1], box.stop[1], 1)
-        if bits.strides[0] < bits.strides[1]:
-            bits, rows, columns = bits.T, columns, rows
+    if bits.strides[0] < bits.strides[1]:
+        bits, rows, columns = bits.T, columns, rows
     at_once = max(1, ELEMENTS_AT_ONCE // max(1, bits.shape[1]))
     total, room = 0, np.empty((min(at_once, len(bits)), bits.shape[1]), np.uint32)
     for start in range(0, len(bits), at_once):
@@ -50,6 +59,42 @@ def box_sum(part: np.ndarray, box: Box) -> int:
         of_rows = mixed.sum(axis=1, dtype=np.uint32) * rows[block]
         total += int(of_rows.sum(dtype=np.uint32))
     return total % MODULUS
+
+
+def device_sums(weights: Weights) -> dict[str, int]:
+    """Returns what `box_sum` gives for this rank's parameters; the device computes, and only sums are copied."""
+    sums = {}
+    for name in weights.names:
+        factors = _factors(weights.boxes[name])
+        if weights.is_transposed(name):
+            factors[-2:] = reversed(factors[-2:])
+        rows, columns = reduce(np.multiply.outer, factors[:-1]).ravel(), factors[-1]
+        bits = _mixed(weights.part(name).reshape(rows.size, columns.size))
+        # Products wrap, and so a sum of any width has the sum's lower 32 bits.
+        for of_dim, shape in ((rows, (-1, 1)), (columns, (1, -1))):
+            bits = bits * Tensor(of_dim.view(np.int32)).reshape(shape)
+        sums[name] = int(bits.sum().asnumpy()) % MODULUS
+    return sums
+
+
+def _mixed(part: Any) -> Any:
+    """Returns the elements' bits as int32, the upper half of four bytes in the lower one, too."""
+    bits = device_bits(part)
+    if bits.dtype == ms.int16:
+        # Nothing is above: a shift, which NPUs have no vectors for, would add zeros.
+        return ops.bitwise_and(bits.astype(ms.int32), 0xFFFF)
+    upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
+    return ops.bitwise_xor(bits, upper)
+
+
+def _factors(box: Box) -> list[np.ndarray]:
+    """Returns the factors of each dim's indices, of at least two dims: a vector is one row."""
+    start, stop = (
+        (0, *box.start)[-max(2, len(box.start)) :],
+        (1, *box.stop)[-max(2, len(box.stop)) :],
+    )
+    kinds = [*range(len(start) - 1, 1, -1), 0, 1]
+    return [factors_of(*edges) for edges in zip(start, stop, kinds, strict=True)]
 
 
 @lru_cache(maxsize=64)
@@ -68,7 +113,7 @@ def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
 def total_sums(
     layout: Layout, by_rank: Sequence[dict[str, int]], modulus: int = 1 << 64
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Returns each parameter's whole sum, and the ranks whose copy differs from the first holder's, by parameter.
+    """Returns each parameter's complete sum, and the ranks whose copy differs from the first holder's, by parameter.
 
     `by_rank[i]` are rank i's `part_sums` of `layout`. Of ranks that hold the same box one is counted.
     """

@@ -29,8 +29,9 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     import assembly
 
     from mindgrpo.models.parameters import num_parameters
-    from mindgrpo.weight_sync.execute import Resharder, checksums
+    from mindgrpo.weight_sync.execute import Resharder
     from mindgrpo.weight_sync.plan import plan_reshard
+    from mindgrpo.weights.checksum import host_sums
     from mindgrpo.weights.local_weights import Weights
     from mindgrpo.weights.pretrained import fill_random
 
@@ -48,7 +49,7 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     resharder = Resharder(plan, source, target, backend)
     resharder.run()
-    exact = checksums(target) == expected(target, backend)
+    exact = host_sums(target) == expected(target, backend)
     memcpy = moving.Memcpy(backend, target.num_bytes)
     medians = moving.Alternating(backend, given.repeats).medians(
         reshard=(moving.nothing, resharder.run),
@@ -85,13 +86,13 @@ def measure(given) -> None:  # type: ignore[no-untyped-def]
 
 def expected(target, backend) -> dict[str, int]:  # type: ignore[no-untyped-def]
     """Checksums of the same random weights made in the target's own layout."""
-    from mindgrpo.weight_sync.execute import checksums
+    from mindgrpo.weights.checksum import host_sums
     from mindgrpo.weights.local_weights import Weights
     from mindgrpo.weights.pretrained import fill_random
 
     made = Weights(target.layout, backend.rank, backend, dtype=target.dtype)
     fill_random(made, seed=0)
-    sums = checksums(made)
+    sums = host_sums(made)
     made.pool.release()
     return sums
 

@@ -59,9 +59,10 @@ from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
-from mindgrpo.weight_sync.execute import Resharder, checksums
+from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -277,7 +278,7 @@ class Mover:
         self.narrow: Dtype = "bfloat16" if backend.shares_memory else "float16"
         meshes = dict.fromkeys([*itertools.chain(*self.pairs), *c.saved_by(world_of(backend))])
         self.filled = {mesh: self._filled(mesh, "float32") for mesh in meshes}
-        self._wanted = {("float32", g): checksums(weights) for g, weights in self.filled.items()}
+        self._wanted = {("float32", g): host_sums(weights) for g, weights in self.filled.items()}
 
     def _filled(self, mesh: tuple[int, int, int], dtype: Dtype) -> Weights:
         layout = layout_of(self.config, Mesh(*mesh))
@@ -287,7 +288,7 @@ class Mover:
 
     def _wanted_of(self, mesh: tuple[int, int, int], dtype: Dtype) -> dict[str, int]:
         if (dtype, mesh) not in self._wanted:
-            self._wanted[dtype, mesh] = checksums(self._filled(mesh, dtype))
+            self._wanted[dtype, mesh] = host_sums(self._filled(mesh, dtype))
         return self._wanted[dtype, mesh]
 
     def move(
@@ -304,7 +305,7 @@ class Mover:
                 run[...] = np.nan
         plan = plan_reshard(given.layout, taken.layout, given.pool.itemsize)
         traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()
-        found, wanted = checksums(taken), self._wanted_of(target, dtype)
+        found, wanted = host_sums(taken), self._wanted_of(target, dtype)
         wrong = [name for name, total in wanted.items() if found.get(name) != total]
         return {
             "wrong": wrong + sorted(set(found) - set(wanted)),

@@ -14,7 +14,7 @@ from mindgrpo.checkpoint.format import Identity, Manifest, RunState, read_manife
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.save import Saver
 from mindgrpo.checkpoint.shards import values_digest
-from mindgrpo.weight_sync.execute import checksums
+from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 
 Grid3 = tuple[int, int, int]
@@ -45,8 +45,8 @@ def saved_and_loaded(
                 run[...] = np.nan
         load_role(checkpoint, manifest, "first_moments", taken)
         found[c.pair_name(source, target)] = {
-            "same": checksums(taken) == checksums(expected),
-            "held": len(checksums(taken)),
+            "same": host_sums(taken) == host_sums(expected),
+            "held": len(host_sums(taken)),
             "sums": values_digest(taken, backend) == manifest.sums["policy"],
             "files": sorted(manifest.files),
         }

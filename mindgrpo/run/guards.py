@@ -1,6 +1,6 @@
-"""Counts updates that were not made because a number is not finite, keeps their batch, and ends a run after too many.
+"""Ends a run that cannot learn any more: its numbers are not finite, or its rewards fail, step after step.
 
-No more than MOST_DUMPS batches of a run are kept: they are large, and alike.
+The batch of an update that was skipped is kept; no more than MOST_DUMPS of a run are: they are large, and alike.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ from typing import Any
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
-from mindgrpo.errors import CannotWrite
+from mindgrpo.errors import CannotWrite, UserError
 from mindgrpo.grpo.metrics import StepOutcome
+from mindgrpo.rewards.scores import Scores
 from mindgrpo.run import batch_dump as dump
 
 MOST_DUMPS = 5
 
 
 class TooManySkipped(RuntimeError):
-    """Nothing is learnt any more."""
+    """Raised where updates are skipped again and again, so that nothing is learnt any more."""
 
 
 class NanGuard:
-    """`directory` is the run's; `write_weights` writes the policy's into a new folder, all ranks together."""
+    """Counts the updates that were skipped because a number is not finite, and ends a run after too many in a row.
+
+    `directory` is the run's; `write_weights` writes the policy's into a new folder, all ranks together.
+    """
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class NanGuard:
         self._in_a_row = self._dumps = 0
 
     def step_done(self, step: int, outcome: StepOutcome, version: int) -> dict[str, Any]:
-        """Metrics of step number `step` (from 0); all ranks together. Raises TooManySkipped."""
+        """Returns metrics of step number `step` (from 0); all ranks together. Raises TooManySkipped."""
         num_updates = len(outcome.reports) + len(outcome.skipped)
         skipped = {skip.update: skip for skip in outcome.skipped}
         if skipped:
@@ -101,3 +105,33 @@ class NanGuard:
             texts=outcome.scored.texts,
         )
         return dump.Dump(about, batch, {"total": scores.total, **scores.per_function})
+
+
+class RewardGuard:
+    """Ends a run whose rewards fail on every sample for `max_failed_steps` steps in a row (None: never).
+
+    Counts alike on all ranks. A run of `num_steps` may not consist of such steps alone, however many are allowed.
+    """
+
+    def __init__(self, max_failed_steps: int | None, num_steps: int | None = None) -> None:
+        self._max, self._num_steps, self._failed_steps = max_failed_steps, num_steps, 0
+
+    def step_done(self, step: int, scores: Scores) -> None:
+        """Counts step number `step`, from 1. Raises UserError with the functions' names and their last failures."""
+        if not scores.failed.all():
+            self._failed_steps = 0
+            return
+        self._failed_steps += 1
+        count = self._failed_steps
+        names = [name for name, errors in scores.errors.items() if errors]
+        failed = f"reward function {', '.join(names)} failed on all samples of"
+        reasons = f"in step {step} with: {'; '.join(scores.messages[name] for name in names)}"
+        if count == self._num_steps:
+            raise UserError(
+                f"{failed} the run's {count} steps, {reasons}; nothing was learnt: correct the function."
+            )
+        if self._max is not None and count >= self._max:
+            raise UserError(
+                f"{failed} {count} steps in a row, {reasons}; correct the function, or raise "
+                f"reward_config.max_failed_steps ({self._max})."
+            )
