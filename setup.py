@@ -28,7 +28,6 @@ INSTALL_REQUIRES = [
     "transformers>=4.52,<6",  # its chat templates; without torch
     "jinja2>=3.1.6",
     "pyarrow<26",  # 26 does not import beside numpy 1, and its metadata does not say so
-    "jsonlines",
     "matplotlib",
     "tensorboardX",
     "rich",

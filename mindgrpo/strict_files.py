@@ -1,4 +1,4 @@
-"""Reads the text and JSON files that a user gives, whole and strictly. Executes nothing.
+"""Reads text, JSON and JSON lines strictly. Executes nothing.
 
 A file that is not regular (a pipe would never end), is larger than its kind can be, or is not UTF-8 is a UserError; so
 is JSON with a key twice, half characters, or nesting that no program writes.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from mindgrpo.errors import UserError
 
@@ -114,3 +115,19 @@ def _is_deeper(value: Any, levels: int) -> bool:
         return False
     inner = value.values() if isinstance(value, dict) else value
     return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
+
+
+def lines_of(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yields the offset and the bytes of each line from byte `start` on, where `file` stands."""
+    for line in file:
+        yield start, line
+        start += len(line)
+
+
+def row_of(line: bytes) -> dict[str, Any] | None:
+    """Parses a line that a run wrote; returns None for half a line, damage, or another value than an object."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from mindgrpo.errors import UserError
-from mindgrpo.strict_files import NotJson, parse_json, read_json
+from mindgrpo.strict_files import NotJson, lines_of, parse_json, read_json
 
 Row = dict[str, Any]
 Located = tuple[str, Any]  # file and line, or file and row; then the row
@@ -84,13 +84,11 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path, self._state = path, state_of(path)
         self._offsets, self._numbers = array("q"), array("q")
-        offset = 0
         with opened(path) as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, (offset, line) in enumerate(lines_of(lines), start=1):
                 if line.strip():
                     self._offsets.append(offset)
                     self._numbers.append(number)
-                offset += len(line)
 
     def __len__(self) -> int:
         return len(self._offsets)

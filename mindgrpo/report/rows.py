@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
+
+from mindgrpo.strict_files import lines_of, row_of
 
 Row = dict[str, Any]
 
@@ -14,13 +15,9 @@ _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 
 
 def parsed(line: bytes) -> Row | None:
-    """None for what is no JSON object with a whole number as its step."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_row = isinstance(row, dict) and type(row.get("step")) is int
-    return row if is_row else None
+    """Returns None for anything but a JSON object with a whole number as its step."""
+    row = row_of(line)
+    return None if row is None or type(row.get("step")) is not int else row
 
 
 class RowFile:
@@ -30,17 +27,15 @@ class RowFile:
         self.path = path
         self.num_bad = 0
         self._spans: dict[int, list[tuple[int, int]]] = {}
-        offset = 0
         if not path.is_file():
             return
         with path.open("rb") as lines:
-            for line in lines:
+            for offset, line in lines_of(lines):
                 step = _step_of(line)
                 if step is not None:
                     self._spans.setdefault(step, []).append((offset, len(line)))
                 elif line.strip():
                     self.num_bad += 1
-                offset += len(line)
 
     @property
     def steps(self) -> list[int]:
@@ -72,10 +67,7 @@ class RowFile:
 
 
 def _step_of(line: bytes) -> int | None:
-    if not line.endswith(b"}\n"):
-        row = parsed(line)
-        return None if row is None else int(row["step"])
-    match = _STEP.match(line)
+    match = _STEP.match(line) if line.endswith(b"}\n") else None
     if match:
         return int(match[1])
     row = parsed(line)
