@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mindgrpo.cli.plan import print_plan, shapes_of
 from mindgrpo.config import load_config
-from mindgrpo.plan.device_plan import phase_needs
 from mindgrpo.plan.fit import Change, Verdict, verdict
+from mindgrpo.plan.memory import phase_needs
 from mindgrpo.plan.run_plan import plan_run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from mindgrpo.config import BatchPlan, Config
-from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.config.rl import AlgorithmKeys
 from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.run.algorithm_summary import algorithm_lines
 

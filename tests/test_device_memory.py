@@ -32,7 +32,7 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.plan.device_plan import phase_needs
+from mindgrpo.plan.memory import phase_needs
 from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.weights.local_weights import Weights

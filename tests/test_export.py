@@ -28,8 +28,8 @@ from mindgrpo.config import load_config
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.plan import host_plan
-from mindgrpo.plan.host_plan import HostPlan
+from mindgrpo.plan import memory as plan_memory
+from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.weight_sync import hf_export
 from mindgrpo.weight_sync.hf_export import ALONE, export_policy
@@ -136,7 +136,7 @@ def most_memory_of(call: Callable[[], object]) -> int:
 
 def export_measured(directory: Path, shard: int) -> tuple[float, int, int]:
     """Export a model of shape `WIDE`; return what the plan says that it takes, what it took, and the model's bytes."""
-    for module in (hf_export, host_plan):
+    for module in (hf_export, plan_memory):
         module.MAX_SHARD_BYTES = shard
     (directory / "config.json").write_text(json.dumps(WIDE))
     config = load_config(EXAMPLE, ["--context.compute_dtype", "bfloat16"]).config

@@ -19,9 +19,8 @@ from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.plan.device_plan import most_needed
 from mindgrpo.plan.fit import verdict
-from mindgrpo.plan.host_plan import HostPlan
+from mindgrpo.plan.memory import HostPlan, most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 
 ROOT = Path(__file__).resolve().parent.parent

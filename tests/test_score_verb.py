@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.cli.verbs import main
-from mindgrpo.config.rewards import RewardConfig
+from mindgrpo.config.rl import RewardConfig
 from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.outcome import KINDS
 

@@ -18,10 +18,9 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
-from mindgrpo.plan.device_plan import phase_needs
 from mindgrpo.plan.fit import Verdict, verdict
-from mindgrpo.plan.host_plan import HostPlan
 from mindgrpo.plan.link_time import GIGA, Links, busiest_link
+from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.algorithm_summary import algorithm_lines

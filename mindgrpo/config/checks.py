@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import normpath
 
-from mindgrpo.config.algorithm import SCALES
 from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConfig
-from mindgrpo.config.rewards import RewardConfig
-from mindgrpo.config.rl import RLConfig
+from mindgrpo.config.rl import SCALES, RewardConfig, RLConfig
 from mindgrpo.config.roles import (
     ActorConfig,
     GenerateConfig,

@@ -13,8 +13,7 @@ from mindgrpo.config import checks
 from mindgrpo.config.checks import conversation_contradictions, partial_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
-from mindgrpo.config.rewards import RewardConfig
-from mindgrpo.config.rl import RLConfig
+from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
 from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 

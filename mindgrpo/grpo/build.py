@@ -26,8 +26,8 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.activation_plan import reference_shape, update_shape
-from mindgrpo.plan.device_plan import check_engine, phase_needs
+from mindgrpo.plan.activations import reference_shape, update_shape
+from mindgrpo.plan.memory import check_engine, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, generator_bytes
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine

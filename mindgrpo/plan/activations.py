@@ -1,29 +1,43 @@
-"""Adds up what a rank's graphs hold beside its pools: what a backward pass needs of the forward pass, and work space.
+"""Computes what a rank's graphs hold beside its pools, by phase, from the configuration and the model's shapes. Pure.
 
-Pure. From what the cells of models/ keep, as scripts/bench/activations.py measures it. In an update graph a layer's
-gradients stay until the graph ends, where they are added to the pool's.
+The formulas follow what the cells of models/ keep, as scripts/bench/activations.py measures it. In an update graph a
+layer's gradients stay until the graph ends, where they are added to the pool's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from mindgrpo.algorithm.packing import MicroShape
+from mindgrpo.backend.connect import keeps_slots
+from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.config import Config
+from mindgrpo.models.local_sizes import LOGITS_BYTES, local_heads, local_vocabulary
+from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.precision import compute_dtype, flash_attention
+from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.run_plan import RunPlan
 
 # Kernels of the processor; fused operations of a device; MindSpore's own operations, which keep whole score matrices.
 Kind = Literal["native", "fused", "plain"]
-FLOAT = 4
+FLOAT = ITEM_BYTES["float32"]
 # What flash attention keeps of each query's softmax: its maximum and its sum, eight float32 each.
 SOFTMAX_STATE = 2 * 8 * FLOAT
 # float32 tensors of logits at once, beside the logits: in the loss's forward pass, and in its backward pass.
 PLAIN_STATS, PLAIN_GRADIENT = 3, 4
+# float32 rows of the vocabulary that sampling has at once for every slot: logits, noise, their sum, and what a
+# truncation sorts.
+SAMPLING_ROWS = 6
 
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's share of a decoder layer. `has_out_norms`: what attention and MLP add goes through norms of its own."""
+    """A rank's share of a decoder layer. `has_out_norms`: attention and MLP have norms of their own at their end."""
 
     hidden: int
     inner: int
@@ -36,8 +50,8 @@ class Block:
 class Graphs:
     """How the rank computes: `tokens` = rows * `row_length` in a micro-batch, activations of `itemsize` bytes.
 
-    `vocabulary` is the rank's share; logits that take more than `logits_bytes` in float32 are made in chunks.
-    `sums` : whether results of layers are added up over ranks.
+    `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. `sums`: results
+    of layers are added up over ranks.
     """
 
     kind: Kind
@@ -52,10 +66,10 @@ class Graphs:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """A stage's layers: what is computed again of each ("attention", "mlp"), and its float32 gradients in bytes.
+    """A stage's layers: what is recomputed of each ("attention", "mlp"), and its float32 gradients in bytes.
 
-    `waiting` micro-batches stand before the stage at most. `embedding` and `head` are the bytes of their gradients,
-    None where the stage has none of the two.
+    At most `waiting` micro-batches are in flight in the stage. `embedding` and `head` are the bytes of their
+    gradients, None where another stage has them.
     """
 
     recomputed: Sequence[frozenset[str]]
@@ -67,8 +81,8 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class UpdateBytes:
-    """At the moment that needs most: `kept` for the backward pass, `working` of one layer or of the head, transient
-    `gradients`, and `waiting` micro-batches between stages."""
+    """Bytes at the moment that needs most: `kept` for the backward pass, `working` space of one layer or of the head,
+    transient `gradients`, and `waiting` micro-batches between stages."""
 
     kept: int
     working: int
@@ -81,7 +95,7 @@ class UpdateBytes:
 
 
 def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
-    """Of a stage's forward and backward pass over one micro-batch."""
+    """Computes what a stage's forward and backward pass over one micro-batch need."""
     kept = [_kept(graphs, index, again) for index, again in enumerate(stage.recomputed)]
     constant = _mask(graphs)
     flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
@@ -97,7 +111,7 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
     gradients = stage.head or 0
     for last in reversed(range(len(kept))):
         again, largest = stage.recomputed[last], stage.gradients[last] // 3
-        working = _computed_again(graphs, again) + _backward(graphs) + largest
+        working = _recomputed(graphs, again) + _backward(graphs) + largest
         # The layer below is computed again while this one's gradients of weights are made.
         if again and last:
             working += _products(graphs)
@@ -109,7 +123,7 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
 
 
 def forward_bytes(graphs: Graphs, has_head: bool) -> int:
-    """Of a stage's forward pass alone over one micro-batch: nothing is kept but what the present layer needs."""
+    """Computes the bytes of a stage's forward pass alone over one micro-batch, which keeps the current layer only."""
     block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
     flow = 4 * block.hidden * size
     mixed = heads.queries * heads.dim
@@ -124,26 +138,26 @@ def forward_bytes(graphs: Graphs, has_head: bool) -> int:
 
 
 def _kept(graphs: Graphs, index: int, again: frozenset[str]) -> int:
-    """Bytes that layer `index` of a stage keeps from its forward to its backward pass."""
-    hidden = graphs.block.hidden * graphs.itemsize
+    """Returns the bytes that layer `index` of a stage keeps from its forward to its backward pass."""
     if again == {"attention", "mlp"}:
-        return graphs.tokens * hidden * (1 if index == 0 else 2)
-    a_token = _norms(graphs)
-    if "attention" not in again:
-        a_token += _attention(graphs)
-    if "mlp" not in again:
-        a_token += _mlp(graphs)
-    return graphs.tokens * a_token
+        return graphs.tokens * graphs.block.hidden * graphs.itemsize * (1 if index == 0 else 2)
+    return graphs.tokens * _norms(graphs) + _modules(
+        graphs, frozenset(("attention", "mlp")) - again
+    )
 
 
-def _computed_again(graphs: Graphs, again: frozenset[str]) -> int:
-    a_token = _norms(graphs) if again == {"attention", "mlp"} else 0
-    a_token += _attention(graphs) if "attention" in again else 0
-    return graphs.tokens * (a_token + (_mlp(graphs) if "mlp" in again else 0))
+def _recomputed(graphs: Graphs, again: frozenset[str]) -> int:
+    norms = graphs.tokens * _norms(graphs) if again == {"attention", "mlp"} else 0
+    return norms + _modules(graphs, again)
+
+
+def _modules(graphs: Graphs, names: frozenset[str]) -> int:
+    a_token = _attention(graphs) if "attention" in names else 0
+    return graphs.tokens * (a_token + (_mlp(graphs) if "mlp" in names else 0))
 
 
 def _norms(graphs: Graphs) -> int:
-    """Bytes a token: each norm's input, and its result, which a matrix product takes."""
+    """Returns the bytes per token of each norm's input and of its result, which a matrix product takes."""
     block = graphs.block
     hidden = block.hidden * graphs.itemsize
     # Plain operations keep the scaled input, and a float32 copy of a narrow one.
@@ -154,7 +168,7 @@ def _norms(graphs: Graphs) -> int:
 
 
 def _attention(graphs: Graphs) -> int:
-    """Bytes a token: between the norm and the product with o_proj."""
+    """Returns the bytes per token between the norm and the product with o_proj."""
     heads, size = graphs.block.heads, graphs.itemsize
     base = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "native":
@@ -167,7 +181,7 @@ def _attention(graphs: Graphs) -> int:
 
 
 def _mlp(graphs: Graphs) -> int:
-    """Bytes a token: gate and up, and their product."""
+    """Returns the bytes per token of gate and up, and of their product."""
     block, size = graphs.block, graphs.itemsize
     if graphs.kind != "plain" and block.is_silu:
         return 3 * block.inner * size
@@ -175,38 +189,38 @@ def _mlp(graphs: Graphs) -> int:
 
 
 def _products(graphs: Graphs) -> int:
-    """What gradients of a layer's MLP are made of, when the layer below begins."""
+    """Returns the bytes from which the gradients of a layer's MLP are made while the layer below begins."""
     block = graphs.block
     return graphs.tokens * (3 * block.inner + block.hidden) * graphs.itemsize
 
 
 def _backward(graphs: Graphs) -> int:
-    """Gradients of a layer's results beside what the layer keeps, at the larger of its two halves."""
+    """Returns the bytes of gradients of a layer's results beside what it keeps, at the larger of its two halves."""
     block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
     flow = 2 * block.hidden * size
     mlp = 3 * block.inner * (size if graphs.kind != "plain" else FLOAT)
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
-    # Attention's turn comes when the MLP's share is given up.
+    # Attention follows when the MLP's share has been released.
     return graphs.tokens * (flow + max(mlp, attention - _mlp(graphs)) + _summed(graphs))
 
 
 def _summed(graphs: Graphs) -> int:
-    """Bytes a token of a sum over ranks, in float32, and of its float32 copy where activations are narrower."""
+    """Returns the bytes per token of a float32 sum over ranks, and of its copy where activations are narrower."""
     copies = 1 if graphs.itemsize == FLOAT else 2
     return copies * graphs.block.hidden * FLOAT if graphs.sums else 0
 
 
 def _mask(graphs: Graphs) -> int:
-    """Of all rows, which every layer takes; the processor's kernels read spans instead."""
+    """Returns the bytes of the mask of all rows, which every layer takes; the processor's kernels read spans."""
     if graphs.kind == "native":
         return 0
     return graphs.tokens * graphs.row_length * (1 if graphs.kind == "fused" else FLOAT)
 
 
 def _head(graphs: Graphs, with_gradient: bool) -> int:
-    """The rows that are picked and their norm, and the logits of one chunk; `with_gradient` the logits' as well."""
+    """Returns the bytes of the picked rows, their norm, and the logits of one chunk (and their gradient)."""
     picked = 2 * graphs.tokens * graphs.block.hidden * graphs.itemsize
     rows = min(graphs.tokens, _chunk_rows(graphs))
     tensors = (2 if with_gradient else 1) * graphs.itemsize
@@ -217,3 +231,134 @@ def _head(graphs: Graphs, with_gradient: bool) -> int:
 
 def _chunk_rows(graphs: Graphs) -> int:
     return max(1, graphs.logits_bytes // (FLOAT * graphs.vocabulary))
+
+
+def update_shape(config: Config, ragged: bool) -> MicroShape:
+    """Returns the shape of an update's micro-batch on each data-parallel rank; `ragged` is a property of kernels."""
+    rl = config.rl_config
+    return _micro_shape(config, rl.batch_size // rl.micro_batch_interleaved, ragged)
+
+
+def reference_shape(config: Config, ragged: bool) -> MicroShape:
+    return _micro_shape(config, config.ref_config.ref_model_batch_size, ragged)
+
+
+def _micro_shape(config: Config, rows: int, ragged: bool) -> MicroShape:
+    """Returns `rows` rows of seq_length, or one as long as all of them where kernels are `ragged`."""
+    rl = config.rl_config
+    if not rl.packing:
+        return MicroShape(rows, rl.seq_length, 1)
+    if ragged:
+        return MicroShape(1, rows * rl.seq_length, rl.pack_num and rows * rl.pack_num)
+    return MicroShape(rows, rl.seq_length, rl.pack_num)
+
+
+def kernel_kind(config: Config) -> Kind:
+    """Returns the kind of kernels that the run gets on its device."""
+    target = config.context.target
+    if keeps_slots(target) and config.context.mode == 0:
+        return "native"
+    return "fused" if target.has_fused_attention and flash_attention(config) else "plain"
+
+
+def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
+    """Computes the bytes of the rank that needs most, by phase; vLLM's own are not known here."""
+    ragged = kernel_kind(plan.config) == "native"
+    update = graphs_of(plan, plan.train, update_shape(plan.config, ragged))
+    by_phase = {
+        "rollout": _rollout_bytes(plan),
+        "old_logps": _forward_bytes(plan.train, update),
+        "update": update_need(plan).total,
+    }
+    if plan.reference is not None:
+        shape = reference_shape(plan.config, ragged)
+        graphs = graphs_of(plan, plan.reference, shape)
+        by_phase["reference"] = _forward_bytes(plan.reference, graphs)
+    return by_phase
+
+
+def update_need(plan: RunPlan) -> UpdateBytes:
+    """Computes what an update needs in the stage that needs most."""
+    shape = update_shape(plan.config, kernel_kind(plan.config) == "native")
+    graphs = graphs_of(plan, plan.train, shape)
+    stages = range(len(plan.train.stage_layers))
+    needs = [update_bytes(graphs, _stage_layers(plan, stage)) for stage in stages]
+    return max(needs, key=lambda need: need.total)
+
+
+def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
+    model, tp_size = plan.model, layout.mesh.model_parallel
+    block = Block(
+        model.hidden_size,
+        -(-model.intermediate_size // tp_size),
+        local_heads(model, tp_size),
+        is_silu=model.activation == "silu",
+        has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
+    )
+    # The processors' kernels have float32 activations whatever weights are.
+    on_host = plan.config.context.target == SHARED_MEMORY
+    itemsize = FLOAT if on_host else ITEM_BYTES[compute_dtype(plan.config)]
+    return Graphs(
+        kernel_kind(plan.config),
+        block,
+        local_vocabulary(model, tp_size),
+        shape.tokens,
+        shape.length,
+        itemsize,
+        LOGITS_BYTES,
+        sums=tp_size > 1,
+    )
+
+
+def _forward_bytes(layout: Layout, graphs: Graphs) -> int:
+    """Computes the bytes of a last stage, with the activations that it receives and sends."""
+    flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
+    between = 2 * flow if len(layout.stage_layers) > 1 else 0
+    return forward_bytes(graphs, has_head=True) + between
+
+
+def _stage_layers(plan: RunPlan, stage: int) -> StageLayers:
+    recompute, layers = plan.config.actor_config.recompute_config, plan.train.stage_layers[stage]
+    nothing: frozenset[str] = frozenset()
+    again = [nothing if index % recompute.every else recompute.modules for index in layers]
+    num_stages = len(plan.train.stage_layers)
+    by_position = _gradients(plan)
+    tied = plan.model.tie_word_embeddings
+    return StageLayers(
+        recomputed=again,
+        gradients=[by_position.get(index, 0) for index in layers],
+        waiting=num_stages - stage,
+        embedding=by_position.get("first_and_last" if tied else "first", 0) if stage == 0 else None,
+        head=(
+            by_position.get("first_and_last", 0) + by_position.get("last", 0)
+            if stage == num_stages - 1
+            else None
+        ),
+    )
+
+
+def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
+    """Returns the bytes of a rank's float32 gradients by their parameters' positions in the model."""
+    specs: Sequence = plan.train.specs
+    if plan.lora is not None:
+        specs = adapter_specs(specs, plan.lora)
+    by_position: dict[int | str, int] = {}
+    for spec in specs:
+        size = FLOAT * math.prod(local_shape(spec, plan.train.mesh.model_parallel))
+        by_position[spec.position] = by_position.get(spec.position, 0) + size
+    return by_position
+
+
+def _rollout_bytes(plan: RunPlan) -> int:
+    """Computes the bytes of the plain decoder's graphs: prompts, or one token a slot. The loop in C has only pools."""
+    if plan.config.generate_config.uses_vllm or plan.keeps_slots:
+        return 0
+    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.model_parallel)
+    prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
+    graphs = graphs_of(plan, plan.infer, prompts)
+    length = cache.max_prompt + cache.max_tokens
+    scores = 0 if graphs.kind == "fused" else 3 * heads.queries * length * FLOAT
+    rows = SAMPLING_ROWS * graphs.vocabulary * FLOAT + length * FLOAT + scores
+    one_token = replace(graphs, tokens=cache.slots, row_length=1)
+    decode = cache.slots * rows + forward_bytes(one_token, has_head=False)
+    return max(forward_bytes(graphs, has_head=False), decode)

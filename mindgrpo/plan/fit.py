@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mindgrpo.config import Loaded, config_with
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
-from mindgrpo.plan.device_plan import PhaseNeed, most_needed, phase_needs
+from mindgrpo.plan.memory import PhaseNeed, most_needed, phase_needs
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
 
 KEY = "context.max_device_memory"

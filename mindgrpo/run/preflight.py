@@ -32,7 +32,7 @@ from mindgrpo.memory.account import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.plan.device_plan import check_engine
+from mindgrpo.plan.memory import check_engine
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer

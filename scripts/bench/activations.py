@@ -107,7 +107,7 @@ def measure(work: Work, recompute: Any, backend_name: str) -> None:
 
     from mindgrpo.backend.connect import connect
     from mindgrpo.backend.targets import choose_target
-    from mindgrpo.plan.activation_plan import activation_bytes
+    from mindgrpo.plan.activations import activation_bytes
 
     backend = connect(choose_target("CPU", backend_name), dict(os.environ))
     own_block()
