@@ -17,7 +17,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
-from mindgrpo.plan.host_plan import COPIES_IN_A_CHECKPOINT
+from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT
 from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
 
