@@ -103,7 +103,6 @@ def part_of_model() -> str:
     [
         ("metrics.jsonl", 2),
         ("completions.jsonl", 2),
-        ("evaluations.jsonl", 3),
         pytest.param(part_of_model(), STEPS, id="model"),
     ],
 )
@@ -222,14 +221,6 @@ def sentence_of_job(output: Path) -> str:
         f"free space on its disk; no checkpoint was asked for (rl_config.save_ckpt_interval is 0); "
         f"the model after step 1 is in {output / 'hf'}."
     )
-
-
-def test_the_command_line_tells_of_a_full_disk_in_one_line(
-    inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = job_words(inputs, tmp_path / "run")
-    assert main(["train", *words]) == 2
-    assert capfd.readouterr().err.splitlines()[-1] == sentence_of_job(tmp_path / "run")
 
 
 def test_the_last_line_of_a_launched_job_tells_of_its_full_disk(
