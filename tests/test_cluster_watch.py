@@ -22,7 +22,7 @@ from mindgrpo.health.failure import (
     write_failure,
 )
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.launch import cluster_limits
+from mindgrpo.launch import cluster
 from mindgrpo.launch.cluster_watch import NAME, ClusterNews, ClusterWatch, failure_of, numbers
 from mindgrpo.launch.exit_report import report, worker_log
 from mindgrpo.launch.log_follower import Screen
@@ -151,10 +151,10 @@ def test_a_rank_of_this_host_that_failed_before_stays_the_reason(tmp_path: Path)
 
 
 def test_a_rank_waits_long_for_its_peers_and_the_scheduler_short_for_ranks() -> None:
-    variables = cluster_limits.cluster_variables(2)
+    variables = cluster.cluster_variables(2)
     for_rank = dict(variables)
-    cluster_limits.set_for_rank(for_rank)
-    assert int(variables["MS_NODE_TIMEOUT"]) < cluster_limits.LOST_WITHIN_SECONDS
+    cluster.set_for_rank(for_rank)
+    assert int(variables["MS_NODE_TIMEOUT"]) < cluster.LOST_WITHIN_SECONDS
     assert int(for_rank["MS_NODE_TIMEOUT"]) > 3600
 
 

@@ -13,7 +13,7 @@ import pytest
 from mindgrpo.backend.contract import PeerLost
 from mindgrpo.health.failure import (
     LONGEST_MESSAGE,
-    Failure,
+    RankFailure,
     failure_of_code,
     failure_of_exception,
     write_failure,
@@ -144,7 +144,7 @@ def test_what_ends_the_ranks_beside_msrun_is_named(tmp_path: Path) -> None:
     line, status = job.report(code=-9)
     assert "msrun was killed by signal 9 before a rank did" in line and status == 1
     words = "the process that forks the ranks has ended"
-    write_failure(job.folder, 0, Failure(None, 9.0, 1, words, "fork_server.log may say why"))
+    write_failure(job.folder, 0, RankFailure(None, 9.0, 1, words, "fork_server.log may say why"))
     assert job.report()[0].startswith(f"mindgrpo: {words}; fork_server.log")
 
 

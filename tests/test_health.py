@@ -17,12 +17,6 @@ import pytest
 from mindgrpo.health.failure import (
     first_failure,
 )
-from mindgrpo.health.hang_detector import (
-    LONGEST_CHECK_SECONDS,
-    SILENT_SECONDS,
-    HangDetector,
-    Overdue,
-)
 from mindgrpo.health.heartbeat import (
     Heartbeat,
     HeartbeatFile,
@@ -30,7 +24,13 @@ from mindgrpo.health.heartbeat import (
     read_heartbeat,
 )
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.health.watchdog import Watchdog
+from mindgrpo.health.watchdog import (
+    LONGEST_CHECK_SECONDS,
+    SILENT_SECONDS,
+    HangDetector,
+    Overdue,
+    Watchdog,
+)
 
 # -- heartbeats ------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.health.parent import is_alive
+from mindgrpo.health.processes import is_alive
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -15,7 +15,7 @@ import pytest
 from test_launch_script import ROOT, environment, program
 from test_restarts import Started, listen_to_ctrl_c
 
-from mindgrpo.health.resume_command import resume_command
+from mindgrpo.health.rank_health import resume_command
 
 SAVES = """
 import signal
@@ -69,7 +69,7 @@ STANDS_STILL = """
 import signal
 from pathlib import Path
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.health.resume_command import resume_command
+from mindgrpo.health.rank_health import resume_command
 health = RankHealth.of_process(int(rank), 2, os.environ)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 run = Path("/there/run")

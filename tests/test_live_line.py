@@ -10,8 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from mindgrpo.health.heartbeat import Heartbeat, heartbeat_path, read_heartbeat
-from mindgrpo.health.live_line import LiveLine
+from mindgrpo.health.heartbeat import Heartbeat, LiveLine, heartbeat_path, read_heartbeat
 from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.monitor.console import Console

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.parent import is_alive
+from mindgrpo.health.processes import is_alive
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores

@@ -23,7 +23,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
-from mindgrpo.health.parent import is_alive
+from mindgrpo.health.processes import is_alive
 from mindgrpo.launch.processes import JobProcesses
 from mindgrpo.rollout.engine import SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys

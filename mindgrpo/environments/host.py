@@ -23,7 +23,7 @@ from typing import Any
 from mindgrpo.environments.contract import Closing, Observation, Opening, Question, Result
 from mindgrpo.environments.episode import serve_episode
 from mindgrpo.environments.load import load_environment
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.rewards.call import Signature
 from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure
 from mindgrpo.rewards.workers import isolated, processes

@@ -1,4 +1,4 @@
-"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive.
+"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive; words one for a terminal.
 
 A rank rewrites its file `heartbeat_RANK` in the status folder whenever its phase changes and twice a second. The file
 outlives the rank, so that it tells in which phase a rank was killed.
@@ -18,11 +18,21 @@ FILE_BYTES = 1024
 LONGEST_NAME = 64
 NUM_READ_ATTEMPTS = 100
 COMPILE = "compile"
+SHORTEST_SECONDS = 2.0
+CLEAR = "\r\033[K"
+NAMES = {
+    "start": "starting",
+    "old_logps": "log-probs",
+    "reference": "reference log-probs",
+    "close": "closing files",
+}
+# Between the phases of a step.
+BETWEEN = "loop"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where a rank is. Times are seconds of CLOCK_MONOTONIC, the same clock for all processes of a host.
+    """Says where a rank is. Times are seconds of CLOCK_MONOTONIC, the same clock for all processes of a host.
 
     `serial` counts the phases entered: among ranks that run the same phases, the one behind has the lowest. `step`
     counts from 1; 0 is before the first. `graph` is being compiled inside the phase since `graph_since`; empty for
@@ -45,12 +55,12 @@ class Heartbeat:
 
     @property
     def kind(self) -> str:
-        """The phase, or `compile` while a graph is compiled in it."""
+        """Returns the phase, or `compile` while a graph is compiled in it."""
         return COMPILE if self.graph else self.phase
 
     @property
     def position(self) -> str:
-        """Such as `phase rollout of step 5`."""
+        """Words it, such as `phase rollout of step 5`."""
         when = f"of step {self.step}" if self.step else "before step 1"
         if self.graph:
             return f"phase {COMPILE} (graph {self.graph}, in {self.phase} {when})"
@@ -62,7 +72,7 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 def heartbeats_in(folder: Path) -> dict[int, Heartbeat]:
-    """The last heartbeat of every rank that has written to this host's status folder."""
+    """Reads the last heartbeat of every rank that has written to this host's status folder."""
     paths = {int(path.name.rpartition("_")[2]): path for path in folder.glob("heartbeat_*")}
     read = {rank: read_heartbeat(path) for rank, path in sorted(paths.items())}
     return {rank: heartbeat for rank, heartbeat in read.items() if heartbeat}
@@ -86,12 +96,12 @@ class HeartbeatFile:
 
 
 def _checksum(fields: bytes) -> bytes:
-    """Shows a reader that it has read one write and not parts of two, wherever the writer was meanwhile."""
+    """Computes what shows a reader that it has read one write and not parts of two."""
     return b"%08x" % zlib.crc32(fields)
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The last heartbeat written; None if there is none."""
+    """Reads the last heartbeat written; None if there is none."""
     for _ in range(NUM_READ_ATTEMPTS):
         try:
             written = path.read_bytes().rstrip()
@@ -103,3 +113,44 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         except (OSError, ValueError, TypeError):
             continue
     return None
+
+
+class LiveLine:
+    """Says in one line what a rank is doing, how far it is and when that ends; remembers how long its phases took."""
+
+    def __init__(self) -> None:
+        self._last: Heartbeat | None = None
+        self._seconds: dict[str, float] = {}
+
+    def text(self, heartbeat: Heartbeat, now: float) -> str:
+        """Words a heartbeat; empty in the first seconds of a phase and between phases. `now` is by CLOCK_MONOTONIC."""
+        self._remember(heartbeat)
+        since = heartbeat.graph_since if heartbeat.graph else heartbeat.since
+        seconds = now - since
+        if seconds < SHORTEST_SECONDS or heartbeat.kind == BETWEEN:
+            return ""
+        what = NAMES.get(heartbeat.phase, heartbeat.phase)
+        if heartbeat.graph:
+            what = f"compiling {heartbeat.graph}"
+        step = f"step {heartbeat.step}: " if heartbeat.step else ""
+        words = [f"  {step}{what} {seconds:.0f} s"]
+        share = 0.0
+        if heartbeat.total and not heartbeat.graph:
+            words.append(f"{heartbeat.done} of {heartbeat.total} {heartbeat.unit}")
+            share = heartbeat.done / heartbeat.total
+        left = self._left(heartbeat, seconds, share)
+        if left is not None:
+            words.append(f"about {left:.0f} s left")
+        return ", ".join(words)
+
+    def _left(self, heartbeat: Heartbeat, seconds: float, share: float) -> float | None:
+        """Estimates the seconds left by what is done of the phase, else by how long it took the last time."""
+        if share > 0:
+            return seconds * (1 - share) / share
+        last = None if heartbeat.graph else self._seconds.get(heartbeat.phase)
+        return last - seconds if last is not None and last > seconds else None
+
+    def _remember(self, heartbeat: Heartbeat) -> None:
+        last, self._last = self._last, heartbeat
+        if last is not None and last.serial != heartbeat.serial:
+            self._seconds[last.phase] = heartbeat.since - last.since

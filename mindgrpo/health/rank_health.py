@@ -1,4 +1,4 @@
-"""Keeps this rank's heartbeat, and tells where the other ranks are and how one of them ended.
+"""Keeps this rank's heartbeat, and tells where the other ranks are, how one of them ended and how a run is resumed.
 
 A thread writes the heartbeat twice a second and calls the checks that were added with `on_beat`.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,18 @@ from mindgrpo.health.heartbeat import (
     heartbeats_in,
     read_heartbeat,
 )
+from mindgrpo.health.processes import STATUS_VARIABLE
 
 BEAT_SECONDS = 0.5
 # The launcher's processes may learn of a rank's end a little later than the ranks that wait for it.
 CAUSE_SECONDS, CAUSE_POLL_SECONDS = 0.3, 0.02
+# What stands before the program on the launcher's command line, quoted for a shell.
+PREFIX_VARIABLE = "MINDGRPO_LAUNCH_PREFIX"
+RESUME_FLAGS = ("--resume_training", "--rl_config.resume_training", "--output_dir")
 
 
 class RankHealth:
-    """This rank among the ranks of its host. `folder` is the job's status folder; None without a launcher."""
+    """Is this rank among the ranks of its host. `folder` is the job's status folder; None without a launcher."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
@@ -46,8 +51,8 @@ class RankHealth:
 
     @classmethod
     def of_process(cls, rank: int, world_size: int, environment: Mapping[str, str]) -> RankHealth:
-        """Starts the thread too; the launcher has put the status folder into `environment`."""
-        folder = environment.get("MINDGRPO_STATUS_DIR")
+        """Makes one and starts its thread; the launcher has put the status folder into `environment`."""
+        folder = environment.get(STATUS_VARIABLE)
         health = cls(rank, world_size, Path(folder) if folder else None)
         beating = (weakref.ref(health),)
         threading.Thread(target=_beat, args=beating, name="heartbeat", daemon=True).start()
@@ -74,7 +79,7 @@ class RankHealth:
         self._checks.append(check)
 
     def end_checks(self) -> None:
-        """Where a run is over, but perhaps not the process, which may be a notebook's."""
+        """Removes the checks where a run is over, but perhaps not the process, which may be a notebook's."""
         self._checks.clear()
 
     def enter(self, phase: str) -> None:
@@ -82,13 +87,13 @@ class RankHealth:
         self._update(phase=phase, since=time.monotonic(), serial=serial, done=0, total=0)
 
     def progress(self, unit: str, done: int, total: int) -> None:
-        """How far the phase is, in its `unit`. Written at the next beat."""
+        """Keeps how far the phase is, in its `unit`; written at the next beat."""
         with self._lock:
             self._state = replace(self._state, unit=unit, done=done, total=total)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase inside the present one. An exception leaves it entered: that is where the rank failed."""
+        """Enters a phase inside the present one. An exception leaves it entered: that is where the rank failed."""
         before = self._state
         self.enter(name)
         yield
@@ -97,7 +102,7 @@ class RankHealth:
 
     @contextmanager
     def counting(self, unit: str, total: int, count: Callable[[], int]) -> Iterator[None]:
-        """As `progress`, for what tells how much is done when it is asked, at every beat."""
+        """Reports progress by asking `count` how much is done, at every beat."""
 
         def check() -> None:
             self.progress(unit, count(), total)
@@ -116,26 +121,26 @@ class RankHealth:
         self._update(graph="")
 
     def at_step(self, step: int) -> None:
-        """`step` counts from 1."""
+        """Records the step that the rank is in; `step` counts from 1."""
         self._update(step=step)
 
     def waits(self, since: float) -> None:
-        """Since when this rank waits for another one (monotonic seconds); 0: it does not. Told at the next beat."""
+        """Keeps since when this rank waits for another one, in monotonic seconds; 0: it does not."""
         self._waits_since.value = since
 
     @property
     def waits_address(self) -> int:
-        """The address of that number, a C double, for native code that waits."""
+        """Returns the address of that number, a C double, for native code that waits."""
         return ctypes.addressof(self._waits_since)
 
     def heartbeat_of(self, rank: int) -> Heartbeat | None:
-        """The last heartbeat of a rank, alive or not; None if it is not known."""
+        """Returns the last heartbeat of a rank, alive or not; None if it is not known."""
         if rank == self.rank:
             return replace(self._state, waits_since=self._waits_since.value)
         return read_heartbeat(heartbeat_path(self.folder, rank)) if self.folder else None
 
     def heartbeats(self) -> dict[int, Heartbeat]:
-        """Of all ranks that are known, this one among them."""
+        """Returns the last heartbeats of all known ranks, this one among them."""
         others = heartbeats_in(self.folder) if self.folder else {}
         own = self.heartbeat_of(self.rank)
         return others | ({self.rank: own} if own else {})
@@ -158,14 +163,14 @@ class RankHealth:
                 partial.replace(self.folder / "checkpoint")
 
     def signal_of_launcher(self) -> int:
-        """The number of the signal that the launcher has received and passes on; 0 without one."""
+        """Returns the number of the signal that the launcher has received and passes on; 0 without one."""
         try:
             return int((self.folder / "signal").read_text()) if self.folder else 0
         except (OSError, ValueError):
             return 0
 
     def how_rank_ended(self, rank: int) -> str:
-        """A sentence's part with the phase, and the cause where another rank failed first; empty if not known."""
+        """Says in which phase a rank ended, and the cause where another rank failed first; empty if not known."""
         last = self.heartbeat_of(rank)
         ended = f"rank {rank} has ended" + (f" in {last.position}" if last else "")
         until = time.monotonic() + CAUSE_SECONDS
@@ -187,7 +192,7 @@ class RankHealth:
 
 
 def _beat(of: weakref.ref[RankHealth]) -> None:
-    """Until it is gone with what it is the health of: a process may have several runs, one after the other."""
+    """Beats until the object is gone: a process may have several runs, one after the other."""
     while True:
         time.sleep(BEAT_SECONDS)
         health = of()
@@ -195,3 +200,28 @@ def _beat(of: weakref.ref[RankHealth]) -> None:
             return
         health.beat()
         del health
+
+
+def resuming(command: Sequence[str], directory: Path | str) -> tuple[str, ...]:
+    """Returns `command` without the words that say where to resume from, and then with the run in `directory`."""
+    words, kept = list(command), []
+    while words:
+        word = words.pop(0)
+        flag, equals, _ = word.partition("=")
+        if flag not in RESUME_FLAGS:
+            kept.append(word)
+        elif not equals and words and not words[0].startswith("--"):
+            words.pop(0)
+    return (*kept, "--resume_training", "true", "--output_dir", str(directory))
+
+
+def resume_command(
+    argv: Sequence[str], orig_argv: Sequence[str], environment: Mapping[str, str], directory: Path
+) -> str:
+    """Returns the command that resumes this run, as the user would type it.
+
+    `argv` and `orig_argv` are those of sys: the first counts where the launcher has started this.
+    """
+    prefix = environment.get(PREFIX_VARIABLE)
+    command = shlex.join(resuming(argv if prefix else ("python", *orig_argv[1:]), directory))
+    return f"{prefix} {command}" if prefix else command

@@ -1,14 +1,19 @@
-"""Reads from the variables of a cluster's scheduler what else is said with --ranks, --hosts, --host_index and --master.
+"""Reads the variables of a cluster's scheduler, in place of --ranks, --hosts and so on, and sets those of MindSpore's.
 
 Slurm: one task a node of `srun` runs the launcher. The variables of the step count, not those of the job: a shell in
 an allocation has only the latter, and a step may have fewer nodes than its job. AscendJob: MindCluster's operator sets
 MindSpore's variables in every pod that has devices. Pure: reads no files and runs no programs.
+
+MS_NODE_TIMEOUT means two things. In the scheduler it is how long a rank may be without a heartbeat, which a thread of
+MindSpore's own sends, whatever the rank computes. In a rank, where no device has a limit of its own, it is how long a
+sum waits for its neighbour, which may compile or score for minutes. So the variable is the scheduler's, and ranks have
+PEER_SECONDS instead.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 from mindgrpo.errors import UserError
 
@@ -26,12 +31,21 @@ ASCENDJOB = (ROLE, RANKS, LOCAL_RANKS, HOST_INDEX, ADDRESS, PORT)
 NOT_FOR_RANKS = frozenset((*ASCENDJOB, "MS_SERVER_NUM"))
 FIRST_NAME = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
 SRUN = "start it with 'srun --ntasks=$SLURM_NNODES --ntasks-per-node=1', as examples/cluster/slurm.sbatch does"
+# From the loss to the last line of every host's launcher; docs/hosts.md has the sum.
+LOST_WITHIN_SECONDS = 20.0
+SILENT_SECONDS = 10
+ANSWER_SECONDS = 4
+# As before for ranks of one host, whose ends the launcher sees itself.
+SILENT_SECONDS_ON_ONE_HOST = 60
+# Hangs are for the deadlines of phases to find, which know what a rank does.
+PEER_SECONDS = 24 * 3600
+TIMEOUT = "MS_NODE_TIMEOUT"
 
 
 def flags_of_cluster(
     flags: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[str, dict[str, str]]:
-    """The cluster that starts this launcher, and the flags that the user would have to give without one.
+    """Returns the cluster that starts this launcher, and the flags that the user would have to give without one.
 
     `flags` are the user's; a --master among them stays. Raises UserError, with the variable that is wrong.
     """
@@ -53,7 +67,7 @@ def flags_of_cluster(
 
 
 def detect(environment: Mapping[str, str]) -> str:
-    """A cluster whose variables are complete, else msrun. Slurm: only on several nodes of a step of `srun`."""
+    """Returns a cluster whose variables are complete, else msrun. Slurm: only on several nodes of a step of `srun`."""
     has_slurm = environment.get(STEP_NODES, "1") != "1"
     has_ascendjob = all(environment.get(name) for name in ASCENDJOB)
     if has_slurm and has_ascendjob:
@@ -65,7 +79,7 @@ def detect(environment: Mapping[str, str]) -> str:
 
 
 def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
-    """For the processes of the job."""
+    """Returns the environment for the processes of the job, without the scheduler's variables."""
     return {name: value for name, value in environment.items() if name not in NOT_FOR_RANKS}
 
 
@@ -80,7 +94,7 @@ def _number(environment: Mapping[str, str], name: str, numbers: range, remedy: s
 
 
 def first_name(node_list: str) -> str:
-    """The first of Slurm's compressed list: `rack1n[003-007,9],login` is rack1n003 and others. Raises UserError."""
+    """Returns the first node of Slurm's compressed list: rack1n003 of `rack1n[003-007,9],login`. Raises UserError."""
     match = FIRST_NAME.match(node_list)
     if match is None or re.match(r"[^,]", node_list[match.end() :]):
         raise UserError(
@@ -90,7 +104,7 @@ def first_name(node_list: str) -> str:
 
 
 def of_slurm(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Raises UserError."""
+    """Returns the flags that Slurm's variables say. Raises UserError."""
     if not environment.get(STEP_LIST):
         raise UserError(
             f"--cluster slurm needs {STEP_LIST}, which srun sets for its tasks: {SRUN}."
@@ -120,7 +134,7 @@ def of_slurm(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[s
 
 
 def _slurm_port(environment: Mapping[str, str]) -> str:
-    """Not that of another job on the node, and the same on all nodes."""
+    """Chooses a port: not that of another job on the node, and the same on all nodes."""
     if port := environment.get("MINDGRPO_PORT"):
         return port
     ids = range(2**32)
@@ -130,7 +144,10 @@ def _slurm_port(environment: Mapping[str, str]) -> str:
 
 
 def of_ascendjob(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Raises UserError, also in pods of a job whose scheduler is a pod without devices."""
+    """Returns the flags that an AscendJob's variables say.
+
+    Raises UserError, also in pods of a job whose scheduler is a pod without devices.
+    """
     remedy = "MindCluster's operator sets it in the pods of an AscendJob; see docs/clusters.md"
     counts = range(1, 10**5)
     num_ranks = _number(environment, RANKS, counts, remedy)
@@ -160,7 +177,7 @@ def of_ascendjob(flags: Mapping[str, str], environment: Mapping[str, str]) -> di
 
 
 def _check_role(environment: Mapping[str, str], index: int) -> None:
-    """The launcher of the first host starts the scheduler, which has to be where all pods look for it."""
+    """Raises UserError unless the first host's launcher starts the scheduler where all pods look for it."""
     role = environment.get(ROLE, "")
     if role not in ("MS_SCHED", "MS_WORKER"):
         raise UserError(
@@ -178,3 +195,24 @@ def _check_role(environment: Mapping[str, str], index: int) -> None:
         f"{state}: the scheduler of this AscendJob is a pod without devices, but mindgrpo starts it with the first "
         "ranks; give the replica Scheduler as many devices as each Worker, as examples/cluster/ascendjob.yaml does."
     )
+
+
+def cluster_variables(num_hosts: int) -> dict[str, str]:
+    """Returns variables for every process of a job: how soon a lost rank or host is noticed; what a user sets wins."""
+    if num_hosts == 1:
+        return {TIMEOUT: str(SILENT_SECONDS_ON_ONE_HOST)}
+    return {
+        TIMEOUT: str(SILENT_SECONDS),
+        # How long a rank waits for the scheduler's answer to a heartbeat, and then tries to reach it again.
+        "MS_RECEIVE_MSG_TIMEOUT": str(ANSWER_SECONDS),
+        "MS_HEARTBEAT_RETRY_TIMEOUT": str(ANSWER_SECONDS),
+        "MS_RETRY_INTERVAL_LOWER": "1",
+        "MS_RETRY_INTERVAL_UPPER": "2",
+        # Warnings of this module alone: cluster_watch.py reads them, and no screen shows them.
+        "MS_SUBMODULE_LOG_v": "{DISTRIBUTED:2}",
+    }
+
+
+def set_for_rank(environment: MutableMapping[str, str]) -> None:
+    """Sets how long a rank waits for its peers."""
+    environment[TIMEOUT] = str(PEER_SECONDS)

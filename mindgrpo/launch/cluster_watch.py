@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindgrpo.health.failure import Failure, write_failure
-from mindgrpo.health.hang_detector import is_silent
+from mindgrpo.health.failure import RankFailure, write_failure
 from mindgrpo.health.heartbeat import heartbeats_in
+from mindgrpo.health.watchdog import is_silent
 from mindgrpo.launch.exit_report import worker_log
 from mindgrpo.launch.log_follower import FollowedFile
 from mindgrpo.launch.options import Options
@@ -89,7 +89,7 @@ def describe_host(options: Options, index: int, addresses: Mapping[int, str]) ->
     return f"host {index} ({', '.join([*known, numbers(ranks)])})"
 
 
-def failure_of(options: Options, news: ClusterNews, stopped: Sequence[int]) -> Failure:
+def failure_of(options: Options, news: ClusterNews, stopped: Sequence[int]) -> RankFailure:
     """What the last line is to say of bad news; `stopped` are ranks of this host without a heartbeat."""
     when = news.lost_at or time.time()
     own, first = options.hosts.host_index, describe_host(options, 0, news.addresses)
@@ -100,18 +100,18 @@ def failure_of(options: Options, news: ClusterNews, stopped: Sequence[int]) -> F
         hosts = " and ".join(describe_host(options, index, news.addresses) for index in lost)
         verb = "is" if len(lost) == 1 else "are"
         message = f"{hosts} {verb} lost: {numbers(silent)} ended or cannot be reached"
-        return Failure(silent[0], when, 1, message, remedy)
+        return RankFailure(silent[0], when, 1, message, remedy)
     if news.has_no_scheduler:
-        return Failure(0, when, 1, f"{first} is lost: it ended or cannot be reached", remedy)
+        return RankFailure(0, when, 1, f"{first} is lost: it ended or cannot be reached", remedy)
     if silent := silent or sorted(stopped):
         host = describe_host(options, own, news.addresses)
         message = f"{numbers(silent)} of this host, {host}, gave no sign of life"
-        return Failure(silent[0], when, 1, message)
+        return RankFailure(silent[0], when, 1, message)
     if options.hosts.num_hosts == 2:
         message = f"{first} is lost: a rank there ended or cannot be reached"
-        return Failure(0, when, 1, message, remedy)
+        return RankFailure(0, when, 1, message, remedy)
     message = f"a rank of another host ended or cannot be reached, as {first} was the first to see"
-    return Failure(0, when, 1, message, "the last line of that host names it")
+    return RankFailure(0, when, 1, message, "the last line of that host names it")
 
 
 class ClusterWatch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindgrpo.errors import USER_ERROR_STATUS
 from mindgrpo.health.failure import (
-    Failure,
+    RankFailure,
     describe_code,
     failure_of_code,
     first_failure,
@@ -61,16 +61,16 @@ def _write_what_msrun_saw(logs: Path) -> None:
             write_failure(logs / "status", rank, failure)
 
 
-def _of_the_job(logs: Path, num_ranks: int, code: int) -> Failure:
+def _of_the_job(logs: Path, num_ranks: int, code: int) -> RankFailure:
     """For a job whose ranks left nothing: how its main process ended, msrun or the only rank."""
     folder = logs / "status"
     if num_ranks == 1:
         return failure_of_code(folder, 0, code, time.time())
     message = f"msrun {describe_code(code)} before a rank did{position_of(folder, 0)}"
-    return Failure(None, time.time(), 1, message)
+    return RankFailure(None, time.time(), 1, message)
 
 
-def _evidence(logs: Path, first_rank: int, failure: Failure) -> list[str]:
+def _evidence(logs: Path, first_rank: int, failure: RankFailure) -> list[str]:
     """Lines of the log that the screen has not shown; it shows the log of this host's first rank."""
     rank = failure.rank
     if rank is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mindgrpo.health.failure import failure_of_code, write_failure
-from mindgrpo.health.parent import end_with_parent, set_parent_death_signal
+from mindgrpo.health.processes import end_with_parent, set_parent_death_signal
 from mindgrpo.launch import worker
 from mindgrpo.launch.plan import has_config
 from mindgrpo.launch.processes import remove_shared_files
@@ -72,7 +72,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
     return num_threads() == threads
 
 
-class Server:
+class ForkServer:
     """Forks `num_ranks` ranks, each for a worker that asks on `channel`, passes on signals to it and its status.
 
     Nothing here waits for one worker, and none that has ended ends the others' ranks, which end with this process.
@@ -198,7 +198,7 @@ def main() -> None:
     set_parent_death_signal(0)
     gc.collect()
     gc.freeze()
-    Server(channel, int(num_ranks), launcher).serve()
+    ForkServer(channel, int(num_ranks), launcher).serve()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from io import FileIO
 from pathlib import Path
 
-from mindgrpo.health.live_line import CLEAR
+from mindgrpo.health.heartbeat import CLEAR
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
-# Of MindSpore's cluster: the launcher has them written (cluster_limits.py), and nobody else needs them.
+# Of MindSpore's cluster: the launcher has them written (cluster.py), and nobody else needs them.
 HIDDEN = (b"[WARNING] DISTRIBUTED(", b"[INFO] DISTRIBUTED(")
 
 

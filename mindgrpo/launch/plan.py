@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindgrpo.health.resume_command import PREFIX_VARIABLE
-from mindgrpo.launch.cluster_limits import cluster_variables
+from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.health.rank_health import PREFIX_VARIABLE
+from mindgrpo.launch.cluster import cluster_variables
 from mindgrpo.launch.options import Options, has_config
 
-STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
 SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("worker.py")
@@ -44,8 +44,8 @@ class LocalHost:
 
 
 @dataclass(frozen=True)
-class Process:
-    """`log` takes what the process prints; None: the launcher's standard error."""
+class PlannedProcess:
+    """Says how a process is started; `log` takes what the process prints; None: the launcher's standard error."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
@@ -58,9 +58,9 @@ class JobPlan:
 
     name: str
     logs: Path
-    check: Process | None
-    fork_server: Process | None
-    main: Process
+    check: PlannedProcess | None
+    fork_server: PlannedProcess | None
+    main: PlannedProcess
     headline: str
 
     @property
@@ -88,11 +88,11 @@ def make_plan(
     check = fork_server = None
     if has_config(arguments):
         words = ("check", "--quiet", "--ranks", str(options.num_ranks), *arguments)
-        check = Process((host.python, "-c", CHECK, *words), ours)
+        check = PlannedProcess((host.python, "-c", CHECK, *words), ours)
     if environment.get("MINDGRPO_FORK") != "0":
         command = (host.python, str(FORK_SERVER), str(options.num_local_ranks), *arguments)
-        fork_server = Process(command, ours, logs / "fork_server.log")
-    main = Process(
+        fork_server = PlannedProcess(command, ours, logs / "fork_server.log")
+    main = PlannedProcess(
         _main_command(options, host, logs, port),
         ours,
         logs / ("worker_0.log" if options.num_ranks == 1 else "msrun.log"),

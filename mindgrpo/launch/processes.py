@@ -15,17 +15,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
-from mindgrpo.health.parent import end_with_parent, is_alive
-from mindgrpo.launch.plan import STATUS_VARIABLE, Process
+from mindgrpo.health.processes import (
+    ENDS_WITH_RANK_VARIABLE,
+    IN_MEMORY,
+    LEFT_BEHIND,
+    STATUS_VARIABLE,
+    end_with_parent,
+    is_alive,
+    remove_left_behind,
+    shared_files_of,
+)
+from mindgrpo.launch.plan import PlannedProcess
 
-# Set for processes that end by themselves with their rank, and tidy up after what they have started.
-ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"
 TIDY_SECONDS, TIDY_POLL_SECONDS = 1.5, 0.05
-SHARED_MEMORY = Path("/dev/shm")
 
 
-def start_process(process: Process, stdin: Any = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+def start_process(
+    process: PlannedProcess, stdin: Any = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
 
     It ends with the launcher. Where a cluster's scheduler tells every process of a job to end, only the launcher and
@@ -55,14 +62,14 @@ def start_process(process: Process, stdin: Any = subprocess.DEVNULL) -> subproce
 
 
 class JobProcesses:
-    """The processes of one job, however they were started and whoever their parent is by now."""
+    """Finds the processes of one job, however they were started and whoever their parent is by now."""
 
     def __init__(self, name: str, status_folder: Path) -> None:
         self._name, self._folder = name, status_folder
         self._mark = f"\0{STATUS_VARIABLE}={status_folder}\0".encode()
 
     def _environment_of(self, pid: int | str) -> bytes:
-        """Empty for a process that has ended, or is another user's."""
+        """Reads it; empty for a process that has ended, or is another user's."""
         try:
             return b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
@@ -72,7 +79,7 @@ class JobProcesses:
         return self._mark in self._environment_of(pid)
 
     def find(self) -> dict[int, bool]:
-        """Process ids, and whether each ends with its rank by itself."""
+        """Returns process ids, and whether each ends with its rank by itself."""
         environments = {
             int(entry.name): self._environment_of(entry.name)
             for entry in os.scandir("/proc")
@@ -89,7 +96,7 @@ class JobProcesses:
     def end_all(self) -> None:
         """Kills ranks and what holds them, and a moment later what has not ended with them.
 
-        Waits until they are gone: the system takes a moment to take their memory back, which whoever starts next needs.
+        Waits until they are gone: the system takes a moment to take their memory back, which the next start needs.
         """
         (self._folder / "ending").touch()  # what ends from here on is no cause
         processes = self.find()
@@ -110,8 +117,6 @@ class JobProcesses:
 
 
 def remove_shared_files(job: str) -> None:
-    """What ranks that were killed while they met have left behind."""
-    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-        for path in folder.glob(f"mindgrpo-{job}-*"):
-            with suppress(OSError):  # gone, or another user's
-                path.unlink()
+    """Removes what ranks that were killed while they met have left behind."""
+    for folder in (IN_MEMORY, tempfile.gettempdir()):
+        remove_left_behind(Path(folder).glob(f"mindgrpo-{job}-*"))

@@ -28,10 +28,9 @@ from types import FrameType
 from typing import NoReturn
 
 from mindgrpo.errors import UserError, print_user_error
-from mindgrpo.health.parent import end_with_parent
-from mindgrpo.launch.cluster_limits import set_for_rank
+from mindgrpo.health.processes import STATUS_VARIABLE, STOPPING, end_with_parent
+from mindgrpo.launch.cluster import set_for_rank
 from mindgrpo.launch.options import VERBS
-from mindgrpo.launch.signals import STOPPING
 
 # Runs the verb that sys.argv begins with.
 VERB_PROGRAM = "mindgrpo.cli.launched"
@@ -102,7 +101,7 @@ def run_rank(program: str, arguments: list[str]) -> NoReturn:
 
 def status_of_rank(environment: Mapping[str, str]) -> tuple[Path, int]:
     """The job's status folder, and the rank."""
-    return Path(environment["MINDGRPO_STATUS_DIR"]), int(environment.get("RANK_ID", "0"))
+    return Path(environment[STATUS_VARIABLE]), int(environment.get("RANK_ID", "0"))
 
 
 def take_standard_input() -> socket.socket | None:
@@ -161,14 +160,14 @@ def stand_in(connection: socket.socket, parent: int) -> NoReturn:
 
 
 def write_loss_of_server(folder: Path, rank: int) -> None:
-    from mindgrpo.health.failure import Failure, position_of, write_failure
+    from mindgrpo.health.failure import RankFailure, position_of, write_failure
 
     if (folder / "ending").exists():
         return  # the launcher ends all, the server first
     position, message = position_of(folder, rank), "the process that forks the ranks has ended"
     message += f"; rank {rank} was{position}" if position else ""
     remedy = "fork_server.log may say why"
-    write_failure(folder, rank, Failure(None, time.time(), 1, message, remedy))
+    write_failure(folder, rank, RankFailure(None, time.time(), 1, message, remedy))
 
 
 def main() -> None:

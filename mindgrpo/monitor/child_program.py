@@ -19,7 +19,7 @@ def environment_of_programs() -> dict[str, str]:
 
 
 def start_program(module: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """`python -m module --parent PID words`; the program ends with this process, see health/parent.py."""
+    """`python -m module --parent PID words`; the program ends with this process, see health/processes.py."""
     return subprocess.Popen(
         [sys.executable, "-m", module, "--parent", str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from mindgrpo.errors import FULL
-from mindgrpo.health.live_line import CLEAR
+from mindgrpo.health.heartbeat import CLEAR
 
 WIDTH = 80  # where the terminal's is not known
 DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints would mislead

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.monitor.metrics import read_metrics
 
 Points = tuple[list[int], list[float]]

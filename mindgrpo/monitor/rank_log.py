@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from mindgrpo.health.processes import STATUS_VARIABLE
+
 NAME = re.compile(r"worker_\d+\.log")
 OUTPUT, ERRORS = 1, 2
 
 
 def own_log(environment: Mapping[str, str]) -> Path | None:
     """The file that both standard outputs of this process go to, if it is in the job's log folder."""
-    status = environment.get("MINDGRPO_STATUS_DIR")
+    status = environment.get(STATUS_VARIABLE)
     if status is None:
         return None
     try:

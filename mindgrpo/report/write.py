@@ -16,7 +16,7 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.errors import UserError
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.report.facts import clipping, ending, facts, figures, warnings
 from mindgrpo.report.held_out import held_out
 from mindgrpo.report.run_folder import RunFolder, read_run

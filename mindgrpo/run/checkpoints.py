@@ -21,7 +21,7 @@ from mindgrpo.checkpoint.unfinished import stored_groups
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.health.resume_command import resume_command
+from mindgrpo.health.rank_health import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.recorder import RunRecord

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from mindgrpo.backend.contract import Backend
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+from mindgrpo.health.processes import STOPPING
 
 
 class Stop(Exception):
@@ -44,7 +43,7 @@ class Stopping:
             yield
             return
         # Whoever started this may have wanted it to outlive its terminal.
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
         earlier = {number: signal.signal(number, self._receive) for number in heard}
         self._heard = heard
         try:

@@ -18,7 +18,7 @@ from mindgrpo.backend.contract import Backend, ProfileSettings
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
 from mindgrpo.grpo.metrics import StepOutcome
-from mindgrpo.health.live_line import LiveLine
+from mindgrpo.health.heartbeat import LiveLine
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.health.watchdog import Watchdog
 from mindgrpo.monitor.console import Console

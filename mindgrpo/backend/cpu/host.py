@@ -33,7 +33,7 @@ from mindgrpo.backend.cpu.waiting import (
 from mindgrpo.backend.host_memory import address_of
 from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
 from mindgrpo.errors import UserError
-from mindgrpo.health.parent import is_alive
+from mindgrpo.health.processes import is_alive
 from mindgrpo.health.rank_health import RankHealth
 
 PAGE_BYTES = 4096

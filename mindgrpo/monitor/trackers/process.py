@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from mindgrpo.errors import one_line
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.monitor.row_follower import RowFollower, StepFollower
 from mindgrpo.monitor.trackers.contract import TrackedRun, Tracker
 from mindgrpo.monitor.trackers.registry import load_class

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 
 SANDBOXED = Path(__file__).with_name("sandboxed")
 READABLE = (

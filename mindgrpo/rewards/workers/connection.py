@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.processes import ENDS_WITH_RANK_VARIABLE
 from mindgrpo.rewards.call import Signature
 from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure
 from mindgrpo.rewards.workers import processes
@@ -33,8 +34,6 @@ START = (
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 # A worker scores beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# Tells the launcher that this process tidies up and ends by itself once its rank has ended.
-ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"
 TICK_SECONDS = 0.05
 # Importing may take so long, whatever the deadline of a sample.
 START_SECONDS = 120.0

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.rewards.outcome import EXIT, MEMORY, TIMEOUT, Failure, Outcome, from_json, to_json
 from mindgrpo.rewards.workers import processes
 

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.parent import end_with_parent
+from mindgrpo.health.processes import end_with_parent
 from mindgrpo.rewards.call import Caller, Samples, Signature
 from mindgrpo.rewards.load import Spec, resolve
 from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json

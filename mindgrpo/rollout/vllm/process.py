@@ -19,8 +19,14 @@ from pathlib import Path
 from typing import IO
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.failure import Failure, describe_code, position_of, write_failure
-from mindgrpo.health.left_behind import LEFT_BEHIND, remove_left_behind, shared_files_of
+from mindgrpo.health.failure import RankFailure, describe_code, position_of, write_failure
+from mindgrpo.health.processes import (
+    IN_MEMORY,
+    LEFT_BEHIND,
+    STATUS_VARIABLE,
+    remove_left_behind,
+    shared_files_of,
+)
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message, receive, send
 from mindgrpo.rollout.vllm.environment import child_environment
@@ -29,9 +35,6 @@ from mindgrpo.rollout.vllm.settings import VllmSettings
 CHILD = Path(__file__).with_name("child")
 REAP_SECONDS, END_SECONDS = 0.5, 10.0
 NUM_LAST_WORDS = 3
-SHARED_MEMORY = Path("/dev/shm")
-# By it the launcher knows the processes that end with its job.
-OF_THE_JOB = "MINDGRPO_STATUS_DIR"
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -76,7 +79,7 @@ class EngineProcess:
         if THREADS in environment:
             own[THREADS] = environment[THREADS]  # a worker has the cores of its rank
         if self._health.folder is not None:
-            own[OF_THE_JOB] = str(self._health.folder)
+            own[STATUS_VARIABLE] = str(self._health.folder)
         words = ["--socket", str(descriptor), "--memory", str(memory)]
         return subprocess.Popen(
             [str(python), "-m", "mindgrpo_engine", *words],
@@ -118,7 +121,7 @@ class EngineProcess:
         """As `request`, for the first one; notes what an engine that is killed would leave behind."""
         reply = self.request(message)
         self._socket.settimeout(self._max_silence)
-        self._left_behind = [str(SHARED_MEMORY / name) for name in reply.get("shared_memory", ())]
+        self._left_behind = [f"{IN_MEMORY}{name}" for name in reply.get("shared_memory", ())]
         self._left_behind += [reply["folder"]] if reply.get("folder") else []
         if self._health.folder is not None:
             path = self._health.folder / LEFT_BEHIND.format(rank=self._health.rank)
@@ -153,7 +156,7 @@ class EngineProcess:
         folder, rank = self._health.folder, self._health.rank
         sentence = self._ending(position_of(folder, rank).strip() or "while it had nothing to do")
         print(f"mindgrpo: {sentence}", file=sys.stderr, flush=True)
-        write_failure(folder, rank, Failure(rank, time.time(), 1, sentence))
+        write_failure(folder, rank, RankFailure(rank, time.time(), 1, sentence))
         self._kill()
         os._exit(1)
 
