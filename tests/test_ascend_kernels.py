@@ -27,7 +27,7 @@ from mindgrpo.algorithm.packing import MicroShape, micro_batches, pack
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import Heads
-from mindgrpo.doctor.probes.kernel_cases import PackedAttention
+from mindgrpo.doctor.probes.kernel_cases import AttentionOfRows
 from mindgrpo.errors import UserError
 
 
@@ -107,7 +107,7 @@ def packed_inputs(heads: Heads) -> list[np.ndarray]:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_packed_rows_agree_in_float32(heads: Heads) -> None:
     rotary = rotary_of(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), Kernels())]
+    cells = [AttentionOfRows(kernels, heads, rotary) for kernels in (fused(), Kernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
@@ -116,7 +116,7 @@ def test_packed_rows_agree_in_float32(heads: Heads) -> None:
 def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
     heads = HEADS[2]
     rotary, inputs = rotary_of(heads), packed_inputs(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(dtype), Kernels())]
+    cells = [AttentionOfRows(kernels, heads, rotary) for kernels in (fused(dtype), Kernels())]
     assert_cells_agree(cells, inputs, TOLERANCE[dtype])
     with pytest.raises(AssertionError):
         assert_cells_agree(cells, inputs, TOLERANCE["float32"])
@@ -125,7 +125,7 @@ def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
 def test_packed_rows_agree_in_a_graph() -> None:
     heads = HEADS[2]
     rotary = rotary_of(heads)
-    cells = [PackedAttention(kernels, heads, rotary) for kernels in (fused(), Kernels())]
+    cells = [AttentionOfRows(kernels, heads, rotary) for kernels in (fused(), Kernels())]
     assert_cells_agree(cells, packed_inputs(heads), TOLERANCE["float32"])
 
 
@@ -133,7 +133,7 @@ def test_packed_rows_agree_in_a_graph() -> None:
 def test_without_a_dtype_attention_is_the_plain_one() -> None:
     heads = HEADS[2]
     cells = [
-        PackedAttention(kernels, heads, rotary_of(heads)) for kernels in (fused(None), Kernels())
+        AttentionOfRows(kernels, heads, rotary_of(heads)) for kernels in (fused(None), Kernels())
     ]
     assert_cells_agree(cells, packed_inputs(heads), 0.0)
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.rl import AlgorithmKeys
 from mindgrpo.grpo.settings import advantage_config, loss_config
-from mindgrpo.run.algorithm_summary import algorithm_lines
+from mindgrpo.run.banner import algorithm_lines
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 

@@ -28,8 +28,9 @@ from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import main
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.examine import SECTIONS
-from mindgrpo.doctor.probes import host, matrix, toolkit
-from mindgrpo.doctor.probes.smi import Holder, read_smi
+from mindgrpo.doctor.probes import host, versions
+from mindgrpo.doctor.probes.host import Holder, read_smi
+from mindgrpo.doctor.report import telling_variables
 
 # -- what tools and files say -------------------------------------------------------------------------------------
 
@@ -69,26 +70,30 @@ def test_a_table_that_cannot_be_read_is_no_empty_one(text: str) -> None:
     ],
 )
 def test_version_files_are_read(text: str, version: str | None) -> None:
-    assert toolkit.version_in(text) == version
+    assert host.version_in(text) == version
 
 
 def test_the_matrix_takes_what_is_published_together_and_refuses_what_is_older() -> None:
-    assert matrix.toolkit_line("9.0.0").status == "ok"
-    assert matrix.toolkit_line("8.5.0").status == "ok"
+    assert versions.toolkit_line("9.0.0").status == "ok"
+    assert versions.toolkit_line("8.5.0").status == "ok"
     for version in ("8.1.RC1", "8.0.0", "9.1.0"):
-        wrong = matrix.toolkit_line(version)
+        wrong = versions.toolkit_line(version)
         assert wrong.status == "fails" and "install CANN 9.0.0" in wrong.remedy
-    for row in matrix.TOGETHER:
-        assert matrix.driver_line(row.driver, row.cann).status == "ok"
-    older = matrix.driver_line("24.1.rc3", "8.5.0")
+    for row in versions.TOGETHER:
+        assert versions.driver_line(row.driver, row.cann).status == "ok"
+    older = versions.driver_line("24.1.rc3", "8.5.0")
     assert older.status == "fails" and "install driver and firmware 25.5.0" in older.remedy
-    assert "untried" in matrix.driver_line("26.0.rc1", "8.5.0").seen
-    assert matrix.driver_line("26.0.rc1", "9.1.0").status == "skipped"
-    assert matrix.mindspore_line("2.9.1").status == "ok"
-    assert matrix.mindspore_line("2.7.2").remedy == "pip install mindspore==2.9.0"
-    assert matrix.numpy_line("2.1.0").status == matrix.python_line((3, 13, 1)).status == "fails"
-    assert matrix.mindformers_line(None).status == "skipped"
-    assert matrix.mindformers_line("1.8.0").status == "fails"
+    assert "untried" in versions.driver_line("26.0.rc1", "8.5.0").seen
+    assert versions.driver_line("26.0.rc1", "9.1.0").status == "skipped"
+    assert versions.package_line("mindspore", "2.9.1").status == "ok"
+    assert versions.package_line("mindspore", "2.7.2").remedy == "pip install mindspore==2.9.0"
+    assert (
+        versions.package_line("numpy", "2.1.0").status
+        == versions.python_line((3, 13, 1)).status
+        == "fails"
+    )
+    assert versions.package_line("mindformers", None).status == "skipped"
+    assert versions.package_line("mindformers", "1.8.0").status == "fails"
 
 
 # -- a host of stand-ins ------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def test_another_mindspore_is_told(
 ) -> None:
     real = metadata.version
     monkeypatch.setattr(
-        host.metadata, "version", lambda name: "2.7.2" if name == "mindspore" else real(name)
+        metadata, "version", lambda name: "2.7.2" if name == "mindspore" else real(name)
     )
     wrong = failures(examined(npu.folder, capsys))
     assert wrong == {
@@ -231,7 +236,7 @@ def test_what_cannot_work_is_one_sentence(
 
 
 def test_variables_of_a_report_are_those_that_matter_and_no_secrets() -> None:
-    told = host.telling_variables(
+    told = telling_variables(
         {"ASCEND_HOME_PATH": "/c", "HCCL_IF_IP": "1", "MS_TOKEN": "x", "HOME": "/h", "PATH": "/b"}
     )
     assert told == {"ASCEND_HOME_PATH": "/c", "HCCL_IF_IP": "1", "PATH": "/b"}
@@ -239,9 +244,9 @@ def test_variables_of_a_report_are_those_that_matter_and_no_secrets() -> None:
 
 def test_the_page_has_the_matrix_and_the_tolerances() -> None:
     page = (first_step.ROOT / "docs" / "first_run_on_npus.md").read_text()
-    for row in matrix.TOGETHER:
+    for row in versions.TOGETHER:
         assert row.cann in page and row.driver in page
-    for taken in matrix.CANN_TAKEN:
+    for taken in versions.CANN_TAKEN:
         assert ".".join(map(str, taken)) in page
-    assert matrix.PAGE in page
+    assert versions.PAGE in page
     assert all(f"`{section}`" in page for section in SECTIONS)

@@ -22,15 +22,16 @@ from npu_stand_ins import PLANTS_KERNELS, PROGRAM_THAT_FAILS
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.examine import SECTIONS
 from mindgrpo.doctor.jobs import run_job
-from mindgrpo.doctor.probes.line import Line, fails, ok
-from mindgrpo.doctor.records import Records, merged, read_records
-from mindgrpo.doctor.weights import model_of
+from mindgrpo.doctor.probes.transfers import model_of
+from mindgrpo.doctor.records import CheckLine, Records, fails, merged, ok, read_records
 from mindgrpo.models.parameters import num_parameters
 
 # -- jobs on ranks ------------------------------------------------------------------------------------------------
 
 
-def recorded(folder: Path, rank: int, *rows: str | Line, section: str = "communication") -> None:
+def recorded(
+    folder: Path, rank: int, *rows: str | CheckLine, section: str = "communication"
+) -> None:
     records = Records(folder, rank)
     records.section = section
     for row in rows:
@@ -101,7 +102,7 @@ def test_kernels_that_compute_what_their_doubles_do_pass_and_others_fail(process
 
     from mindgrpo.backend.kernels.ascend import AscendKernels
     from mindgrpo.doctor.probes.kernel_cases import cases
-    from mindgrpo.doctor.probes.kernel_pairs import Fused, compare
+    from mindgrpo.doctor.probes.kernels import Fused, compare
 
     good = Fused("fused", lambda: AscendKernels(DOUBLES, "float16"), "float16")
     assert {compare(case, good).status for case in cases()} == {"ok"}
@@ -132,7 +133,8 @@ def test_integers_that_do_not_wrap_and_rows_that_take_anothers_angle_fail(
     from mindspore import Tensor, nn, ops
 
     from mindgrpo.backend.kernels.ascend import AscendKernels
-    from mindgrpo.doctor.probes.exact_cases import compare_exactly, exact_cases
+    from mindgrpo.doctor.probes.kernel_cases import exact_cases
+    from mindgrpo.doctor.probes.kernels import compare_exactly
 
     class Shifted(nn.Cell):
         def construct(self, x: Any) -> Any:

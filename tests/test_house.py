@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from mindgrpo.cli.verbs import MODULES, USAGE
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mindgrpo"
 
@@ -66,9 +68,7 @@ WITHOUT_MINDSPORE = (
     "doctor/records",
     "doctor/jobs",
     "doctor/probes/host",
-    "doctor/probes/matrix",
-    "doctor/probes/smi",
-    "doctor/probes/toolkit",
+    "doctor/probes/versions",
 )
 # Rooms above mindgrpo/config/ that get settings of their own.
 WITHOUT_CONFIG = (
@@ -282,7 +282,9 @@ def test_commands_in_readme_exist() -> None:
     assert {"scripts/quickstart.sh", "scripts/run_tests.sh"} <= scripts
     assert [name for name in sorted(scripts) if not (ROOT / name).is_file()] == []
     verbs = set(re.findall(r"\bpython -m mindgrpo ([a-z]+)", readme()))
-    assert [verb for verb in sorted(verbs) if not (PACKAGE / "cli" / f"{verb}.py").is_file()] == []
+    modules = {verb: PACKAGE / "cli" / f"{MODULES.get(verb, verb)}.py" for verb in USAGE}
+    assert sorted(verbs - USAGE.keys()) == []
+    assert [verb for verb, module in modules.items() if not module.is_file()] == []
 
 
 def test_files_that_the_pages_name_exist() -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from config_files import Loader, section
 
-from mindgrpo.cli.verbs import USAGE, main
+from mindgrpo.cli.verbs import MODULES, USAGE, main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, aliases
 from mindgrpo.config.schema import LIVE
@@ -122,7 +122,9 @@ def own_flags(where: str) -> set[str]:
         return {flag for usage in USAGE.values() for flag in FLAG.findall(usage)}
     verb = PROGRAMS.get(where, Path(where).stem if where.startswith("cli/") else "")
     if verb in USAGE:
-        own = strings(PACKAGE / "cli" / f"{verb}.py") | set(FLAG.findall(USAGE[verb]))
+        own = strings(PACKAGE / "cli" / f"{MODULES.get(verb, verb)}.py") | set(
+            FLAG.findall(USAGE[verb])
+        )
         return {word for word in own if word.startswith("--")}
     return strings(ROOT / CONVERTER) if where == "data/mindrecord.py" else set()
 

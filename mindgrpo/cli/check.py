@@ -14,9 +14,8 @@ from mindgrpo.monitor.trackers.registry import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
-from mindgrpo.run.output_paths import run_name
 from mindgrpo.run.preflight import Inputs, prepare
-from mindgrpo.run.start import find_start
+from mindgrpo.run.start import find_start, run_name
 
 
 def main(argv: Sequence[str]) -> None:

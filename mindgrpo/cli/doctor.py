@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindgrpo.cli.arguments import Arguments, path
-from mindgrpo.doctor.examine import SECTIONS, Examination
-from mindgrpo.doctor.probes.host import Host
-from mindgrpo.doctor.report import Report, check_output
-from mindgrpo.doctor.settings import target_here
+from mindgrpo.doctor.examine import SECTIONS, Examination, target_here
+from mindgrpo.doctor.probes.host import HostState
+from mindgrpo.doctor.report import DoctorReport, check_output
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import POSITIVE
 from mindgrpo.run.machine_checks import findings
@@ -74,11 +73,11 @@ def _sections(only: str | None) -> tuple[str, ...]:
 
 def _examine(options: Namespace, argv: Sequence[str]) -> int:
     target = target_here()
-    known = 0 if target.keeps_weights_on_host else Host.look(os.environ).num_devices
+    known = 0 if target.keeps_weights_on_host else HostState.look(os.environ).num_devices
     num_ranks = int(options.ranks) if options.ranks else known or DEFAULT_RANKS
     command = f"mindgrpo doctor {shlex.join(argv)}"
     machine = [str(finding) for finding in findings()]
-    report = Report(str(target), num_ranks, command, machine, os.environ)
+    report = DoctorReport(str(target), num_ranks, command, machine, os.environ)
     print(f"examines {report.runs_on}; report: {options.output}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mindgrpo-doctor-") as folder:
         examination = Examination(target, num_ranks, os.environ, Path(folder))

@@ -26,3 +26,23 @@ from mindgrpo.launch.options import read_options
 
 def main(argv: Sequence[str]) -> None:
     sys.exit(launch(read_options(argv, os.environ), without_cluster(os.environ)))
+
+
+def train(argv: Sequence[str]) -> None:
+    """Trains as a configuration says, on the ranks that msrun started, or alone."""
+    # The launcher starts without what reads a configuration.
+    from mindgrpo.config import load_config, parse_command_line, require_run_keys
+    from mindgrpo.run.start import run_name
+
+    path, overrides = parse_command_line(argv)
+    loaded = load_config(path, overrides)
+    require_run_keys(loaded)
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        # msrun's scheduler runs this program too; it serves the cluster, if there is one, from here.
+        from mindgrpo.backend.connect import connect
+
+        connect(loaded.config.context.target, dict(os.environ))
+        return
+    from mindgrpo.trainer import GRPOTrainer
+
+    GRPOTrainer(loaded, name=run_name(path)).train()

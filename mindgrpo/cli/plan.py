@@ -23,7 +23,7 @@ from mindgrpo.plan.link_time import GIGA, Links, busiest_link
 from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
-from mindgrpo.run.algorithm_summary import algorithm_lines
+from mindgrpo.run.banner import algorithm_lines
 
 _COUNTED = (
     "pools are exact, activations computed; the runtime's own memory comes on top (docs/fits.md)"

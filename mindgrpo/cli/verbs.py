@@ -1,12 +1,14 @@
 """Lists the verbs of the command line and runs one: `mindgrpo VERB ...`, or `python -m mindgrpo VERB ...`.
 
-A verb is a module of this package with a function `main(argv)`; it is imported when it is called, so that a verb
-that needs no MindSpore starts without it.
+A verb is a module of this package with a function `main(argv)`, or a function of the module in MODULES. It is imported
+when it is called, so that a verb that needs no MindSpore starts without it. The launcher runs this file on ranks, with
+the verb first in sys.argv.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import select
 import shutil
@@ -17,6 +19,8 @@ from collections.abc import Sequence
 from mindgrpo.errors import UserError, print_user_error
 
 STANDARD_OUTPUTS = (1, 2)
+# Of verbs that share one with another.
+MODULES = {"train": "launch", "report": "watch"}
 # The lines of the help, by verb.
 USAGE = {
     "launch": """\
@@ -66,11 +70,6 @@ def usage(verbs: Sequence[str] = tuple(USAGE)) -> str:
     return "\n".join(["usage: mindgrpo VERB ...", *(USAGE[verb] for verb in verbs)])
 
 
-def _own_words(words: Sequence[str]) -> int:
-    """How many come before those of a program that is launched."""
-    return words.index("--") if "--" in words else len(words)
-
-
 def _help(verb: str, described: str) -> str:
     sections = [usage([verb]), described.strip()]
     if "--config FILE" in USAGE[verb]:
@@ -115,11 +114,20 @@ def _run(words: list[str]) -> int:
     try:
         if verb not in USAGE:
             raise UserError(f"'{verb}' is no verb; use one of {', '.join(USAGE)}.")
-        module = importlib.import_module(f"mindgrpo.cli.{verb}")
-        if {"-h", "--help"} & set(rest[: _own_words(rest)]):
-            print(_help(verb, str(module.__doc__)))
+        module = importlib.import_module(f"mindgrpo.cli.{MODULES.get(verb, verb)}")
+        run, described = module.main, module.__doc__
+        if verb in MODULES:
+            run = getattr(module, verb)
+            described = inspect.getdoc(run)
+        own = rest[: rest.index("--")] if "--" in rest else rest
+        if {"-h", "--help"} & {*own}:
+            print(_help(verb, str(described)))
             return 0
-        module.main(rest)
+        run(rest)
     except UserError as error:
         return print_user_error(error)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -129,3 +129,24 @@ class _Watched:
         if phase != self._shown_phase and (self._shown_phase is None or seconds > LONG_PHASE):
             self._shown_phase = phase
             self._console.line(f"  now in {heartbeat.position}, for {seconds:.0f} s")
+
+
+def report(argv: Sequence[str]) -> None:
+    """Writes a page about one run, or about two side by side: `python -m mindgrpo report`.
+
+    The page is one HTML file that needs no network: curves, the samples of steps, held-out answers, configuration. A
+    run writes its own when it ends (monitor_config.report); this writes it again, or for a run that is under way or was
+    killed.
+    """
+    from mindgrpo.report.write import write_report
+
+    parser = Arguments(prog="mindgrpo report", description="Writes a page about one or two runs.")
+    text = "the folder of a run, as output/latest; two are shown side by side"
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help=text)
+    text = "default: report.html, or report_vs_NAME.html for two, in the first run's folder"
+    parser.add_argument("--output", type=path_of, help=text)
+    flags = parser.parse_args(list(argv))
+    if len(flags.runs) > 2:
+        raise UserError(f"{len(flags.runs)} runs are named; a page shows one run, or two.")
+    page = write_report(flags.runs, flags.output)
+    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")

@@ -9,14 +9,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mindgrpo.backend.targets import Target
+from mindgrpo.backend.dtypes import Dtype, resolve_compute_dtype
+from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.jobs import JobEnd, run_job
-from mindgrpo.doctor.probes.host import HOST_CHECKS, Host
-from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
-from mindgrpo.doctor.records import ENDED_REMEDY, Records, merged, read_records
-from mindgrpo.doctor.settings import DEADLINES, dtype_of, example_ranks
+from mindgrpo.doctor.probes.host import HOST_CHECKS, HostState
+from mindgrpo.doctor.records import (
+    ENDED_REMEDY,
+    CheckLine,
+    Records,
+    fails,
+    merged,
+    ok,
+    read_records,
+    skipped,
+)
 
+# Seconds after which a job is ended: of its sections together.
+DEADLINES = {"communication": 300.0, "weights": 300.0, "kernels": 600.0, "first_step": 1200.0}
 PROGRAM = Path(__file__).with_name("on_ranks.py")
 # In the order of the report.
 SECTIONS = ("driver", "versions", "memory", "communication", "weights", "kernels", "first_step")
@@ -24,9 +34,19 @@ SECTIONS = ("driver", "versions", "memory", "communication", "weights", "kernels
 ON_ALL_RANKS = ("communication", "weights")
 
 
+def target_here(device: str | None = None) -> Target:
+    """Returns the backend for devices on `device`, or on the one that is available. Raises UserError."""
+    return choose_target(device, "device")
+
+
+def dtype_of(target: Target) -> Dtype:
+    """Returns the dtype of a run without context.compute_dtype."""
+    return resolve_compute_dtype("auto", target, True, False, "auto")
+
+
 @dataclass
 class Examination:
-    """On `num_ranks` ranks of `target`; jobs work in `folder`. `jobs` are those that ended, by their sections."""
+    """Examines `num_ranks` ranks of `target`; jobs work in `folder`. `jobs` are those that ended, by their sections."""
 
     target: Target
     num_ranks: int
@@ -34,9 +54,9 @@ class Examination:
     folder: Path
     jobs: dict[str, JobEnd] = field(default_factory=dict)
 
-    def sections(self, wanted: Sequence[str]) -> Iterator[tuple[str, list[Line], float]]:
-        """(section, its lines, its job's or its own seconds), as they are done."""
-        host = Host.look(self.environment)
+    def sections(self, wanted: Sequence[str]) -> Iterator[tuple[str, list[CheckLine], float]]:
+        """Yields (section, its lines, its job's or its own seconds), as they are done."""
+        host = HostState.look(self.environment)
         for section, check in HOST_CHECKS.items():
             if section in wanted:
                 yield self._timed(section, partial(check, host, self.num_ranks))
@@ -52,8 +72,8 @@ class Examination:
             yield self._timed("first_step", self._first_step)
 
     def _timed(
-        self, section: str, check: Callable[[], list[Line]]
-    ) -> tuple[str, list[Line], float]:
+        self, section: str, check: Callable[[], list[CheckLine]]
+    ) -> tuple[str, list[CheckLine], float]:
         started = time.monotonic()
         try:
             lines = check()
@@ -68,7 +88,10 @@ class Examination:
         return folder
 
     def _job(self, sections: Sequence[str], num_ranks: int, first: int = 0) -> JobEnd:
-        """`first` is the number of the first check, where the sections' earlier ones were made by another job."""
+        """Runs sections on ranks.
+
+        `first` is the number of the first check, where the sections' earlier ones were made by another job.
+        """
         folder, name = self._folder(sections), ",".join(sections)
         command = [str(PROGRAM), name, str(folder), self.target.device, str(first)]
         deadline = max(DEADLINES[section] for section in sections)
@@ -77,7 +100,7 @@ class Examination:
         self.jobs[f"{name},{first}" if first else name] = end
         return end
 
-    def _kernels(self) -> list[Line]:
+    def _kernels(self) -> list[CheckLine]:
         """A process makes the checks until one raises or ends it; the next process begins with the check after it."""
         section, first = ("kernels",), 0
         while True:
@@ -96,11 +119,11 @@ class Examination:
                 own.section = "kernels"
                 own.ends(fails(begun[-1], seen, ENDED_REMEDY))
 
-    def _first_step(self) -> list[Line]:
+    def _first_step(self) -> list[CheckLine]:
         if not first_step.EXAMPLE.is_file():
             reason = "the bundled example is in the repository, not in the package: use a clone"
             return [skipped("first step", reason)]
-        num_ranks = example_ranks(self.num_ranks)
+        num_ranks = max(size for size in first_step.LAYOUTS if size <= self.num_ranks)
         folder = self.folder / "first_step"
         run = folder / "run"
         keys = first_step.words(num_ranks, self.target.device, run)
@@ -117,6 +140,6 @@ class Examination:
         return [done, *first_step.compared(step, committed, dtype_of(self.target))]
 
 
-def _without_ok(section: str, lines: Sequence[Line]) -> list[Line]:
-    """A section's own line is of interest only where it failed outside of its checks."""
+def _without_ok(section: str, lines: Sequence[CheckLine]) -> list[CheckLine]:
+    """Drops a section's own line unless it failed outside of its checks."""
     return [line for line in lines if line.check != section or line.status != "ok"]

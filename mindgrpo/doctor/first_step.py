@@ -15,8 +15,7 @@ from typing import Any
 
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.config import load_config
-from mindgrpo.doctor.probes.line import Line, fails, ok
-from mindgrpo.doctor.settings import LAYOUTS
+from mindgrpo.doctor.records import CheckLine, fails, ok
 from mindgrpo.launch.plan import PACKAGE_FOLDER
 from mindgrpo.monitor.metrics import read_metrics
 
@@ -24,6 +23,13 @@ ROOT = PACKAGE_FOLDER.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
 COMMITTED = Path(__file__).with_name("first_step.json")
 NUM_TOKENS = 4
+# By number of ranks, as quickstart.sh has them: (data, model, stage) of the trainer, (data, model) of the generator.
+LAYOUTS = {
+    1: ((1, 1, 1), (1, 1)),
+    2: ((1, 2, 1), (1, 2)),
+    4: ((1, 2, 2), (2, 2)),
+    8: ((1, 4, 2), (2, 4)),
+}
 REMEDY = (
     "see the lines of kernels and communication; repeat with --ranks 1, and send the report: the device computes "
     "something else than the host's processors do"
@@ -97,7 +103,7 @@ def read_step(run: Path) -> dict[str, Any]:
     return {**{name: rows[0][name] for name in FIGURES}, "first_tokens": starts}
 
 
-def compared(step: dict[str, Any], committed: dict[str, Any], dtype: Dtype) -> list[Line]:
+def compared(step: dict[str, Any], committed: dict[str, Any], dtype: Dtype) -> list[CheckLine]:
     """A line a figure."""
     limits = allowed(dtype)
     lines = []

@@ -1,4 +1,4 @@
-"""The doctor's program on every rank: on_ranks.py SECTIONS FOLDER DEVICE, where FOLDER takes what was seen.
+"""Makes the doctor's checks on a rank: on_ranks.py SECTIONS FOLDER DEVICE, where FOLDER takes what was seen.
 
 SECTIONS are `communication` and `weights`, `kernels` with the number of the first check, or `first_step` with further
 arguments.
@@ -15,35 +15,33 @@ from pathlib import Path
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import Target
+from mindgrpo.doctor.examine import dtype_of
 from mindgrpo.doctor.first_step import train_one_step
-from mindgrpo.doctor.probes.communication import communication_lines
-from mindgrpo.doctor.probes.kernel_pairs import kernel_lines
-from mindgrpo.doctor.probes.line import Line, fails
-from mindgrpo.doctor.records import ENDED_REMEDY, Records
-from mindgrpo.doctor.settings import dtype_of, weight_bytes
-from mindgrpo.doctor.weights import weight_lines
+from mindgrpo.doctor.probes.kernels import kernel_lines
+from mindgrpo.doctor.probes.transfers import communication_lines, weight_lines
+from mindgrpo.doctor.records import ENDED_REMEDY, CheckLine, Records, fails
 
-Lines = Callable[[Callable[[str], None]], Iterator[Line]]
+Lines = Callable[[Callable[[str], None]], Iterator[CheckLine]]
 
 
 def sections_of(names: str, backend: Backend, target: Target, first: int) -> dict[str, Lines]:
     known: dict[str, Lines] = {
         "communication": partial(communication_lines, backend),
-        "weights": partial(weight_lines, backend, weight_bytes(target)),
+        "weights": partial(weight_lines, backend, target),
         "kernels": partial(kernel_lines, target.device, first),
     }
     return {name: known[name] for name in names.split(",")}
 
 
 def run_sections(sections: dict[str, Lines], records: Records) -> None:
-    """A check that raises is a line, and ends this rank: the others may wait for it."""
+    """Makes the checks. One that raises is a line, and ends this rank: the others may wait for it."""
     for name, lines in sections.items():
         records.section = name
         records.starts(name)
         try:
             for line in lines(records.starts):
                 records.ends(line)
-            records.ends(Line("ok", name, "done"))
+            records.ends(CheckLine("ok", name, "done"))
         except Exception as error:
             seen = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             records.ends(fails(records.check, seen, ENDED_REMEDY))

@@ -1,9 +1,10 @@
-"""The one file that `mindgrpo doctor --device` leaves to send back: JSON that a person can read."""
+"""Writes the one file that `mindgrpo doctor --device` leaves to send back: JSON that a person can read."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,17 +13,22 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.doctor.jobs import JobEnd
-from mindgrpo.doctor.probes.host import system, telling_variables, versions
-from mindgrpo.doctor.probes.line import Line
+from mindgrpo.doctor.records import CheckLine
 from mindgrpo.errors import UserError
+from mindgrpo.run.machine_checks import installed_version
 
 # A file that has this key is a report, which the next one may replace.
 MARK = "mindgrpo_doctor"
+# Variables by their beginnings that say how devices and ranks were set up.
+SETUP = ("ASCEND_", "HCCL_", "LCCL_", "MS_", "MINDGRPO_", "RANK_", "DEVICE_ID", "GLOG_", "OMP_NUM")
+PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+PACKAGES = ("mindspore", "mindformers", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 @dataclass
-class Report:
-    """`machine` are the plain doctor's lines."""
+class DoctorReport:
+    """Collects the lines of all checks; `machine` are the plain doctor's."""
 
     target: str
     num_ranks: int
@@ -32,7 +38,7 @@ class Report:
     lines: list[dict[str, Any]] = field(default_factory=list)
     started_at: float = field(default_factory=time.time)
 
-    def add(self, section: str, lines: Sequence[Line], seconds: float) -> None:
+    def add(self, section: str, lines: Sequence[CheckLine], seconds: float) -> None:
         for line in lines:
             own = asdict(line)
             own = {key: value for key, value in own.items() if value not in ("", {})}
@@ -46,6 +52,8 @@ class Report:
         return sum(line["status"] == status for line in self.lines)
 
     def content(self, jobs: Mapping[str, JobEnd]) -> dict[str, Any]:
+        system, python = os.uname(), ".".join(map(str, sys.version_info[:3]))
+        versions = {name: installed_version(name) or "not installed" for name in PACKAGES}
         return {
             MARK: 1,
             "mindgrpo": mindgrpo.__version__,
@@ -54,8 +62,8 @@ class Report:
             "seconds": round(time.time() - self.started_at, 1),
             "runs_on": self.runs_on,
             "results": {name: self.count(name) for name in ("ok", "fails", "skipped")},
-            "system": system(),
-            "versions": versions(),
+            "system": f"{system.sysname} {system.release} {system.machine}",
+            "versions": {"python": python, **versions},
             "lines": self.lines,
             "machine": list(self.machine),
             "environment": telling_variables(self.environment),
@@ -63,7 +71,7 @@ class Report:
         }
 
     def _job(self, name: str, end: JobEnd) -> dict[str, Any]:
-        """With the tails of its logs where one of its lines failed."""
+        """Describes a job's end, with the tails of its logs where one of its lines failed."""
         kept = {"status": end.status, "seconds": round(end.seconds, 1)}
         sections = name.split(",")
         failed = any(
@@ -77,6 +85,16 @@ class Report:
     def write(self, path: Path, jobs: Mapping[str, JobEnd]) -> None:
         text = json.dumps(self.content(jobs), indent=1, ensure_ascii=False)
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def telling_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Selects those that say how devices and ranks were set up; none whose name speaks of a secret."""
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if (name in PATHS or name.startswith(SETUP))
+        and not any(word in name.upper() for word in SECRET)
+    }
 
 
 def check_output(path: Path) -> None:

@@ -33,7 +33,7 @@ from mindgrpo.launch.cluster import set_for_rank
 from mindgrpo.launch.options import VERBS
 
 # Runs the verb that sys.argv begins with.
-VERB_PROGRAM = "mindgrpo.cli.launched"
+VERB_PROGRAM = "mindgrpo.cli.verbs"
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
 JOIN_SECONDS = 5.0

@@ -95,7 +95,7 @@ def needs() -> list[Finding]:
     return [*versions, _meeting_folder(), *variables]
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -109,7 +109,7 @@ def _python() -> Finding:
 
 
 def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
-    version, remedy = _version(name), f"pip install '{install}'"
+    version, remedy = installed_version(name), f"pip install '{install}'"
     if version is None:
         return Finding("error", f"{name} is not installed", remedy)
     if first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < end:
@@ -159,7 +159,7 @@ def _kernels() -> Finding:
 def _optional(package: str, tested: str, purpose: str) -> Finding:
     # The same module may come from a distribution of another name (one build a device).
     distributions = metadata.packages_distributions().get(package, [package])
-    version = _version(distributions[0])
+    version = installed_version(distributions[0])
     if version is None:
         return Finding("ok", f"{package} is not installed (optional: {purpose})")
     if version.split("+")[0] != tested:

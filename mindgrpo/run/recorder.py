@@ -26,7 +26,6 @@ from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
-from mindgrpo.models.parameters import num_parameters
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
@@ -36,10 +35,10 @@ from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.report.at_end import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
-from mindgrpo.run.algorithm_summary import algorithm_lines
+from mindgrpo.run.banner import run_sections
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
-from mindgrpo.run.output_paths import OutputPaths, continue_files, label_of, make_output_paths
 from mindgrpo.run.preflight import Inputs
+from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_output_paths
 
 
 class RunRecord:
@@ -150,32 +149,11 @@ class RunRecord:
             self.console.line(f"  compiled {name}: {seconds:.1f} s")
 
     def banner(self, inputs: Inputs, notes: Sequence[str] = ()) -> None:
-        plan, backend = self._plan, self._backend
-        name = self._loaded.config.rl_config.model_name or plan.config.actor_config.load
-        stops = ", ".join(
-            f"{i} {inputs.tokenizer.decode([i], skip_special_tokens=False)!r}"
-            for i in inputs.sampling.stop_ids
-        )
-        ranks = (
-            f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks ({backend.name}, "
-            f"{_computes_in(backend)})"
-        )
-        size = f"{num_parameters(plan.model) / 1e6:.2f} M parameters"
-        sections = {
-            "run": [ranks, str(self.directory)],
-            "model": [f"{name}: {plan.model.model_type}, {size}", *_lora_lines(plan)],
-            "layouts": plan.layout_lines(),
-            "batch": plan.batch.lines(),
-            "algorithm": algorithm_lines(plan.config, plan.batch),
-            "memory": plan.memory_lines() if plan.config.verbose else [plan.most_memory()],
-            "reshard": plan.reshard_lines(),
-            "data": inputs.data_lines(),
-            "prompt": [self.console.shortened(repr(inputs.first_prompt))],
-            "stops": [stops],
-            "kernels": backend.notices,
-            "elsewhere": self._paths.elsewhere,
-            "notes": [*notes, *self._loaded.notices],
-        }
+        sections = run_sections(self._loaded, inputs, self._backend)
+        sections["run"].append(str(self.directory))
+        sections["prompt"] = [self.console.shortened(repr(inputs.first_prompt))]
+        sections["elsewhere"] = self._paths.elsewhere
+        sections["notes"] = [*notes, *self._loaded.notices]
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
     def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
@@ -333,16 +311,3 @@ class RunRecord:
         """Waits for what they still have to send; nothing else may follow."""
         if self._trackers is not None:
             self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)
-
-
-def _computes_in(backend: Backend) -> str:
-    if backend.compute_dtype != "float32":
-        return backend.compute_dtype
-    return f"matmul precision {backend.matmul_precision}"
-
-
-def _lora_lines(plan: RunPlan) -> list[str]:
-    lora = plan.lora
-    if lora is None:
-        return []
-    return [f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"]

@@ -1,25 +1,95 @@
-"""One start of the program within a run: the steps that were done before it, those done now, and how it ends."""
+"""Opens a run, and keeps one start of the program within it: the steps done before it, those done now, how it ends."""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.checkpoint.folders import Start, folder_of
 from mindgrpo.checkpoint.unfinished import restored_groups
+from mindgrpo.config import Config, Loaded, config_with, schedule_notes
+from mindgrpo.data.prompt_source import DataSampler, PromptSource
+from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.settings import runtime_settings
+from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.checkpoints import RunCheckpoints
-from mindgrpo.run.open_run import OpenRun
+from mindgrpo.run.host_limits import refuse_small_disk
+from mindgrpo.run.preflight import Inputs, Reward, prepare
+from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.resume import restore, unsaved_digests
-from mindgrpo.run.start import identity_of
-from mindgrpo.run.stop_signals import Stop
+from mindgrpo.run.start import check_same_start, find_start, identity_of
+from mindgrpo.run.stop_signals import Stop, Stopping
+from mindgrpo.run.watch import Watch
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """Holds what a run of `num_steps` steps has before its weights are read; `start` is None unless it resumes one."""
+
+    config: Config
+    backend: Backend
+    inputs: Inputs
+    prompts: PromptSource
+    start: Start | None
+    record: RunRecord
+    watch: Watch
+    stopping: Stopping
+    num_steps: int
+
+    @property
+    def plan(self) -> RunPlan:
+        return self.inputs.plan
+
+    @property
+    def num_updates(self) -> int:
+        return self.num_steps * self.plan.batch.updates_per_step
+
+
+def open_run(
+    config: Config | Loaded,
+    name: str,
+    reward_functions: Sequence[Reward] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> OpenRun:
+    """Opens a run on all ranks together and shows the banner. Raises UserError, on all ranks alike."""
+    launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
+    loaded = config if isinstance(config, Loaded) else config_with(config, {})
+    config = loaded.config
+    context, rl = config.context, config.rl_config
+    settings = runtime_settings(config)
+    backend = connect(context.target, dict(os.environ), settings)
+    check_same_start(config, backend)
+    ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
+    on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
+    scores = backend.rank == 0
+    inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
+    prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
+    start = on_first_rank(backend, lambda: find_start(config, inputs, name))
+    on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
+    record = RunRecord(loaded, name, inputs.plan, backend, launched, start)
+    watch = Watch(config, backend, record)
+    stopping = Stopping(backend, launched, rl.max_seconds)
+    num_steps = inputs.plan.num_steps(len(inputs.prompts))
+    run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
+    notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
+    record.banner(inputs, [*notes, *(start.notes if start else [])])
+    return run
 
 
 class Session:
     """Begins where the run's `start` says, or at the beginning: sets roles and sampler to that, opens the files.
 
-    `done` steps are done. `open_row` has the figures of the last of them while its evaluation is being made.
-    `unfinished` are groups of partial rollouts that go on in the next step.
+    `done` steps are done. `open_row` has the metrics of the last of them while its evaluation is being made.
+    `unfinished` are groups of partial rollouts that continue in the next step.
     """
 
     def __init__(self, run: OpenRun, roles: Roles) -> None:
@@ -51,13 +121,13 @@ class Session:
         self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
     def step_done(self, figures: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
-        """The weights and the sampler are those after one more step; its row is still open."""
+        """Counts a step: weights and sampler are those after it, its row is still open."""
         self.done += 1
         self._taken, self.unfinished = self._sampler.position, unfinished
         self.open_row = figures
 
     def write_row(self, evaluation: dict[str, Any]) -> None:
-        """Of the step that is done, with its evaluation's figures; its checkpoint, where one is due, around it."""
+        """Writes the step's row with its evaluation's metrics, and its checkpoint where one is due."""
         checkpoints, figures = self.checkpoints, {**(self.open_row or {}), **evaluation}
         self.open_row = None
         figures |= checkpoints.step_done()
@@ -70,7 +140,7 @@ class Session:
         checkpoints.commit(wait=False)
 
     def save(self) -> None:
-        """A checkpoint of the steps that are done, unless there is one or none was asked for. Raises CannotWrite."""
+        """Saves a checkpoint of the steps done, unless there is one or none was asked for. Raises CannotWrite."""
         self._record.check_written()
         checkpoints = self.checkpoints
         checkpoints.commit()
@@ -81,7 +151,7 @@ class Session:
             checkpoints.commit()
 
     def settle(self) -> None:
-        """Leaves what is whole of a run that ends because a file cannot be written."""
+        """Keeps what is complete of a run that ends because a file cannot be written."""
         self.checkpoints.settle(self._last_row)
 
     def tell_how_to_go_on(self, ended: Stop) -> None:

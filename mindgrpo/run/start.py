@@ -1,13 +1,14 @@
-"""Whether all ranks start alike, whether the run goes on from an earlier one, and whether it is still the same run.
+"""Where a run starts and where it writes: whether all ranks start alike, what it goes on from, its folder and files.
 
-Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name.
+Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name. What an
+earlier session wrote is cut, renamed or moved aside, never lost, and the user is told.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import mindgrpo
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.rank_consistency import different_ranks, digest
-from mindgrpo.checkpoint import differences
+from mindgrpo.checkpoint import differences, folders
 from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
+from mindgrpo.monitor import continuing, run_directory
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs
 
@@ -100,3 +102,127 @@ def identity_of(
 
 def _as_json(values: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(values, default=str))
+
+
+@dataclass(frozen=True)
+class OutputPaths:
+    """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of those of the user."""
+
+    directory: Path
+    model: Path
+    completions: Path | None
+    tensorboard: Path | None
+    elsewhere: list[str] = field(default_factory=list)
+
+    @property
+    def outside(self) -> dict[str, str]:
+        """What a session that goes on could not find by the folder alone."""
+        named = {"completions": self.completions, "tensorboard": self.tensorboard}
+        return {
+            name: str(path.absolute())
+            for name, path in named.items()
+            if path is not None and self.directory not in (path, path.parent)
+        }
+
+
+def label_of(directory: Path) -> str:
+    """A run's name in folders that it shares with others."""
+    return "-".join(directory.absolute().parts[-2:]).strip("/")
+
+
+def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
+    """Raises UserError for what cannot be made or written."""
+    asked, goes_on = config.output_dir, False
+    if start is not None and start.output is not None:
+        asked = str(start.output)
+        # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
+        goes_on = start.output == start.source or not start.candidates
+    directory = run_directory.create(asked, name, goes_on=goes_on)
+    label = label_of(directory)
+    rl, save = config.rl_config, config.actor_config.save
+    notes: list[str] = []
+
+    def outside(key: str, asked: str | None, taken: str, kept: str) -> Path | None:
+        if not asked:
+            return None
+        known = start.output_paths.get(kept) if start else None
+        path = Path(known) if known and Path(known).is_dir() else None
+        path = path or run_directory.own_folder(asked, label, taken, f"rl_config.{key}")
+        notes.append(f"{key}: {path}")
+        return path
+
+    board = completions = None
+    if rl.tensorboard:
+        board = outside("tensorboard_dir", rl.tensorboard_dir, "*tfevents*", "tensorboard")
+        board = board or directory / "tensorboard"
+    if rl.save_prompt_completions_data:
+        key, folder = "save_prompt_completions_dir", rl.save_prompt_completions_dir
+        completions = outside(key, folder, "completions.jsonl", "completions") or directory
+    model = directory / "hf"
+    if save:
+        model = run_directory.own_folder(save, label, "*", "actor_config.save")
+    return OutputPaths(directory, model, completions, board, notes)
+
+
+def continue_files(
+    paths: OutputPaths, start: Start | None, chosen: Candidate | None, keep_model: bool
+) -> list[str]:
+    """Makes the files those of the end of the chosen checkpoint's step; lines for the user. Raises UserError."""
+    try:
+        folders.remove_left_overs(paths.directory)
+        if start is None:
+            return []
+        if chosen is None:
+            aside = continuing.put_earlier_aside(paths.directory)
+            return [f"what an earlier run left is in {aside}"] if aside else []
+        state = chosen.manifest.state
+        # A row that is still open is written again.
+        step, rows_until = state.step, state.step - (state.open_row is not None)
+        source = start.source
+        if start.output != source or source is None:
+            if source is not None:
+                for path, last in _row_files(paths, rows_until, step):
+                    continuing.copy_until(source / path.name, last, path)
+            return []
+        return _go_on(paths, step, rows_until, keep_model)
+    except OSError as error:
+        raise UserError(
+            f"The run in {paths.directory} cannot be resumed: {error.filename or ''}: {error.strerror}; make it "
+            "writable or name another --output_dir."
+        ) from error
+
+
+def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Path, int]]:
+    """Each file of rows, and the last step that it holds at the end of `step`."""
+    completions = (paths.completions or paths.directory) / "completions.jsonl"
+    return [(paths.directory / name, rows_until) for name in continuing.ROWS] + [
+        (completions, step),
+        (paths.directory / "per_token.jsonl", step),
+    ]
+
+
+def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
+    notes = []
+    label = f"until_step_{step}"
+    for path, last in _row_files(paths, rows_until, step):
+        rows = continuing.cut_after(path, last) if path.exists() else 0
+        if rows:
+            aside = f"{path.name}.after_step_{last}"
+            notes.append(f"{rows} rows of {path} after step {last} are now in {aside}")
+    continuing.rename_aside(paths.directory / "config_resolved.yaml", label)
+    if not keep_model:
+        for folder in (paths.directory / "hf", paths.directory / "adapter"):
+            renamed = continuing.rename_aside(folder, label)
+            notes += [f"{folder.name} of an earlier end is now {renamed.name}"] if renamed else []
+    for later in folders.steps_in(paths.directory):
+        if later > step:
+            moved = folders.set_aside(paths.directory, later)
+            notes.append(f"checkpoint step_{later:06d} is now {moved.name}")
+    return notes
+
+
+def run_name(path: Path) -> str:
+    """A configuration called like every other is told apart by its folder."""
+    return (
+        path.stem if path.stem not in ("grpo_config", "config") else path.parent.name or path.stem
+    )

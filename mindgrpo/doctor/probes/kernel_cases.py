@@ -1,6 +1,9 @@
-"""What kernels are compared on: each of the contract's fused computations, small, with its inputs.
+"""Lists what kernels are compared on: exact computations, then each of the contract's fused ones, with inputs.
 
-kernel_pairs.py compares them.
+Integer arithmetic and rotary positions of rows as long as training's have to equal NumPy in every bit. Sampling draws
+by int32 products that wrap and by right shifts, and weights are compared by them. Rotary positions get numbers whose
+results are exact in every dtype, whatever the order of operations. The sizes are a run's, not a test's. The fused
+computations are small. kernels.py compares them.
 """
 
 from __future__ import annotations
@@ -9,17 +12,114 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
+COUNT, LONG_ROWS = 1 << 16, 8192
+HEADS = Heads(4, 2, 64)
+# Those of rollout/noise.py and weights/checksum.py, or like them.
+FACTORS, SHIFTS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x9E3779B9), (11, 14, 15, 16, 17)
 ROWS, LENGTH, WIDTH = 2, 48, 64
 # As of Qwen2 with biases, as of Qwen3 with norms inside heads.
 BIASED, NORMED = Heads(4, 2, 64, has_bias=True), Heads(4, 2, 64, norm_eps=1e-6)
 SLOTS = 3
+
+
+@dataclass(frozen=True)
+class ExactCase:
+    """Is compared bit for bit.
+
+    `make` gives what computes the `expected` tuple from `inputs`, whose floats are in the compared dtype.
+    """
+
+    name: str
+    make: Callable[[Kernels], nn.Cell]
+    inputs: Sequence[np.ndarray]
+    expected: Sequence[np.ndarray]
+
+
+class _Products(nn.Cell):
+    """(x, y int32 [n]) -> x y, then x times each of FACTORS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = tuple(int(np.uint32(factor).astype(np.int32)) for factor in FACTORS)
+
+    def construct(self, x: Any, y: Any) -> Any:
+        products: Any = (x * y,)
+        for factor in self.factors:
+            products += (x * factor,)
+        return products
+
+
+class _Shifts(nn.Cell):
+    """int32 [n] -> it shifted right by each of SHIFTS, with zeros from above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts, self.masks = SHIFTS, tuple((1 << (32 - shift)) - 1 for shift in SHIFTS)
+
+    def construct(self, x: Any) -> Any:
+        shifted: Any = ()
+        for i in range(len(self.shifts)):
+            shifted += (ops.bitwise_and(ops.bitwise_right_shift(x, self.shifts[i]), self.masks[i]),)
+        return shifted
+
+
+class _Rope(nn.Cell):
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.attention = kernels.attention(HEADS, np.zeros((1, 2 * HEADS.dim), np.float32))
+
+    def construct(self, heads: Any, angles: Any) -> Any:
+        return self.attention.apply_rope(heads, angles)
+
+
+class _RopeAndGradient(nn.Cell):
+    """(heads [N, heads, D], angles [N, 1, 2 D], gradient as heads) -> rotated heads, their gradient."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        super().__init__()
+        self.rope = _Rope(kernels)
+        self.gradient = ops.GradOperation(sens_param=True)
+
+    def construct(self, heads: Any, angles: Any, dy: Any) -> Any:
+        return self.rope(heads, angles), self.gradient(self.rope)(heads, angles, dy)
+
+
+def exact_cases() -> list[ExactCase]:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(-(2**31), 2**31, (2, COUNT)).astype(np.int32)
+    unsigned = x.view(np.uint32)
+    products = [unsigned * y.view(np.uint32), *(unsigned * np.uint32(f) for f in FACTORS)]
+    shifted = [unsigned >> np.uint32(shift) for shift in SHIFTS]
+    return [
+        ExactCase("int32 products", lambda _: _Products(), [x, y], products),
+        ExactCase("right shifts", lambda _: _Shifts(), [x], shifted),
+        _rotary_case(rng),
+    ]
+
+
+def _rotary_case(rng: np.random.Generator) -> ExactCase:
+    half = HEADS.dim // 2
+    shape = (LONG_ROWS, HEADS.queries + HEADS.kv, HEADS.dim)
+
+    def signs(*shape: int) -> np.ndarray:
+        return rng.choice(np.array([-1.0, 1.0], np.float32), shape)
+
+    heads, dy = (signs(*shape) * rng.integers(1, 4, shape).astype(np.float32) for _ in range(2))
+    # Of every row other ones, so that one that gets another row's is seen; no product is zero, which has a sign.
+    cos, sin = (np.tile(signs(LONG_ROWS, 1, half), 2) for _ in range(2))
+    sin *= 2.0
+    turned = np.concatenate([-heads[..., half:], heads[..., :half]], -1)
+    back = dy * sin
+    gradient = dy * cos + np.concatenate([back[..., half:], -back[..., :half]], -1)
+    expected = [heads * cos + turned * sin, gradient]
+    inputs = [heads, np.concatenate([cos, sin], -1), dy]
+    return ExactCase(f"rotary positions of {LONG_ROWS} rows", _RopeAndGradient, inputs, expected)
 
 
 @dataclass(frozen=True)
@@ -44,7 +144,7 @@ class Case:
         return getattr(type(kernels), self.method) is getattr(Kernels, self.method)
 
 
-class PackedAttention(nn.Cell):
+class AttentionOfRows(nn.Cell):
     """Attention over packed rows, rope and mask made from positions and spans."""
 
     def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
@@ -99,7 +199,7 @@ def _attention(name: str, heads: Heads) -> Case:
     return Case(
         name,
         "attention",
-        lambda kernels: PackedAttention(kernels, heads, rotary),
+        lambda kernels: AttentionOfRows(kernels, heads, rotary),
         [_floats(tokens, heads.width), *_weights(heads), *_packed_rows()],
         1,
         [(tokens, heads.queries * heads.dim)],
@@ -182,7 +282,3 @@ def cases() -> list[Case]:
         _prefill(BIASED),
         _cached(BIASED),
     ]
-
-
-def tensor_of(array: np.ndarray, dtype: ms.Type | None) -> Tensor:
-    return Tensor(array) if dtype is None else Tensor(array).astype(dtype)

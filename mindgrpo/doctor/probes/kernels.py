@@ -1,4 +1,4 @@
-"""The doctor's checks of kernels: exact ones (exact_cases.py), then fused kernels against their plain doubles.
+"""Makes the doctor's checks of kernels: exact ones, then fused kernels against their plain doubles.
 
 Fused kernels are compared on one device, outputs and gradients, by dtype. The double is MindSpore's plain operations in
 float32, on inputs that were rounded to the compared dtype. A difference counts as a share of the largest value of an
@@ -16,15 +16,14 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.doctor.probes.exact_cases import compare_exactly, exact_cases
-from mindgrpo.doctor.probes.kernel_cases import Case, cases, tensor_of
-from mindgrpo.doctor.probes.line import Line, fails, ok, skipped
+from mindgrpo.doctor.probes.kernel_cases import Case, ExactCase, cases, exact_cases
+from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
 
 # Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
@@ -32,18 +31,43 @@ REMEDY = (
     "check that CANN's kernels package is of the toolkit's version and of this chip (Ascend-cann-kernels); to go on "
     "without fused attention, set use_flash_attention: false in the model's YAML, and send this report"
 )
+EXACT_REMEDY = (
+    "do not train on this device: tokens are drawn, weights compared or positions told apart by this operation; send "
+    "this report"
+)
 LEAST = 1e-3
 _UNSUPPORTED = re.compile(r"Unsupported op \[(\w+)\] on CPU")
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Kernels of a device with the dtype that they are compared in."""
+    """Names kernels of a device and the dtype that they are compared in."""
 
     name: str
     make: Callable[[], Kernels]
     dtype: Dtype
     has_attention: bool = True
+
+
+def compare_exactly(case: ExactCase, kernels: Kernels, dtype: Dtype) -> CheckLine:
+    """Compares every bit with NumPy's."""
+    wide = mindspore_dtype(dtype)
+    inputs = [tensor_of(own, wide if own.dtype == np.float32 else None) for own in case.inputs]
+    wrong = total = 0
+    for made, wanted in zip(case.make(kernels)(*inputs), case.expected, strict=True):
+        got = (made.astype(ms.float32) if wanted.dtype == np.float32 else made).asnumpy()
+        total += wanted.size
+        same_shape = got.shape == wanted.shape
+        differs = got.view(np.uint32) != wanted.view(np.uint32) if same_shape else None
+        wrong += wanted.size if differs is None else int(differs.sum())
+    if wrong:
+        seen = f"{wrong} of {total} values are others than NumPy's ({dtype})"
+        return fails(case.name, seen, EXACT_REMEDY)
+    return ok(case.name, f"{total} values, NumPy's in every bit ({dtype})")
+
+
+def tensor_of(array: np.ndarray, dtype: ms.Type | None) -> Tensor:
+    return Tensor(array) if dtype is None else Tensor(array).astype(dtype)
 
 
 class _WithGradients(nn.Cell):
@@ -63,7 +87,10 @@ class _WithGradients(nn.Cell):
 
 
 def results(case: Case, kernels: Kernels, dtype: Dtype, rounded: bool) -> list[np.ndarray]:
-    """float32 outputs, then gradients of float inputs; with `rounded`, in float32 of inputs rounded to `dtype`."""
+    """Returns float32 outputs, then gradients of float inputs.
+
+    With `rounded`, in float32 of inputs rounded to `dtype`.
+    """
     narrow = mindspore_dtype(dtype)
     inputs = []
     for number, array in enumerate(case.inputs):
@@ -88,7 +115,10 @@ def _arrays(out: Any) -> list[np.ndarray]:
 
 
 def difference(ours: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> float:
-    """The largest of all, as a share of each array's largest value; infinite where a number is not finite."""
+    """Returns the largest difference, as a share of each array's largest value.
+
+    Infinite where a number is not finite.
+    """
     worst = 0.0
     for one, other in zip(ours, plain, strict=True):
         if one.shape != other.shape or not np.isfinite(one).all():
@@ -98,8 +128,8 @@ def difference(ours: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> float
     return worst
 
 
-def compare(case: Case, fused: Fused) -> Line:
-    """Raises what the fused kernel raises."""
+def compare(case: Case, fused: Fused) -> CheckLine:
+    """Compares a fused kernel with its plain double. Raises what the fused kernel raises."""
     check = name_of(case, fused)
     passes = "forward and backward" if case.has_gradient else "forward"
     limit = TOLERANCE[fused.dtype]
@@ -117,14 +147,14 @@ def name_of(case: Case, fused: Fused) -> str:
 
 
 def first_words(error: BaseException) -> str:
-    """What MindSpore's error says first, without its rules and headings."""
+    """Returns what MindSpore's error says first, without its rules and headings."""
     lines = [line.strip() for line in str(error).splitlines()]
     words = [line for line in lines if line.strip("-") and not line.startswith("- ")]
     return (words or lines or [""])[0][:300]
 
 
-def fused_of(device: str) -> list[Fused]:
-    """What can be compared on `device`: its own kernels, and Ascend's up to where the host's processors have none."""
+def fused_kernels(device: str) -> list[Fused]:
+    """Lists what can be compared on `device`: its own kernels, and those of Ascend that processors can run."""
     half = Fused("fused", lambda: AscendKernels(attention_dtype="float16"), "float16")
     if device == "Ascend":
         narrow = Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), "bfloat16")
@@ -139,16 +169,16 @@ def _native() -> Kernels:
     return NativeKernels()
 
 
-def kernel_checks(device: str) -> list[tuple[str, Callable[[], Line]]]:
-    """(name, what makes its line) of every check on `device`."""
+def kernel_checks(device: str) -> list[tuple[str, Callable[[], CheckLine]]]:
+    """Lists (name, what makes its line) of every check on `device`."""
     # What runs compute with there; operations on integers are the same in all kernels.
     own = Fused("plain", Kernels, "float32")
     if device == "Ascend":
-        own = fused_of(device)[-1]
-    checks: list[tuple[str, Callable[[], Line]]] = []
+        own = fused_kernels(device)[-1]
+    checks: list[tuple[str, Callable[[], CheckLine]]] = []
     for exact in exact_cases():
         checks.append((exact.name, partial(compare_exactly, exact, own.make(), own.dtype)))
-    for fused in fused_of(device):
+    for fused in fused_kernels(device):
         if fused.name == "C" and native_library.library() is None:
             reason = "they cannot be compiled here, and runs go without"
             checks.append(("C kernels", partial(skipped, "C kernels", reason)))
@@ -158,8 +188,8 @@ def kernel_checks(device: str) -> list[tuple[str, Callable[[], Line]]]:
     return checks
 
 
-def kernel_lines(device: str, first: int, starts: Callable[[str], None]) -> Iterator[Line]:
-    """Of the checks from number `first` on; `starts` as in communication.py.
+def kernel_lines(device: str, first: int, starts: Callable[[str], None]) -> Iterator[CheckLine]:
+    """Makes the checks from number `first` on; `starts` as in transfers.py.
 
     Ends this process after a check that raises: what it leaves of the device's state is no ground for the next one.
     """

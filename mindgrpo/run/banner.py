@@ -1,14 +1,52 @@
-"""Describes a run's algorithm in a few lines, with a warning where a choice does not do what its name suggests."""
+"""Describes a run in a few lines before its first step, with warnings where a choice does not do what its name says."""
 
 from __future__ import annotations
 
-from mindgrpo.config import BatchPlan, Config
+from typing import TYPE_CHECKING
+
+from mindgrpo.config import BatchPlan, Config, Loaded
+from mindgrpo.models.parameters import num_parameters
+
+if TYPE_CHECKING:  # `mindgrpo plan` needs neither
+    from mindgrpo.backend.contract import Backend
+    from mindgrpo.run.preflight import Inputs
 
 # Ratios of whole samples stay much nearer to 1 than tokens'; the paper clips at 3e-4 and 4e-4.
 WIDE_FOR_SEQUENCES = 0.1
 
 
+def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, list[str]]:
+    """Lists the lines of the banner by section, in its order; those of the run's folder and notes are to be added."""
+    plan, tokenizer = inputs.plan, inputs.tokenizer
+    config, model, lora = plan.config, plan.model, plan.lora
+    steps = f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks"
+    computes_in: str = backend.compute_dtype
+    if computes_in == "float32":
+        computes_in = f"matmul precision {backend.matmul_precision}"
+    name = loaded.config.rl_config.model_name or config.actor_config.load
+    described = [f"{name}: {model.model_type}, {num_parameters(model) / 1e6:.2f} M parameters"]
+    if lora is not None:
+        on = ", ".join(lora.targets)
+        described.append(f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {on}")
+    stops = inputs.sampling.stop_ids
+    texts = (f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" for i in stops)
+    return {
+        "run": [f"{steps} ({backend.name}, {computes_in})"],
+        "model": described,
+        "layouts": plan.layout_lines(),
+        "batch": plan.batch.lines(),
+        "algorithm": algorithm_lines(config, plan.batch),
+        "memory": plan.memory_lines() if config.verbose else [plan.most_memory()],
+        "reshard": plan.reshard_lines(),
+        "data": inputs.data_lines(),
+        "prompt": [],
+        "stops": [", ".join(texts)],
+        "kernels": [*backend.notices],
+    }
+
+
 def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
+    """Describes loss, advantages, KL and filters, with warnings."""
     rl = config.rl_config
     bounds = {
         "delta": rl.delta,
