@@ -14,6 +14,7 @@ from mindgrpo.config import memory_bytes
 from mindgrpo.data.examples import ANSWER_KEYS
 from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
 from mindgrpo.errors import UserError
+from mindgrpo.monitor.console import number
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.executors import Limits
@@ -156,7 +157,7 @@ def show(trial: ScoreTrial, scorer: Scorer) -> None:
         for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
             shown += 1
             cells = [
-                "failed" if row in scores.reports[name].failed else figure(scored[row])
+                "failed" if row in scores.reports[name].failed else number(scored[row])
                 for name, scored in scores.per_function.items()
             ]
             texts = step.answers[row], step.completions[row]
@@ -169,10 +170,6 @@ def show(trial: ScoreTrial, scorer: Scorer) -> None:
     print()
     for name, report in reports.items():
         summarise(name, values[name], report)
-
-
-def figure(value: float) -> str:
-    return "-" if value != value else f"{value:.3f}"
 
 
 def print_row(
@@ -188,7 +185,7 @@ def print_row(
 
 def summarise(name: str, values: Sequence[float], report: Report) -> None:
     numbers = [value for value in values if value == value]
-    mean = f"{sum(numbers) / len(numbers):.4f}" if numbers else "-"
+    mean = number(sum(numbers) / len(numbers) if numbers else None, ".4f")
     counts = ", ".join(f"{kind} {count}" for kind, count in report.counts.items() if count)
     print(
         f"{name}: mean {mean} of {len(numbers)}; {counts or 'no failures'}; {report.seconds:.2f} s"

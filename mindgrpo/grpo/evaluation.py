@@ -108,10 +108,6 @@ def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
     return {key: value for outcome in outcomes for key, value in outcome.figures().items()}
 
 
-def figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Who answers and who scores; `seed` is the run's."""

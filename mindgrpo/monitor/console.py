@@ -138,7 +138,7 @@ class Console:
             value = metrics.get(key)
             if key in metrics and not (value is None and key == "kl"):
                 unit = " s" if key == "time/step" else ""
-                words.append((importance, f"{word} {_figure(value, style)}{unit}".strip()))
+                words.append((importance, f"{word} {number(value, style)}{unit}".strip()))
             if key == "reward/mean":
                 words += [(OF_FUNCTIONS, text) for text in _function_means(metrics, "reward/")]
         first, *others = self._fitting(words)
@@ -170,7 +170,7 @@ class Console:
         self._hint(
             "kl",
             has_diverged,
-            f"KL to the reference is {_figure(divergence, '.2g')}, so the policy has diverged: lower "
+            f"KL to the reference is {number(divergence, '.2g')}, so the policy has diverged: lower "
             "actor_config.lr_schedule.lr or raise rl_config.beta",
         )
         for key, threshold, advice in HINTS:
@@ -192,13 +192,14 @@ class Console:
         return f"\033[1m{text}\033[0m" if self._colour and text.strip() else text
 
 
-def _figure(value: Any, style: str) -> str:
-    return "-" if value is None else format(float(value), style)
+def number(value: float | None, style: str = ".3f") -> str:
+    """Formats a number; `-` for None and NaN."""
+    return "-" if value is None or value != value else format(float(value), style)
 
 
 def _function_means(metrics: Mapping[str, Any], prefix: str, style: str = ".2f") -> list[str]:
     return [
-        f"{key[len(prefix) : -len('/mean')].removesuffix('_reward')} {_figure(value, style)}"
+        f"{key[len(prefix) : -len('/mean')].removesuffix('_reward')} {number(value, style)}"
         for key, value in metrics.items()
         if key.startswith(prefix) and key.endswith("/mean") and key.count("/") == 2
     ]

@@ -1,4 +1,4 @@
-"""What evaluations gave: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table."""
+"""Writes evaluations: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.evaluation import Outcome, figure, figures_of
+from mindgrpo.grpo.evaluation import Outcome, figures_of
+from mindgrpo.monitor.console import number
 from mindgrpo.monitor.metrics import append_rows, read_metrics
 
 
@@ -21,7 +22,7 @@ def write_evaluation(
 
 
 def before_and_after(path: Path) -> list[str]:
-    """Means ± standard errors of the first evaluation, if that was before the first step, and of the last one.
+    """Compares means ± standard errors of the first evaluation, if that was before the first step, and of the last one.
 
     `path`: evaluations.jsonl. A row for each reward function, and one for the largest k of its pass@k.
     """
@@ -29,25 +30,23 @@ def before_and_after(path: Path) -> list[str]:
     columns = {"after": evaluations[-1]}
     if evaluations[0]["step"] == 0 and len(evaluations) > 1:
         columns = {"before": evaluations[0], **columns}
+    ks = (key.rpartition("/pass@") for key in columns["after"])
+    largest: dict[str, int] = {}
+    for name, is_pass, k in ks:
+        if is_pass and int(k) > 1:
+            largest[name] = max(int(k), largest.get(name, 0))
     rows = [["", *columns]]
     for key in columns["after"]:
         name, _, kind = key.rpartition("/")
-        if kind == "mean" or kind == f"pass@{_largest_k(columns['after'], name)}":
-            label = name.removeprefix("eval/") + ("" if kind == "mean" else f" {kind}")
-            rows.append([label, *(_with_error(row, name, kind) for row in columns.values())])
+        label = name.removeprefix("eval/")
+        if kind == "mean":
+            errors = (number(row.get(f"{name}/stderr")) for row in columns.values())
+            means = (number(row.get(key)) for row in columns.values())
+            rows.append([label, *map("{} ± {}".format, means, errors)])
+        elif kind == f"pass@{largest.get(name)}":
+            rows.append([f"{label} {kind}", *(number(row.get(key)) for row in columns.values())])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-def _largest_k(row: dict[str, Any], name: str) -> int:
-    prefix = f"{name}/pass@"
-    ks = [int(key.removeprefix(prefix)) for key in row if key.startswith(prefix)]
-    return max((k for k in ks if k > 1), default=0)
-
-
-def _with_error(row: dict[str, Any], name: str, kind: str) -> str:
-    error = f" ± {figure(row.get(f'{name}/stderr'))}" if kind == "mean" else ""
-    return figure(row.get(f"{name}/{kind}")) + error
 
 
 def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> None:
@@ -55,7 +54,7 @@ def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> Non
 
 
 def details(outcome: Outcome) -> dict[str, Any]:
-    """How it was drawn and what that cost."""
+    """Describes how it was drawn and what that cost."""
     settings = outcome.mode.settings
     return {
         "num_generations": outcome.mode.num_samples,
@@ -70,7 +69,7 @@ def details(outcome: Outcome) -> dict[str, Any]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each function of each mode, and a line on what they were drawn from."""
+    """Formats a row for each function of each mode, and a line on what they were drawn from."""
     lines = []
     for outcome in outcomes:
         n = outcome.mode.num_samples
@@ -78,9 +77,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         ks = sorted({k for scores in by_function.values() for k in scores.pass_at})
         rows = [["reward", f"mean@{n}", "± se", *(f"pass@{k}" for k in ks), "prompts", "failed"]]
         for name, scores in by_function.items():
-            passed = [figure(scores.pass_at.get(k)) for k in ks]
+            passed = [number(scores.pass_at.get(k)) for k in ks]
             failed = str(outcome.scored.scores.errors.get(name, 0))
-            means = [figure(scores.mean_at_n), figure(scores.error)]
+            means = [number(scores.mean_at_n), number(scores.error)]
             rows.append([name, *means, *passed, str(scores.num_prompts), failed])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [f"\n{outcome.mode.title} ({_settings(outcome.mode.settings)})"]

@@ -1,4 +1,4 @@
-"""Whether this machine holds what a run of a given plan takes: memory, disk, file descriptors, versions, variables."""
+"""Checks that this machine holds what a run of a given plan takes: memory, disk, open files, versions, variables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ DESCRIPTORS_A_PEER = 4
 
 
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start | None) -> None:
-    """`ranks_here` is None where nobody has said how many this host will run. Raises UserError; tells warnings."""
+    """Raises UserError for what cannot run, and prints warnings.
+
+    `ranks_here` is None where nobody has said how many this host will run.
+    """
     checks = [*needs(), disk(plan, start), descriptors(plan.world_size)]
     if ranks_here is not None and plan.config.context.target.keeps_weights_on_host:
         checks.append(memory(plan, ranks_here))
     for finding in checks:
-        if finding.level == "error":
-            raise refusal(finding)
+        _refuse(finding)
     for finding in checks:
         if finding.level == "warn":
             print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
@@ -56,13 +58,12 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
 
 def refuse_small_disk(plan: RunPlan, start: Start | None) -> None:
     """Raises UserError where the run would fill the disk that it writes to."""
-    finding = disk(plan, start)
+    _refuse(disk(plan, start))
+
+
+def _refuse(finding: Finding) -> None:
     if finding.level == "error":
-        raise refusal(finding)
-
-
-def refusal(finding: Finding) -> UserError:
-    return UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
+        raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
 
 
 def model_bytes(plan: RunPlan) -> int:
@@ -88,7 +89,7 @@ def _checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def disk(plan: RunPlan, start: Start | None = None) -> Finding:
-    """What the run writes, without what stands already in the folder that it goes on in."""
+    """Compares the free disk with what the run writes, without what the folder that it resumes in already has."""
     rl, kept = plan.config.rl_config, 0
     output = Path(plan.config.output_dir or "output")
     if start is not None and start.output is not None:
@@ -119,7 +120,7 @@ def disk(plan: RunPlan, start: Start | None = None) -> Finding:
 
 
 def _existing(output: Path) -> Path:
-    """The folder itself, or the one in which it would be made."""
+    """Returns the folder itself, or the one in which it would be made."""
     return next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
 
 

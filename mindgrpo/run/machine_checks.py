@@ -45,10 +45,8 @@ NEEDED = {
     "numpy": ((1,), (2,), "numpy<2"),  # mindspore is built against numpy 1
     "transformers": ((4, 52), (6,), "transformers==4.57.1"),  # renders chat templates
 }
-TESTED_OPTIONAL = {  # package: (tested version, what it is for)
-    "mindformers": ("1.9.0", "an independent reference model"),
-}
-
+# An independent reference model: package and version.
+ORACLE, TESTED_ORACLE = "mindformers", "1.9.0"
 # Variables of the environment that a run reads.
 COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
 SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
@@ -56,7 +54,7 @@ SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 @dataclass(frozen=True)
 class Finding:
-    """`remedy` is of use where `level` is not ok."""
+    """Says what was seen of the machine; `remedy` is of use where `level` is not ok."""
 
     level: Level
     what: str
@@ -68,24 +66,21 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Every finding, good ones too; a run can work where none has the level `error`."""
+    """Looks at everything; a run can work where no finding has the level `error`."""
     return [
         *needs(),
         _device(os.environ),
         _kernels(),
-        *(_optional(name, *tested) for name, tested in TESTED_OPTIONAL.items()),
+        _oracle(),
         _engine(os.environ),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
-        _cores(),
-        _memory(),
-        _disk(),
-        _descriptors(),
+        *_capacity(),
     ]
 
 
 def needs() -> list[Finding]:
-    """What every run needs, whatever its plan; its preflight looks at these, too."""
+    """Looks at what every run needs, whatever its plan, as its preflight does, too."""
     versions = [_python(), *(_package(name, *versions) for name, versions in NEEDED.items())]
     wrong = wrong_variables(os.environ)
     remedy = "correct or unset it in the environment"
@@ -102,6 +97,11 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def release(version: str) -> Numbers:
+    """Returns the first two numbers: 8.5 of 8.5.0, 8.3 of 8.3.RC2."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     works = (3, 10) <= sys.version_info[:2] < (3, 13)
@@ -112,7 +112,7 @@ def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
     version, remedy = installed_version(name), f"pip install '{install}'"
     if version is None:
         return Finding("error", f"{name} is not installed", remedy)
-    if first <= tuple(map(int, re.findall(r"\d+", version)[:2])) < end:
+    if first <= release(version) < end:
         return Finding("ok", f"{name} {version}")
     # Another MindSpore may well work.
     level: Level = "warn" if name == "mindspore" else "error"
@@ -156,20 +156,23 @@ def _kernels() -> Finding:
         return Finding("warn", f"{why.what}: steps will be slow", why.remedy)
 
 
-def _optional(package: str, tested: str, purpose: str) -> Finding:
+def _oracle() -> Finding:
     # The same module may come from a distribution of another name (one build a device).
-    distributions = metadata.packages_distributions().get(package, [package])
-    version = installed_version(distributions[0])
+    distribution = metadata.packages_distributions().get(ORACLE, [ORACLE])[0]
+    version, optional = (
+        installed_version(distribution),
+        "(optional: an independent reference model)",
+    )
     if version is None:
-        return Finding("ok", f"{package} is not installed (optional: {purpose})")
-    if version.split("+")[0] != tested:
-        what = f"{package} {version}, tested is {tested} (optional: {purpose})"
-        return Finding("warn", what, f"pip install {distributions[0]}=={tested}")
-    return Finding("ok", f"{package} {version} (optional: {purpose})")
+        return Finding("ok", f"{ORACLE} is not installed {optional}")
+    if version.split("+")[0] != TESTED_ORACLE:
+        what = f"{ORACLE} {version}, tested is {TESTED_ORACLE} {optional}"
+        return Finding("warn", what, f"pip install {distribution}=={TESTED_ORACLE}")
+    return Finding("ok", f"{ORACLE} {version} {optional}")
 
 
 def _engine(environment: Mapping[str, str]) -> Finding:
-    """vLLM, in an environment of its own; runs that do not ask for it need none."""
+    """Looks for vLLM, in an environment of its own; runs that do not ask for it need none."""
     try:
         python = find_python(None, environment)
         versions = read_versions(python)
@@ -227,30 +230,26 @@ def _meeting_folder() -> Finding:
     return Finding("error", f"ranks cannot meet: {', '.join(reasons)}", remedy)
 
 
-def _disk() -> Finding:
-    """Of the folder that runs write to by default; a run's preflight compares with what it needs."""
-    free = shutil.disk_usage(".").free
-    remedy = "free some, or start runs with an --output_dir elsewhere"
-    return Finding(
-        "warn" if free < MIN_DISK else "ok", f"disk here {format_bytes(free)} free", remedy
-    )
-
-
-def _descriptors() -> Finding:
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = allowed != resource.RLIM_INFINITY and allowed < MIN_DESCRIPTORS
-    remedy = f"run 'ulimit -n {MIN_DESCRIPTORS}' before"
-    return Finding("warn" if few else "ok", f"a process may open {allowed} files", remedy)
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    remedy = "expect several ranks to take turns; use --ranks 1 to be quick"
-    return Finding("warn" if cores < 2 else "ok", f"{cores} cores", remedy)
-
-
-def _memory() -> Finding:
-    memory = psutil.virtual_memory()
-    what = f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} available"
-    level: Level = "warn" if memory.available < MIN_MEMORY else "ok"
-    return Finding(level, what, "end other programs or use fewer ranks")
+def _capacity() -> list[Finding]:
+    """Looks at cores, memory, disk and open files; a run's preflight compares the last three with what it needs."""
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    free = shutil.disk_usage(".").free  # of the folder that runs write to by default
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files != resource.RLIM_INFINITY and files < MIN_DESCRIPTORS
+    in_words = f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available"
+    turns = "expect several ranks to take turns; use --ranks 1 to be quick"
+    checks = [
+        (cores < 2, f"{cores} cores", turns),
+        (
+            memory.available < MIN_MEMORY,
+            f"memory {in_words}",
+            "end other programs or use fewer ranks",
+        ),
+        (
+            free < MIN_DISK,
+            f"disk here {format_bytes(free)} free",
+            "free some, or start runs with an --output_dir elsewhere",
+        ),
+        (few, f"a process may open {files} files", f"run 'ulimit -n {MIN_DESCRIPTORS}' before"),
+    ]
+    return [Finding("warn" if is_low else "ok", what, remedy) for is_low, what, remedy in checks]

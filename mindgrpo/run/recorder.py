@@ -24,9 +24,9 @@ from mindgrpo.checkpoint.unfinished import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing
-from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figure, figures_of
+from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figures_of
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
-from mindgrpo.monitor.console import Console
+from mindgrpo.monitor.console import Console, number
 from mindgrpo.monitor.curve_process import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.monitor.run_process import write_process
@@ -279,7 +279,7 @@ class RunRecord:
             graphs = f"{summary['compiles']} graphs compiled a rank"
             evaluations = self.directory / "evaluations.jsonl"
             best_lines = (
-                [f"step {best['step']}, {best['reward']} {figure(best['score'])}", best["path"]]
+                [f"step {best['step']}, {best['reward']} {number(best['score'])}", best["path"]]
                 if best
                 else []
             )

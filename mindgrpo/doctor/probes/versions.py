@@ -10,13 +10,12 @@ published with a CANN release fails here, a newer one passes and is said to be u
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
-from mindgrpo.run.machine_checks import Numbers, installed_version
+from mindgrpo.run.machine_checks import Numbers, installed_version, release
 
 PAGE = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
 
@@ -53,11 +52,6 @@ class Requirement:
     why: str
     remedy: str
     is_needed: bool = True
-
-
-def release(version: str) -> Numbers:
-    """Returns the first two numbers: 8.5 of 8.5.0, 8.3 of 8.3.RC2."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _text(numbers: Numbers) -> str:
