@@ -11,7 +11,6 @@ from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.monitor.trackers.registry import check_installed
-from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.preflight import Inputs, prepare
@@ -60,20 +59,19 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(summary(path, inputs)))
 
 
-def _environments(plan: RunPlan) -> list[str]:
-    environment = plan.config.rl_config.environment
-    return [] if environment is None else [f"environment {environment}"]
-
-
 def summary(path: Path, inputs: Inputs) -> list[str]:
-    plan = inputs.plan
+    plan, environment = inputs.plan, inputs.plan.config.rl_config.environment
     assert inputs.scorer is not None
+    rewards = [
+        *inputs.scorer.names,
+        *([] if environment is None else [f"environment {environment}"]),
+    ]
     sections = {
         "run": [f"{plan.steps_text(len(inputs.prompts))} on {plan.world_size} ranks"],
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": inputs.data_lines(),
-        "rewards": [", ".join([*inputs.scorer.names, *_environments(plan)])],
+        "rewards": [", ".join(rewards)],
         "notes": list(inputs.notes),
     }
     lines = [f"{path} can run:"]

@@ -1,4 +1,4 @@
-"""`python -m mindgrpo plan`: what a configuration would do, from shapes alone.
+"""Prints what a configuration would do, from shapes alone: `python -m mindgrpo plan`.
 
 Needs no device and loads no weights. Where actor_config.load is not there yet, the shapes come from the MindFormers
 form that model_config names.
@@ -29,12 +29,11 @@ _COUNTED = (
     "pools are exact, activations computed; the runtime's own memory comes on top (docs/fits.md)"
 )
 _OPTIMIZER = "float32 gradients and moments"
-MUST_FIT = "--must_fit"
 LINK, PER_HOST, LOCAL = "--link_GB_per_s", "--ranks_per_host", "--local_GB_per_s"
 
 
 def shapes_of(config: Config) -> tuple[DecoderConfig, str]:
-    """The model's dimensions and where they were read."""
+    """Returns the model's dimensions and where they were read."""
     load = config.actor_config.load
     if load and (Path(load) / "config.json").is_file():
         return read_config(load), f"{load}/config.json"
@@ -63,14 +62,10 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def read_must_fit(argv: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether the flag is there, and the words that are left."""
-    return MUST_FIT in argv, [word for word in argv if word != MUST_FIT]
-
-
-def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
-    """The links that flags tell, None where none does, and the words that are left."""
+def read_flags(argv: Sequence[str]) -> tuple[bool, Links | None, list[str]]:
+    """Returns whether the plan must fit, the links that flags describe, None without, and the words that are left."""
     parser = Arguments(prog="mindgrpo plan", allow_abbrev=False)
+    parser.add_argument("--must_fit", action="store_true")
     parser.add_argument(LINK, dest="link", type=above_zero)
     parser.add_argument(PER_HOST, dest="per_host", type=whole)
     parser.add_argument(LOCAL, dest="local", type=above_zero)
@@ -81,31 +76,27 @@ def read_links(argv: Sequence[str]) -> tuple[Links | None, list[str]]:
                 f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth "
                 "of a host's network link."
             )
-        return None, rest
+        return flags.must_fit, None, rest
     local = flags.local and flags.local * GIGA
-    return Links(flags.link * GIGA, flags.per_host or 1, local), rest
+    return flags.must_fit, Links(flags.link * GIGA, flags.per_host or 1, local), rest
 
 
 def _not_counted(plan: RunPlan) -> list[str]:
     generate, own = plan.config.generate_config, compute_dtype(plan.config)
     if not generate.uses_vllm:
         return [f"{own} weights and cache, {_OPTIMIZER}"]
+    lines = [f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {engine_dtype(plan.config)}"]
+    share = device_share(plan.config)
+    if share is not None:
+        line = f"vLLM takes {share:g} of each device (generate_config.gpu_memory_utilization) while it is awake"
+        if plan.device_memory is None:
+            line += "; how much that is, context.max_device_memory would say"
+        lines.append(line)
     return [
-        f"{own} weights, {_OPTIMIZER}; vLLM's weights and cache {engine_dtype(plan.config)}",
-        *_share_of_devices(plan),
+        *lines,
         "vLLM's own programs come on top: some 0.5 GB an engine of one worker, 0.9 GB and 0.25 GB a worker an engine",
         "of several (measured on processors, docs/vllm.md)",
     ]
-
-
-def _share_of_devices(plan: RunPlan) -> list[str]:
-    share = device_share(plan.config)
-    if share is None:
-        return []
-    line = f"vLLM takes {share:g} of each device (generate_config.gpu_memory_utilization) while it is awake"
-    if plan.device_memory is None:
-        line += "; how much that is, context.max_device_memory would say"
-    return [line]
 
 
 def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:
@@ -119,10 +110,7 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:
         ],
         "devices": [f"{plan.world_size}"],
         "layouts": plan.layout_lines(),
-        "memory": [
-            *plan.memory_lines(),
-            *_not_counted(plan),
-        ],
+        "memory": [*plan.memory_lines(), *_not_counted(plan)],
         "device": [*map(str, phase_needs(plan)), _COUNTED],
         "host": HostPlan(plan).lines(),
         "fit": fit.lines(),
@@ -163,8 +151,7 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    must_fit, words = read_must_fit(argv)
-    links, rest = read_links(words)
+    must_fit, links, rest = read_flags(argv)
     path, overrides = parse_command_line(rest)
     fit = print_plan(load_config(path, overrides), links)
     if must_fit and not fit.fits:

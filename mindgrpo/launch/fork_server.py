@@ -47,7 +47,7 @@ def num_threads() -> int:
 
 
 def import_for_ranks(arguments: list[str]) -> bool:
-    """False where ranks must not be forked from what was imported."""
+    """Returns False where ranks must not be forked from what was imported."""
     for name in ("numpy", "scipy.linalg"):
         importlib.import_module(name)
     # Those of OpenBLAS, which it ends before a fork and starts again after it.
@@ -82,8 +82,8 @@ class ForkServer:
         self._channel = channel
         self._num_awaited = num_ranks
         self._launcher = launcher
-        self._workers: dict[int, socket.socket] = {}  # by the rank's process id
-        self._status: dict[int, tuple[Path, int]] = {}
+        # By the rank's process id: its worker, the status folder and the rank.
+        self._workers: dict[int, tuple[socket.socket, Path, int]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ, self._fork)
         self._wake, wakes = socket.socketpair()
@@ -94,7 +94,7 @@ class ForkServer:
         signal.set_wakeup_fd(wakes.fileno())
 
     def serve(self) -> None:
-        """Until every rank has been forked and has ended, or the launcher has."""
+        """Serves until every rank has been forked and has ended, or the launcher has."""
         while self._num_awaited or self._workers:
             for key, _ in self._selector.select(PARENT_CHECK_SECONDS):
                 key.data()
@@ -121,9 +121,9 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            sockets = (self._channel, self._wake, self._wakes, connection)
-            for mine in (*sockets, *self._workers.values()):
-                mine.close()
+            others = (other for other, _, _ in self._workers.values())
+            for own in (self._channel, self._wake, self._wakes, connection, *others):
+                own.close()
             self._selector.close()
             end_with_parent(server)
             become_rank(request, standard)
@@ -131,20 +131,19 @@ class ForkServer:
             os.close(descriptor)
         with suppress(OSError):  # here and below: the worker may have ended
             connection.sendall(b"\0")
-        self._workers[pid] = connection
-        self._status[pid] = worker.status_of_rank(request["environment"])
+        self._workers[pid] = (connection, *worker.status_of_rank(request["environment"]))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid))
 
     def _pass_on(self, pid: int) -> None:
         if pid not in self._workers:
             return  # collected since `select` returned
-        received = b""
+        connection, received = self._workers[pid][0], b""
         with suppress(OSError):
-            received = self._workers[pid].recv(64)
+            received = connection.recv(64)
         for number in received.split() or [b"%d" % signal.SIGKILL]:  # nothing: its worker has ended
             os.kill(pid, int(number))
         if not received:
-            self._selector.unregister(self._workers[pid])
+            self._selector.unregister(connection)
 
     def _collect(self) -> None:
         self._wake.recv(64)
@@ -159,7 +158,7 @@ class ForkServer:
                 self._end(pid, os.waitstatus_to_exitcode(status))
 
     def _end(self, pid: int, code: int) -> None:
-        connection, (folder, rank) = self._workers.pop(pid), self._status.pop(pid)
+        connection, folder, rank = self._workers.pop(pid)
         if code and not (folder / "ending").exists():
             write_failure(folder, rank, failure_of_code(folder, rank, code, time.time()))
         if connection in self._selector.get_map():

@@ -22,7 +22,7 @@ POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a job, which have equally many ranks. `master` is (address, port) of the first, if several."""
+    """Describes a job's hosts, which have equally many ranks; `master` is (address, port) of the first of several."""
 
     num_hosts: int = 1
     host_index: int = 0
@@ -31,9 +31,10 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Options:
-    """`command` is a program or one of VERBS, with arguments; `max_restarts` is how often a failed job is restarted.
+    """Says what is started: `command` is a program or one of VERBS, with arguments.
 
-    `cluster` is the scheduler whose variables gave `hosts`; msrun: none, the user did.
+    `max_restarts` is how often a failed job is restarted. `cluster` is the scheduler whose variables gave `hosts`;
+    msrun: none, the user did.
     """
 
     num_ranks: int
@@ -47,7 +48,7 @@ class Options:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Those of the program; for a verb, as the examples' main.py has them: all but `train`."""
+        """The program's arguments; for a verb, as the examples' main.py has them: all but `train`."""
         return self.command if self.command[0] == "eval" else self.command[1:]
 
     @property
@@ -110,8 +111,11 @@ def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options
     text = values.get("--hosts", "1")
     num_hosts = _whole(text, POSITIVE, f"--hosts {text} {positive}")
     hosts = _read_hosts(values, num_hosts, num_ranks)
-    if num_hosts > 1:
-        _check_several_hosts(hosts, restarts)
+    if num_hosts > 1 and restarts:
+        raise UserError(
+            f"--max_restarts {restarts} is for one host: leave it out, and start all {num_hosts} hosts again with "
+            "--resume_training true."
+        )
     text = environment.get("MINDGRPO_PORT", "")
     wrong = f"MINDGRPO_PORT={text} is not a port from 1024 to 65535: set such a one or unset it."
     port = _whole(text, PORTS, wrong) if text else None
@@ -150,11 +154,3 @@ def _read_hosts(values: Mapping[str, str], num_hosts: int, num_ranks: int) -> Ho
         "is free there."
     )
     return Hosts(num_hosts, host_index, (address, _whole(address and port, PORTS, wrong)))
-
-
-def _check_several_hosts(hosts: Hosts, restarts: int) -> None:
-    if restarts:
-        raise UserError(
-            f"--max_restarts {restarts} is for one host: leave it out, and start all {hosts.num_hosts} hosts again "
-            "with --resume_training true."
-        )
