@@ -1,4 +1,4 @@
-"""The exceptions that are meant for the person at the keyboard."""
+"""Defines the exceptions that are meant for the person at the keyboard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """Something the user gave cannot work.
+    """Says that something the user gave cannot work.
 
     The message is one sentence: the value, the rule it breaks, the remedy, and where it stands.
     Programs print it as ``mindgrpo: <sentence>`` and exit with status 2. Whatever was quoted in it,
@@ -30,7 +30,7 @@ class UserError(Exception):
 
 
 class CannotWrite(UserError):
-    """A file that is written cannot be: the disk is full, or it may not be written."""
+    """Says that a file cannot be written: the disk is full, or it is not writable."""
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def end_programs_without_traceback() -> None:
 
 
 def one_line(text: str) -> str:
-    """Line breaks as spaces, other control characters escaped, the middle of long texts left out."""
+    """Turns line breaks into spaces, escapes other control characters, leaves out the middle of long texts."""
     if len(text) > LONGEST_SENTENCE:
         half = LONGEST_SENTENCE // 2
         text = f"{text[:half]} [...] {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Command lines of programs with plain flags: argparse that raises UserError."""
+"""Parses command lines with plain flags: argparse that raises UserError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindgrpo.strict_files import no_path
 
 
 def path(text: str) -> Path:
-    """A flag's `type`: a path that a system can have."""
+    """Converts a flag to a path that a system can have."""
     reason = no_path(text)
     if reason is not None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is no path: {reason}")
@@ -22,7 +22,7 @@ def path(text: str) -> Path:
 
 @contextmanager
 def naming(flags: Mapping[str, str]) -> Iterator[None]:
-    """A UserError from inside names flags that the user typed instead of the keys that they stand for."""
+    """Lets a UserError from inside name flags that the user typed instead of the keys that they stand for."""
     try:
         yield
     except UserError as error:

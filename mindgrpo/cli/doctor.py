@@ -63,7 +63,7 @@ def _options(argv: Sequence[str]) -> Namespace:
 
 
 def _sections(only: str | None) -> tuple[str, ...]:
-    """In the report's order."""
+    """Returns the sections in the report's order."""
     names = SECTIONS if only is None else tuple(only.split(","))
     unknown = [name for name in names if name not in SECTIONS]
     if unknown:

@@ -1,7 +1,7 @@
-"""`python -m mindgrpo eval`: what a model earns on held-out prompts, on the ranks that there are.
+"""Measures what a model earns on held-out prompts, on the ranks that there are: `python -m mindgrpo eval`.
 
 Only the generator has weights and a cache here: no optimizer, no reference, no policy. With the same model, seed, step
-and `model_parallel` the figures are those of a training run's own evaluation.
+and `model_parallel` the metrics are those of a training run's own evaluation.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,7 @@ VERSION = 0
 
 @dataclass(frozen=True)
 class EvaluationInputs:
-    """`scorer` is None where nobody scores."""
+    """Holds what an evaluation is given; `scorer` is None where nobody scores."""
 
     model: DecoderConfig
     layout: Layout
@@ -91,7 +92,7 @@ class EvaluationInputs:
 
 
 def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
-    """The generator's layout on so many ranks: the configuration's `model_parallel`, and replicas on what is left.
+    """Returns the mesh on so many ranks: the configuration's `model_parallel`, and replicas on the rest.
 
     One rank has the model whole. Raises UserError.
     """
@@ -107,9 +108,11 @@ def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallel
 def read_inputs(
     config: Config, world_size: int, ranks: Ranks = ALONE, scores: bool = True
 ) -> EvaluationInputs:
-    """Everything an evaluation is given, read and checked without a device. Raises UserError."""
-    scorer = scorer_of(config) if scores else None
-    try:
+    """Reads and checks everything an evaluation is given, without a device. Raises UserError."""
+    with ExitStack() as unless_read:
+        scorer = scorer_of(config) if scores else None
+        if scorer is not None:
+            unless_read.callback(scorer.close)
         model = read_model(config)
         check_tensors(config.actor_config.load, parameter_specs(model))
         check_positions(config, model)
@@ -125,17 +128,14 @@ def read_inputs(
         modes = evaluation_modes(config, sampling)
         layout = layout_of(mesh, model)
         trial = try_environment(turns, prompts, ranks)
-        return EvaluationInputs(
-            model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial
-        )
-    except BaseException:
-        if scorer is not None:
-            scorer.close()
-        raise
+        unless_read.pop_all()
+    return EvaluationInputs(
+        model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial
+    )
 
 
 def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
-    """Raises UserError, also for a file that would be written over."""
+    """Reads command line and configuration. Raises UserError, also for a file that would be written over."""
     line = parse_evaluation(argv)
     loaded = load_config(line.config, line.overrides)
     require_run_keys(loaded, needed=EVALUATION_KEYS)
@@ -146,7 +146,7 @@ def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
 
 
 def check(argv: Sequence[str], world_size: int) -> None:
-    """All that can be known of an evaluation without a device. Raises UserError."""
+    """Checks all that can be known of an evaluation without a device. Raises UserError."""
     line, loaded = load(argv)
     check_hosts(loaded.config.context.target, os.environ, world_size)
     with naming(line.flags):
@@ -167,9 +167,7 @@ def main(argv: Sequence[str]) -> None:
         return
     line, loaded = load(argv)
     config = loaded.config
-    context = config.context
-    settings = runtime_settings(config)
-    backend = connect(context.target, dict(os.environ), settings)
+    backend = connect(config.context.target, dict(os.environ), runtime_settings(config))
     with naming(line.flags):
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
@@ -185,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], EvaluationInputs]:
-    """All ranks together."""
+    """Evaluates on all ranks together."""
     console = Console(backend.rank == 0)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
@@ -215,7 +213,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
 
 
 def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
-    """With its weights, and its cache on the device."""
+    """Makes the engine with its weights, and its cache on the device."""
     cache_config = inputs.cache_config(config)
     engine = make_engine(
         config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config
@@ -236,7 +234,7 @@ def report(
     inputs: EvaluationInputs,
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """What --output gets. `eval` has the first mode's means, as a run's summary has them, `figures` all metrics."""
+    """Returns what --output gets. `eval` has the first mode's means, as a run's summary does, `figures` all metrics."""
     return {
         "model": config.actor_config.load,
         "data": config.rl_config.eval_dataset_file,

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:
-    """The first `limit` rows, all for 0, of whatever a run reads but a MindRecord. Raises UserError."""
+    """Reads the first `limit` rows, all for 0, of whatever a run reads but a MindRecord. Raises UserError."""
     if path.suffix == ".mindrecord":
         raise UserError(f"--data {path} is a MindRecord; give the file that it was converted from.")
     stored = open_rows(data_files(path, replace(FOR_TRAINING, key="--data"), "--data"))

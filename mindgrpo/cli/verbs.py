@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_unread() -> bool:
-    """Whether standard output or standard error is a pipe that nobody reads any more."""
+    """Says whether standard output or standard error is a pipe that nobody reads any more."""
     waiting = select.poll()
     for output in STANDARD_OUTPUTS:
         waiting.register(output, select.POLLOUT)

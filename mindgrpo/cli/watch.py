@@ -76,7 +76,7 @@ class _Watched:
             self._console.step_line(row, self._num_steps())
 
     def _num_steps(self) -> int | None:
-        """None where epochs say when the run ends."""
+        """Reads the number of steps; None where epochs say when the run ends."""
         try:
             text = (self._directory / "config_resolved.yaml").read_text(encoding="utf-8")
             steps = yaml.safe_load(text)["rl_config"]["max_steps"]
@@ -85,7 +85,7 @@ class _Watched:
         return steps if isinstance(steps, int) else None
 
     def _ending(self) -> str | None:
-        """Why nothing more will come; None while the run goes on."""
+        """Says why nothing more will come; None while the run continues."""
         process = read_process(self._directory)
         summary = self._summary()
         if summary is not None:
@@ -100,7 +100,7 @@ class _Watched:
         return None
 
     def _summary(self) -> dict[str, Any] | None:
-        """None where there is none, or that of an earlier session."""
+        """Reads the summary; None where there is none, or that of an earlier session."""
         path, started = self._directory / "summary.json", self._directory / NAME
         try:
             if started.exists() and path.stat().st_mtime_ns < started.stat().st_mtime_ns:
@@ -118,7 +118,7 @@ class _Watched:
             )
 
     def _show_phase(self) -> None:
-        """Once for each phase that takes long, and for that in which watching begins."""
+        """Shows each phase that takes long once, and that in which watching begins."""
         process = read_process(self._directory)
         heartbeat = process.last_heartbeat() if process is not None else None
         if heartbeat is None:

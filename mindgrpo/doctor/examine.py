@@ -101,7 +101,7 @@ class Examination:
         return end
 
     def _kernels(self) -> list[CheckLine]:
-        """A process makes the checks until one raises or ends it; the next process begins with the check after it."""
+        """Makes the checks in a process until one raises or ends it; the next process begins after that check."""
         section, first = ("kernels",), 0
         while True:
             end = self._job(section, 1, first)

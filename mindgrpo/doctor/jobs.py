@@ -21,7 +21,7 @@ TAIL_LINES, TAIL_BYTES = 40, 1 << 14
 
 @dataclass(frozen=True)
 class JobEnd:
-    """`status` None: the deadline came. `logs` are the last lines of each file of the job's log folder, by its name."""
+    """Says how a job ended; `status` None: at the deadline. `logs` are the last lines of each log, by file name."""
 
     status: int | None
     seconds: float
@@ -31,7 +31,7 @@ class JobEnd:
 
     @property
     def ending(self) -> str:
-        """How it ended, where it did not end well; else ""."""
+        """Says how it ended, where it did not end well; else ""."""
         if self.status is None:
             return f"not within {self.deadline:.0f} s, the deadline"
         if self.status == 0:
@@ -94,7 +94,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def tail(path: Path) -> str:
-    """The last lines of a file; empty where it cannot be read."""
+    """Returns the last lines of a file; empty where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))

@@ -32,7 +32,7 @@ RECENT_SECONDS = 15.0
 
 @dataclass
 class ClusterNews:
-    """What the logs of one host have told so far.
+    """Collects what the logs of one host have reported so far.
 
     `addresses` are of ranks, such as `node2, 10.0.0.2`; `lost_at` is when the first bad line was written, in seconds
     since the epoch.
@@ -62,7 +62,7 @@ class ClusterNews:
 
 
 def logged_at(line: str) -> float:
-    """Seconds since the epoch; now for a line without a time."""
+    """Returns seconds since the epoch; now for a line without a time."""
     match = LOGGED_AT.search(line)
     if match is None:
         return time.time()
@@ -70,7 +70,7 @@ def logged_at(line: str) -> float:
 
 
 def numbers(ranks: Iterable[int]) -> str:
-    """Such as `rank 3`, `ranks 2 and 3` or `ranks 4 to 7`."""
+    """Returns words such as `rank 3`, `ranks 2 and 3` or `ranks 4 to 7`."""
     ordered = sorted(ranks)
     first, last = ordered[0], ordered[-1]
     if len(ordered) == 1:
@@ -81,7 +81,7 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def describe_host(options: Options, index: int, addresses: Mapping[int, str]) -> str:
-    """Such as `host 1 (node2, 10.0.0.2, ranks 8 to 15)`; host 0 is known by its address everywhere."""
+    """Returns words such as `host 1 (node2, 10.0.0.2, ranks 8 to 15)`; host 0's address is known."""
     ranks = range(index * options.num_local_ranks, (index + 1) * options.num_local_ranks)
     known = [addresses[rank] for rank in ranks if rank in addresses][:1]
     if not known and index == 0 and options.hosts.master is not None:
@@ -90,7 +90,7 @@ def describe_host(options: Options, index: int, addresses: Mapping[int, str]) ->
 
 
 def failure_of(options: Options, news: ClusterNews, stopped: Sequence[int]) -> RankFailure:
-    """What the last line is to say of bad news; `stopped` are ranks of this host without a heartbeat."""
+    """Words bad news for the last line; `stopped` are ranks of this host without a heartbeat."""
     when = news.lost_at or time.time()
     own, first = options.hosts.host_index, describe_host(options, 0, news.addresses)
     remedy = "its own last line and logs say more, if it still runs"

@@ -26,7 +26,7 @@ def worker_log(logs: Path, rank: int) -> Path:
 
 
 def worker_pids(folder: Path) -> dict[int, int]:
-    """Process ids of the workers that have started, by rank, from the status folder's files `rank_RANK`."""
+    """Reads process ids of the started workers, by rank, from the status folder's files `rank_RANK`."""
     pids = {}
     for path in folder.glob("rank_*"):
         words = path.read_text(errors="replace").split()
@@ -43,7 +43,7 @@ def _text(path: Path) -> str:
 
 
 def newest_checkpoint(folder: Path) -> list[str]:
-    """For a job that was ended at once: what it had saved, and the command that resumes it."""
+    """Says what a job that was ended at once had saved, and the command that resumes it."""
     lines = _text(folder / "checkpoint").splitlines()
     if len(lines) != 2:
         return ["stopped at once: nothing was saved"]
@@ -51,7 +51,7 @@ def newest_checkpoint(folder: Path) -> list[str]:
 
 
 def _write_what_msrun_saw(logs: Path) -> None:
-    """A rank that was killed left nothing; where the fork server had not started it, only msrun's log tells."""
+    """Writes failures that only msrun's log has: of ranks that were killed and that no fork server had started."""
     ranks = {pid: rank for rank, pid in worker_pids(logs / "status").items()}
     for pid, code in MSRUN_LOST.findall(_text(logs / "msrun.log")):
         rank = ranks.get(int(pid))
@@ -62,7 +62,7 @@ def _write_what_msrun_saw(logs: Path) -> None:
 
 
 def _of_the_job(logs: Path, num_ranks: int, code: int) -> RankFailure:
-    """For a job whose ranks left nothing: how its main process ended, msrun or the only rank."""
+    """Describes how the main process ended, msrun or the only rank, for a job whose ranks left nothing."""
     folder = logs / "status"
     if num_ranks == 1:
         return failure_of_code(folder, 0, code, time.time())
@@ -88,7 +88,7 @@ def _evidence(logs: Path, first_rank: int, failure: RankFailure) -> list[str]:
 
 
 def traceback_of_first_failure(folder: Path) -> str:
-    """For the log of a rank whose own failure only follows from another's; empty where there is no traceback."""
+    """Returns the first failure's traceback, for the log of a rank that failed in consequence; empty without one."""
     first = first_failure(folder)
     if first is None or first.is_consequence or not first.traceback:
         return ""
@@ -96,7 +96,7 @@ def traceback_of_first_failure(folder: Path) -> str:
 
 
 def report(logs: Path, num_ranks: int, first_rank: int, code: int) -> tuple[list[str], int]:
-    """The lines that end a job, and its exit status: that of the rank that failed first.
+    """Returns the lines that end a job, and its exit status: that of the rank that failed first.
 
     `first_rank` is this host's; `code` is how msrun, or the only rank, ended (-9: by signal 9).
     """

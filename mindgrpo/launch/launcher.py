@@ -75,7 +75,7 @@ class Signals:
 
 
 def show(*lines: str) -> None:
-    """On standard error, whoever still reads it."""
+    """Prints to standard error, even if nobody reads it any more."""
     with suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
@@ -86,7 +86,7 @@ def say(sentence: str) -> None:
 
 
 class CheckFailed(Exception):
-    """The check of what the job is given ended with `status`, and has printed why."""
+    """Says that the check of what the job is given ended with `status`, and has printed why."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -94,7 +94,7 @@ class CheckFailed(Exception):
 
 
 class Job:
-    """`run` returns the exit status; `is_stopped` tells that a signal ended the job."""
+    """Runs one start of a job; `is_stopped` says that a signal ended it."""
 
     def __init__(self, plan: JobPlan, options: Options, signals: Signals) -> None:
         self._plan, self._options, self._signals = plan, options, signals
@@ -103,7 +103,7 @@ class Job:
         self.is_stopped = False
 
     def run(self) -> int:
-        """Raises CheckFailed."""
+        """Returns the exit status. Raises CheckFailed."""
         logs, first_rank = self._plan.logs, self._options.first_rank
         shown = (exit_report.worker_log(logs, first_rank), self._plan.status_folder / "messages")
         follower = LogFollower(shown, doing=self._doing)
@@ -137,7 +137,7 @@ class Job:
         return status
 
     def _doing(self) -> str:
-        """What the first rank of this host is doing."""
+        """Says what the first rank of this host is doing."""
         heartbeat = read_heartbeat(
             heartbeat_path(self._plan.status_folder, self._options.first_rank)
         )
@@ -157,7 +157,7 @@ class Job:
         return workers_end
 
     def _check(self) -> None:
-        """Beside the fork server, which imports meanwhile. Returns early for a signal."""
+        """Checks what the job is given, while the fork server imports. Returns early for a signal."""
         if self._plan.check is None:
             return
         check = start_process(self._plan.check)
@@ -167,7 +167,7 @@ class Job:
             raise CheckFailed(max(1, check.returncode))
 
     def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
-        """The code with which the main process ended; None for a signal to this one."""
+        """Waits for the main process and returns its exit code; None for a signal to this one."""
         failed_at = None
         several = self._options.hosts.num_hosts > 1
         watch = ClusterWatch(self._options, self._plan.logs) if several else None
@@ -186,7 +186,7 @@ class Job:
         return code
 
     def _has_failed(self) -> bool:
-        """Whether a rank has, while others may still wait for it."""
+        """Says whether a rank has failed, while others may still wait for it."""
         if any(self._plan.status_folder.glob("failure_*")):
             return True
         try:
@@ -252,7 +252,7 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
 
 @dataclass
 class Restarts:
-    """How often a job was started again, how often it may be, and how far its starts came."""
+    """Counts how often a job was started again, how often it may be, and how far its starts came."""
 
     num_left: int
     num_restarts: int = 0
@@ -260,7 +260,7 @@ class Restarts:
     num_stalled: int = 0
 
     def next_options(self, options: Options, status_folder: Path) -> Options | None:
-        """Of the next start, which goes on with the run that this one told of; None if there is none."""
+        """Returns options of the next start, which resumes the run that this one reported; None if there is none."""
         if self.num_left == 0:
             return None
         step = max((one.step for one in heartbeats_in(status_folder).values()), default=0)
@@ -283,7 +283,7 @@ class Restarts:
 
 
 def _with_programs_on_path(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """msrun starts `python` from PATH: that has to be this one, also in a virtual environment that is not active."""
+    """Puts this Python first on PATH, where msrun looks for it, also where its virtual environment is not active."""
     folder, path = Path(sys.executable).parent, environment.get("PATH", os.defpath)
     python = shutil.which("python", path=path)
     if python is None or Path(python).parent.resolve() != folder.resolve():

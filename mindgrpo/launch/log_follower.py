@@ -22,14 +22,14 @@ HIDDEN = (b"[WARNING] DISTRIBUTED(", b"[INFO] DISTRIBUTED(")
 
 
 class FollowedFile:
-    """A file that grows. One that is renamed or removed is read to its end before the next of its name."""
+    """Reads a file that grows. One that is renamed or removed is read to its end before the next of its name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
 
     def read(self) -> bytes:
-        """Up to CHUNK_BYTES more; empty for nothing new."""
+        """Reads up to CHUNK_BYTES more; empty for nothing new."""
         try:
             self._file = self._file or FileIO(self._path)
         except OSError:
@@ -43,7 +43,7 @@ class FollowedFile:
         return chunk or b""
 
     def _has_moved(self, descriptor: int) -> bool:
-        """False while there is no other file of that name yet."""
+        """Says whether there is another file of that name by now."""
         try:
             return not os.path.samestat(os.stat(self._path), os.fstat(descriptor))
         except OSError:
@@ -82,12 +82,12 @@ def _may_be_hidden(start: bytes) -> bool:
 
 
 class LogFollower(threading.Thread):
-    """A thread, as a terminal that is held (Ctrl-S) must not hold up who looks after the ranks."""
+    """Copies in a thread: a terminal that is held (Ctrl-S) must not hold up the launcher."""
 
     def __init__(
         self, paths: Sequence[Path], output: int = 1, doing: Callable[[], str] = lambda: ""
     ) -> None:
-        """`doing` says on a terminal what the job is doing; empty for nothing."""
+        """Makes one; `doing` says on a terminal what the job is doing, empty for nothing."""
         super().__init__(name="log follower", daemon=True)
         self._files = {FollowedFile(path): Screen() for path in paths}
         self._output = output
@@ -121,7 +121,7 @@ class LogFollower(threading.Thread):
                 self._write(screen.pass_on(chunk))
 
     def _show(self, text: str) -> None:
-        """In place of the line that is shown."""
+        """Shows a line in place of the one that is shown."""
         text = text[: shutil.get_terminal_size().columns - 1]
         if text != self._shown:
             self._put(f"{CLEAR}{text}".encode())

@@ -48,7 +48,7 @@ class Options:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The program's arguments; for a verb, as the examples' main.py has them: all but `train`."""
+        """Returns the program's arguments; for a verb, as the examples' main.py has them: all but `train`."""
         return self.command if self.command[0] == "eval" else self.command[1:]
 
     @property

@@ -31,7 +31,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class LocalHost:
-    """What a plan depends on besides options and environment: this launcher's Python, its id, and the cores.
+    """Holds what else than options and environment a plan depends on: this launcher's Python, its id, and the cores.
 
     `columns` is the width of its terminal, if it has one, which ranks cannot see; `variables` are for its devices.
     """
@@ -54,7 +54,7 @@ class PlannedProcess:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """One start of a job. `check` and `fork_server` run first; `main` is msrun, or the only rank's worker."""
+    """Describes one start of a job. `check` and `fork_server` run first; `main` is msrun, or the only rank's worker."""
 
     name: str
     logs: Path
@@ -76,7 +76,7 @@ def make_plan(
     port: int | None,
     started_at: float,
 ) -> JobPlan:
-    """`port` is that of msrun's scheduler, None for one rank; `started_at` is seconds since the epoch."""
+    """Plans a start. `port` is that of msrun's scheduler, None for one rank; `started_at` is seconds since the epoch."""
     name = f"{host.pid}-{logs.name.rpartition('-')[2]}"
     ours = _environment(options, environment, host) | {
         STATUS_VARIABLE: str(logs / "status"),
@@ -123,7 +123,7 @@ def _environment(
 
 
 def _prefix(options: Options, environment: Mapping[str, str]) -> str:
-    """The launcher's command line up to the program; a script that calls the launcher says how it is called."""
+    """Returns the launcher's command line up to the program; a script says how it calls the launcher."""
     hosts = options.hosts
     flags = ["--ranks", str(options.num_ranks)]
     if options.max_restarts:

@@ -67,7 +67,7 @@ def print_ending(ending: BaseException) -> int:
 
 
 def write_ending(folder: Path, rank: int, ending: BaseException, status: int) -> None:
-    """For the launcher and the other ranks; rank 0, whose log is on the screen, also prints why it lost a peer."""
+    """Writes the failure for the others; rank 0, whose log is on the screen, also prints why it lost a peer."""
     # Only here: a rank that ends well has no use for it.
     from mindgrpo.health.failure import failure_of_exception, write_failure
     from mindgrpo.launch.exit_report import traceback_of_first_failure
@@ -100,12 +100,12 @@ def run_rank(program: str, arguments: list[str]) -> NoReturn:
 
 
 def status_of_rank(environment: Mapping[str, str]) -> tuple[Path, int]:
-    """The job's status folder, and the rank."""
+    """Returns the job's status folder, and the rank."""
     return Path(environment[STATUS_VARIABLE]), int(environment.get("RANK_ID", "0"))
 
 
 def take_standard_input() -> socket.socket | None:
-    """The socket that the launcher gave this process as standard input, if it did; /dev/null takes its place."""
+    """Takes the socket that the launcher gave as standard input, if it did, and puts /dev/null in its stead."""
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         return None
     taken = socket.socket(fileno=os.dup(0))
@@ -115,7 +115,7 @@ def take_standard_input() -> socket.socket | None:
 
 
 def ask_for_fork(channel: socket.socket, command: list[str]) -> socket.socket | None:
-    """A connection to the server that has forked the rank; None if the server has ended.
+    """Returns a connection to the server that has forked the rank; None if the server has ended.
 
     The request is one message, so that the server never waits for the rest of one: the rank's standard streams, a
     file with what to run, and the server's end of the connection. Closes `channel`.

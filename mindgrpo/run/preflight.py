@@ -1,4 +1,4 @@
-"""Everything a run is given, read and checked in one process before a rank compiles: model, tokenizer, data, rewards.
+"""Reads and checks in one process, before a rank compiles, what a run is given: model, tokenizer, data, rewards.
 
 Loads no weights and touches no device.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ Reward = str | Callable[..., Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
+    """Holds what a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
 
     `notes` are for the user.
     """
@@ -69,7 +70,7 @@ class Inputs:
 
     @property
     def first_prompt(self) -> str:
-        """What the policy gets to read first."""
+        """Returns what the policy gets to read first."""
         return self.prompts[0].text if self.trial is None else self.trial.text
 
     def data_lines(self) -> list[str]:
@@ -77,10 +78,8 @@ class Inputs:
         if self.trial is None:
             lines = [self.prompts.report()]
             return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
-        limit = self.prompts.form.max_prompt_length
-        opened = (
-            f"reset returns {self.trial.num_tokens} of at most {limit} tokens for the first one"
-        )
+        limit, count = self.prompts.form.max_prompt_length, self.trial.num_tokens
+        opened = f"reset returns {count} of at most {limit} tokens for the first one"
         lines = [f"{self.prompts.kept}; {opened}"]
         return lines + ([f"held out: {self.held_out.kept}"] if self.held_out else [])
 
@@ -125,23 +124,22 @@ def prepare(
     ranks: Ranks = ALONE,
     scores: bool = True,
 ) -> Inputs:
-    """Raises UserError. `reward_functions` stand in for those of reward_config, weights included.
+    """Reads everything. Raises UserError. `reward_functions` replace those of reward_config, weights included.
 
     `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
     first, to be checked with `check_rewards` at the end.
     """
-    if not scores:
-        return _read(config, world_size, ranks, None)
-    scorer = scorer_of(config, reward_functions, reward_weights)
-    try:
-        return _read(config, world_size, ranks, scorer)
-    except BaseException:
-        scorer.close()
-        raise
+    with ExitStack() as unless_read:
+        scorer = scorer_of(config, reward_functions, reward_weights) if scores else None
+        if scorer is not None:
+            unless_read.callback(scorer.close)
+        inputs = _read(config, world_size, ranks, scorer)
+        unless_read.pop_all()
+    return inputs
 
 
 def read_model(config: Config) -> DecoderConfig:
-    """Shapes of the actor's model."""
+    """Reads the shapes of the actor's model."""
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -150,7 +148,7 @@ def read_model(config: Config) -> DecoderConfig:
 
 
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
-    """With the configuration's chat template."""
+    """Reads the tokenizer, with the configuration's chat template."""
     tokenizer = load_tokenizer(config.tokenizer_dir)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
@@ -204,7 +202,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
 
 
 def engine_notes(config: Config) -> list[str]:
-    """What the user should hear of the environment of vLLM's engines. Raises UserError where there is none."""
+    """Returns notes on the environment of vLLM's engines. Raises UserError where there is none."""
     if not config.generate_config.uses_vllm:
         return []
     block = config.generate_config.block_size
@@ -219,7 +217,7 @@ def engine_notes(config: Config) -> list[str]:
 
 
 def _stop_notes(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """Ids that the model cannot draw never end a sample, and completions then run to max_tokens."""
+    """Warns of ids that the model cannot draw: they never end a sample, so completions run to max_tokens."""
     outside = [i for i in sampling.stop_ids if i >= vocab_size]
     if not outside:
         return []

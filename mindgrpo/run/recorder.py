@@ -1,4 +1,4 @@
-"""What a run leaves behind and says: its folder, metrics, completions, summary, picture, and the console.
+"""Writes and says what a run leaves behind: its folder, metrics, completions, summary, picture, and the console.
 
 Only rank 0 writes and speaks; the other ranks call the same lines in vain. Once a file could not be written, so does
 rank 0, and `check_written` tells all ranks.
@@ -42,7 +42,7 @@ from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_outpu
 
 
 class RunRecord:
-    """`launched` is when the launcher started, in seconds since the epoch."""
+    """Records a run. `launched` is when the launcher started, in seconds since the epoch."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunRecord:
         launched: float,
         start: Start | None = None,
     ) -> None:
-        """`start`: where a run that was asked to go on begins. Only process.json is written before `begin`."""
+        """Makes the folders. `start`: where a resumed run begins. Only process.json is written before `begin`."""
         self._loaded, self._plan, self._backend = loaded, plan, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
@@ -113,14 +113,14 @@ class RunRecord:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """What cannot be written here is kept for `check_written`, and nothing is written after it."""
+        """Keeps what cannot be written here for `check_written`; nothing is written after it."""
         try:
             yield
         except CannotWrite as failed:
             self._failed, self._is_writer = failed, False
 
     def check_written(self) -> None:
-        """All ranks together. Raises CannotWrite, on all of them, if a file could not be written."""
+        """Raises CannotWrite on all ranks, which call it together, if a file could not be written."""
 
         def check() -> None:
             if self._failed is not None:
@@ -157,7 +157,7 @@ class RunRecord:
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
     def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
-        """`step` counts from 1."""
+        """Writes and prints the step's metrics; `step` counts from 1."""
         if self._first_step_seconds is None:
             self._first_step_seconds = time.time() - self._launched
             self.console.line(
@@ -189,11 +189,11 @@ class RunRecord:
         return figures_of(outcomes)
 
     def not_evaluated(self) -> None:
-        """There is nothing to compare later evaluations with."""
+        """Notes that there is nothing to compare later evaluations with."""
         self._evaluations.append({})
 
     def rewards(self, when: str, scores: Scores) -> None:
-        """One line for each reward that failed on a sample; what rewards printed goes to a file."""
+        """Prints a line for each reward that failed on a sample; what rewards printed goes to a file."""
         if not self._is_writer:
             return
         for name, line in scores.messages.items():
@@ -209,7 +209,7 @@ class RunRecord:
                     output.write(text)
 
     def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
-        """What step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
+        """Writes what step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
         self.rewards(f"step {step}", outcome.scored.scores)
         if not self._is_writer or self._paths.completions is None:
             return
@@ -239,7 +239,7 @@ class RunRecord:
         ended: str | None = None,
         best: dict[str, Any] | None = None,
     ) -> None:
-        """`engine` drew the samples; `ended`: why the run ends after `num_steps` steps, before its last.
+        """Writes summary and report. `engine` drew the samples; `ended`: why the run ends before its last step.
 
         `best` is the best checkpoint's reward, score, step and path.
         """
@@ -294,7 +294,7 @@ class RunRecord:
             self.console.banner("done", sections)
 
     def _write_report(self) -> list[str]:
-        """The page's file for the banner, where it is wanted and was written."""
+        """Writes the page; returns its file for the banner, where it is wanted and was written."""
         if not self._loaded.config.monitor_config.report:
             return []
         path, failed = write_at_end(self.directory)

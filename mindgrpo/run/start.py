@@ -1,4 +1,4 @@
-"""Where a run starts and where it writes: whether all ranks start alike, what it goes on from, its folder and files.
+"""Decides where a run starts and where it writes: whether all ranks start alike, what it resumes, its files.
 
 Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name. What an
 earlier session wrote is cut, renamed or moved aside, never lost, and the user is told.
@@ -30,7 +30,7 @@ FOLDER = Path(mindgrpo.__file__).parent
 
 
 def check_same_start(config: Config, backend: Backend) -> None:
-    """All ranks together, before anything else is agreed. Raises UserError on all of them."""
+    """Compares the ranks, which call it together before all else. Raises UserError on all of them."""
     values = {key: repr(value) for key, value in values_by_key(config).items()}
     # What auto is on this rank's processor.
     values[PRECISION_KEY] = repr(backend.matmul_precision)
@@ -46,7 +46,7 @@ def check_same_start(config: Config, backend: Backend) -> None:
 
 
 def check_configurations(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Key -> value in words, of each rank. Raises UserError."""
+    """Compares key -> value in words of each rank. Raises UserError."""
     others = different_ranks([digest(sorted(values.items())) for values in by_rank])
     if not others:
         return
@@ -66,7 +66,7 @@ def code_digest() -> str:
 
 
 def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:
-    """Where the run begins, after comparing the configurations; None if it was not asked to go on. Raises UserError."""
+    """Finds where a resumed run begins and compares configurations; None for a new run. Raises UserError."""
     start = find(config.rl_config.resume_training, config.output_dir, name, ROOT)
     if start is not None and start.candidates:
         start.notes.extend(compare(start.candidates[0], config, identity_of(config, inputs)))
@@ -106,7 +106,7 @@ def _as_json(values: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class OutputPaths:
-    """`completions` and `tensorboard` are None where they are not wanted; `elsewhere` tells of those of the user."""
+    """Names folders; `completions` and `tensorboard` are None where not wanted; `elsewhere` lists the user's."""
 
     directory: Path
     model: Path
@@ -116,7 +116,7 @@ class OutputPaths:
 
     @property
     def outside(self) -> dict[str, str]:
-        """What a session that goes on could not find by the folder alone."""
+        """Returns what a session that resumes could not find by the folder alone."""
         named = {"completions": self.completions, "tensorboard": self.tensorboard}
         return {
             name: str(path.absolute())
@@ -126,7 +126,7 @@ class OutputPaths:
 
 
 def label_of(directory: Path) -> str:
-    """A run's name in folders that it shares with others."""
+    """Returns a run's name in folders that it shares with others."""
     return "-".join(directory.absolute().parts[-2:]).strip("/")
 
 
@@ -193,7 +193,7 @@ def continue_files(
 
 
 def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Path, int]]:
-    """Each file of rows, and the last step that it holds at the end of `step`."""
+    """Lists each file of rows, and the last step that it holds at the end of `step`."""
     completions = (paths.completions or paths.directory) / "completions.jsonl"
     return [(paths.directory / name, rows_until) for name in continuing.ROWS] + [
         (completions, step),
@@ -222,7 +222,7 @@ def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> 
 
 
 def run_name(path: Path) -> str:
-    """A configuration called like every other is told apart by its folder."""
+    """Names a run after its configuration, or after its folder where the file is called like every other."""
     return (
         path.stem if path.stem not in ("grpo_config", "config") else path.parent.name or path.stem
     )

@@ -1,4 +1,4 @@
-"""When a run ends before its last step: a signal, or its time is up; agreed by all ranks where a phase begins.
+"""Ends a run before its last step for a signal or when its time is up; all ranks agree where a phase begins.
 
 A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
 ends the process at once. Under a launcher it is the launcher that ends it: schedulers signal every process of a job,
@@ -20,7 +20,7 @@ from mindgrpo.health.processes import STOPPING
 
 
 class Stop(Exception):
-    """Raised on all ranks alike; `status` is what the program is to end with."""
+    """Is raised on all ranks alike; `status` is what the program is to end with."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -28,7 +28,7 @@ class Stop(Exception):
 
 
 class Stopping:
-    """`started` and `max_seconds` in seconds since the epoch and since `started`."""
+    """Decides when to stop; `started` and `max_seconds` are in seconds since the epoch and since `started`."""
 
     def __init__(self, backend: Backend, started: float, max_seconds: float | None) -> None:
         self._backend, self._world, self._rank = backend, backend.world, backend.rank
@@ -64,7 +64,7 @@ class Stopping:
             os.write(1, words.encode())
 
     def check(self) -> None:
-        """Where a phase begins. Raises Stop if any rank has received a signal."""
+        """Is called where a phase begins. Raises Stop if any rank has received a signal."""
         if not self._received:
             # Compiling a graph puts MindSpore's handler there, which turns SIGINT into SIGTERM.
             for number in self._heard:
@@ -75,7 +75,7 @@ class Stopping:
             raise Stop(f"{name} was received", 128 + received)
 
     def check_time(self) -> None:
-        """Where a step has ended. Raises Stop also when the run's time is up, by the first rank's clock."""
+        """Is called where a step has ended. Raises Stop also when the run's time is up, by the first rank's clock."""
         self.check()
         if self._max_seconds is None:
             return

@@ -1,4 +1,4 @@
-"""Arguments of GRPOTrainer as TRL has them, made keys of the configuration: a model, and data sets in memory."""
+"""Turns arguments of GRPOTrainer as TRL has them into keys of the configuration: a model, and data sets in memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def with_arguments(
     train_dataset: str | Path | Rows | None,
     eval_dataset: str | Path | Rows | None,
 ) -> Config | Loaded:
-    """The configuration with a model and data sets of its own. Raises UserError.
+    """Returns the configuration with a model and data sets of its own. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;

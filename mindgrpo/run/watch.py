@@ -1,6 +1,6 @@
-"""How a run is watched while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
+"""Watches a run while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
 
-What was asked for and is not there is told in a note, and the run goes on.
+What was asked for and is missing is reported in a note, and the run continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mindgrpo.run.recorder import RunRecord
 
 
 class Watch:
-    """`notes` are for the banner. All ranks together make one, and call `step` and `memory_exceeded`."""
+    """Watches a run; `notes` are for the banner. All ranks together make one, and call `step` and `memory_exceeded`."""
 
     def __init__(self, config: Config, backend: Backend, record: RunRecord) -> None:
         self._config, self._backend, self._record = config, backend, record
@@ -49,7 +49,7 @@ class Watch:
             health.on_beat(partial(_show_live, LiveLine(), health, record.console))
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
-        """On the first rank of each host."""
+        """Starts a monitor on the first rank of each host."""
         settings = self._config.monitor_config
         if settings.seconds is None:
             return None
@@ -87,7 +87,7 @@ class Watch:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Step number `step`, counted from 0."""
+        """Watches step number `step`, counted from 0."""
         self._backend.health.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
@@ -105,7 +105,7 @@ class Watch:
             yield
 
     def dump(self, outcome: StepOutcome) -> None:
-        """The step's key data, where they were asked for."""
+        """Dumps the step's key data, where they were asked for."""
         if self._probe is None or not self._config.msprobe_config.key_data_dump:
             return
         scores = outcome.scored.scores
@@ -117,7 +117,7 @@ class Watch:
         self._probe.step(key_data(outcome.batch, rewards, logps))
 
     def memory_exceeded(self) -> str | None:
-        """Why the run has to end for the host's memory, the same on every rank; None if it has not."""
+        """Says why the run has to end for the host's memory, the same on every rank; None if it has not."""
         if not self._config.monitor_config.host_memory_protection:
             return None
         own = self._monitor.exceeded if self._monitor is not None else None
@@ -130,14 +130,14 @@ class Watch:
 
 
 def _show_live(line: LiveLine, health: RankHealth, console: Console) -> None:
-    """Where this process has the terminal to itself; a launcher shows the line by itself."""
+    """Shows the line where this process has the terminal to itself; a launcher shows it by itself."""
     heartbeat = health.heartbeat_of(health.rank)
     if heartbeat is not None:
         console.live(line.text(heartbeat, time.monotonic()))
 
 
 class Profile:
-    """The phases of the steps that were asked for, as a trace of each rank and in the device's own profile."""
+    """Records the phases of the steps that were asked for, as a trace of each rank and in the device's profile."""
 
     def __init__(self, settings: ProfilerConfig, backend: Backend, record: RunRecord) -> None:
         self._settings, self._backend, self._record = settings, backend, record
@@ -233,7 +233,7 @@ class Profile:
                 say(f"  trace of the phases: {path} (open it in chrome://tracing)")
 
     def _write(self, path: Path, events: Sequence[Event]) -> bool:
-        """Whether it could be written: a trace is no reason to end a run."""
+        """Says whether it could be written: a trace is no reason to end a run."""
         try:
             write_trace(path, events)
         except OSError as error:

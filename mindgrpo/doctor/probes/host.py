@@ -191,13 +191,13 @@ class HostState:
 
     @property
     def visible(self) -> list[str]:
-        """The devices that the environment makes visible, as it names them; empty for all."""
+        """Lists the devices that the environment makes visible, as it names them; empty for all."""
         words = self.environment.get(targets.VISIBLE_DEVICES, "").split(",")
         return [word.strip() for word in words if word.strip()]
 
     @property
     def num_devices(self) -> int:
-        """How many devices a process of this host can use, as far as files and variables say."""
+        """Counts the devices that a process of this host can use, as far as files and variables say."""
         files = len(device_files(targets.DEVICE_FILES))
         return min(files, len(self.visible)) if self.visible else files
 

@@ -42,7 +42,7 @@ class ExactCase:
 
 
 class _Products(nn.Cell):
-    """(x, y int32 [n]) -> x y, then x times each of FACTORS."""
+    """Computes (x, y int32 [n]) -> x y, then x times each of FACTORS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Products(nn.Cell):
 
 
 class _Shifts(nn.Cell):
-    """int32 [n] -> it shifted right by each of SHIFTS, with zeros from above."""
+    """Shifts int32 [n] right by each of SHIFTS, with zeros from above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Rope(nn.Cell):
 
 
 class _RopeAndGradient(nn.Cell):
-    """(heads [N, heads, D], angles [N, 1, 2 D], gradient as heads) -> rotated heads, their gradient."""
+    """Computes (heads [N, heads, D], angles [N, 1, 2 D], gradient as heads) -> rotated heads, their gradient."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def _rotary_case(rng: np.random.Generator) -> ExactCase:
 
 @dataclass(frozen=True)
 class Case:
-    """`make` gives the computation of (activations, other inputs...), from `inputs`; `num_wide` are of activations.
+    """Is compared with its plain double. `make` gives the computation of (activations, other inputs...) from `inputs`.
 
     The first `num_wide` inputs are in the compared dtype; `outputs` are the shapes that it gives. Without
     `has_gradient` it is compared forward only: the generator has no other. `method` of the contract computes it.
@@ -140,12 +140,12 @@ class Case:
     is_attention: bool = False
 
     def is_plain_of(self, kernels: Kernels) -> bool:
-        """Whether `kernels` has no computation of its own for it."""
+        """Says whether `kernels` has no computation of its own for it."""
         return getattr(type(kernels), self.method) is getattr(Kernels, self.method)
 
 
 class AttentionOfRows(nn.Cell):
-    """Attention over packed rows, rope and mask made from positions and spans."""
+    """Computes attention over packed rows, rope and mask made from positions and spans."""
 
     def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
         super().__init__()
@@ -164,14 +164,14 @@ def _floats(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def _rotary(heads: Heads) -> np.ndarray:
-    """float32 [LENGTH, 2 D]: cos, then sin."""
+    """Returns float32 [LENGTH, 2 D]: cos, then sin."""
     angles = np.outer(np.arange(LENGTH), 10000.0 ** (-np.arange(heads.dim // 2) * 2 / heads.dim))
     angles = np.concatenate([angles, angles], 1)
     return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
 
 def _weights(heads: Heads) -> list[np.ndarray]:
-    """bias, q_norm, k_norm; anything of one number where `heads` has none."""
+    """Returns bias, q_norm, k_norm; anything of one number where `heads` has none."""
     nothing = np.zeros(1, np.float32)
     bias = _floats(heads.width) if heads.has_bias else nothing
     norms = [_floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2)]
@@ -179,7 +179,7 @@ def _weights(heads: Heads) -> list[np.ndarray]:
 
 
 def _packed_rows() -> tuple[np.ndarray, np.ndarray]:
-    """positions and spans: a prompt of 7 that runs of 9, 5 and 1 share, and a run alone; the rest is padding."""
+    """Returns positions and spans: a prompt of 7 that runs of 9, 5 and 1 share, a run alone, and padding."""
     positions = np.zeros((ROWS, LENGTH), np.int32)
     spans = np.zeros((ROWS, LENGTH, 3), np.int32)
     spans[:, :, 2] = np.arange(LENGTH)
@@ -214,7 +214,7 @@ def _caches(heads: Heads) -> tuple[Parameter, Parameter]:
 
 
 def _prefill(heads: Heads) -> Case:
-    """Two prompts of 6, which go to three slots."""
+    """Makes a case of two prompts of 6, which go to three slots."""
     prompt, starts = 6, np.arange(SLOTS * heads.kv) * LENGTH
     causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
     angles = np.tile(_rotary(heads)[:prompt, None], (2, 1, 1))
@@ -240,7 +240,7 @@ def _prefill(heads: Heads) -> Case:
 
 
 def _cached(heads: Heads) -> Case:
-    """A token of each of three slots that are filled to different lengths."""
+    """Makes a case of a token of each of three slots that are filled to different lengths."""
     at = np.array([5, 0, LENGTH - 1])
     mask = np.where(np.arange(LENGTH) <= at[:, None], 0.0, NEVER).astype(np.float32)
     starts = np.arange(SLOTS * heads.kv).reshape(SLOTS, heads.kv) * LENGTH

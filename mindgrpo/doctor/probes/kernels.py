@@ -71,7 +71,7 @@ def tensor_of(array: np.ndarray, dtype: ms.Type | None) -> Tensor:
 
 
 class _WithGradients(nn.Cell):
-    """(inputs, sensitivities) -> outputs, then the inputs' gradients, in one graph."""
+    """Computes (inputs, sensitivities) -> outputs, then the inputs' gradients, in one graph."""
 
     def __init__(self, cell: nn.Cell, num_inputs: int) -> None:
         super().__init__()
