@@ -21,9 +21,8 @@ from npu_stand_ins import PLANTS_KERNELS, PROGRAM_THAT_FAILS
 
 from mindgrpo.doctor import first_step
 from mindgrpo.doctor.examine import SECTIONS
-from mindgrpo.doctor.jobs import run_job
+from mindgrpo.doctor.jobs import CheckLine, Records, fails, merged, ok, read_records, run_job
 from mindgrpo.doctor.probes.transfers import model_of
-from mindgrpo.doctor.records import CheckLine, Records, fails, merged, ok, read_records
 from mindgrpo.models.parameters import num_parameters
 
 # -- jobs on ranks ------------------------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ WITHOUT_MINDSPORE = (
     "weight_sync/plan.py",
     "run/machine_checks",
     "cli/verbs",
-    "doctor/records",
     "doctor/jobs",
     "doctor/probes/host",
     "doctor/probes/versions",

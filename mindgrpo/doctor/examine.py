@@ -12,18 +12,19 @@ from pathlib import Path
 from mindgrpo.backend.dtypes import Dtype, resolve_compute_dtype
 from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.doctor import first_step
-from mindgrpo.doctor.jobs import JobEnd, run_job
-from mindgrpo.doctor.probes.host import HOST_CHECKS, HostState
-from mindgrpo.doctor.records import (
+from mindgrpo.doctor.jobs import (
     ENDED_REMEDY,
     CheckLine,
+    JobEnd,
     Records,
     fails,
     merged,
     ok,
     read_records,
+    run_job,
     skipped,
 )
+from mindgrpo.doctor.probes.host import HOST_CHECKS, HostState
 
 # Seconds after which a job is ended: of its sections together.
 DEADLINES = {"communication": 300.0, "weights": 300.0, "kernels": 600.0, "first_step": 1200.0}

@@ -15,7 +15,7 @@ from typing import Any
 
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.config import load_config
-from mindgrpo.doctor.records import CheckLine, fails, ok
+from mindgrpo.doctor.jobs import CheckLine, fails, ok
 from mindgrpo.launch.plan import PACKAGE_FOLDER
 from mindgrpo.monitor.metrics import read_metrics
 

@@ -17,9 +17,9 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor.examine import dtype_of
 from mindgrpo.doctor.first_step import train_one_step
+from mindgrpo.doctor.jobs import ENDED_REMEDY, CheckLine, Records, fails
 from mindgrpo.doctor.probes.kernels import kernel_lines
 from mindgrpo.doctor.probes.transfers import communication_lines, weight_lines
-from mindgrpo.doctor.records import ENDED_REMEDY, CheckLine, Records, fails
 
 Lines = Callable[[Callable[[str], None]], Iterator[CheckLine]]
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import mindgrpo
-from mindgrpo.doctor.jobs import JobEnd
-from mindgrpo.doctor.records import CheckLine
+from mindgrpo.doctor.jobs import CheckLine, JobEnd
 from mindgrpo.errors import UserError
 from mindgrpo.run.machine_checks import installed_version
 

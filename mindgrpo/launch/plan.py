@@ -31,7 +31,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class LocalHost:
-    """Holds what else than options and environment a plan depends on: this launcher's Python, its id, and the cores.
+    """Holds what a plan also depends on: this launcher's Python, its id, and the cores.
 
     `columns` is the width of its terminal, if it has one, which ranks cannot see; `variables` are for its devices.
     """
@@ -76,7 +76,7 @@ def make_plan(
     port: int | None,
     started_at: float,
 ) -> JobPlan:
-    """Plans a start. `port` is that of msrun's scheduler, None for one rank; `started_at` is seconds since the epoch."""
+    """Plans a start. `port` is msrun's scheduler's, None for one rank; `started_at` is seconds since the epoch."""
     name = f"{host.pid}-{logs.name.rpartition('-')[2]}"
     ours = _environment(options, environment, host) | {
         STATUS_VARIABLE: str(logs / "status"),

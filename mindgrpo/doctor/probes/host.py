@@ -16,8 +16,8 @@ from pathlib import Path
 
 from mindgrpo.backend import targets
 from mindgrpo.backend.targets import CANN_FOLDERS
+from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
 from mindgrpo.doctor.probes import versions
-from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
 
 _VERSION = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S+)")
 _NAME = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*(\S+)\s*\|")

@@ -22,8 +22,8 @@ from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
 from mindgrpo.doctor.probes.kernel_cases import Case, ExactCase, cases, exact_cases
-from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
 
 # Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}

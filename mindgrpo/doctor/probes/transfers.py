@@ -12,7 +12,7 @@ from mindspore import Tensor
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.backend.targets import Target
-from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
+from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mindgrpo.doctor.records import CheckLine, fails, ok, skipped
+from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
 from mindgrpo.run.machine_checks import Numbers, installed_version, release
 
 PAGE = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
