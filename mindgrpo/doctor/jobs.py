@@ -1,4 +1,4 @@
-"""Runs the doctor's programs on ranks with the launcher, as a run is, and keeps their lines and the tails of their logs.
+"""Runs the doctor's programs on ranks with the launcher, as a run is; keeps their lines and the tails of their logs.
 
 A rank writes a record when a check starts and one when it has ended, so that one that hangs or crashes is known by its
 name and its ranks. The ranks' lines of one check become one line of the report. Needs no MindSpore.
