@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindgrpo.monitor.trackers.contract import Row, TrackedRun
+from mindgrpo.monitor.trackers.contract import Cells, TrackedRun
 
 
 class Keeps:
@@ -20,7 +20,7 @@ class Keeps:
         with self._path.open("a") as kept:
             kept.write(json.dumps(entry) + "\n")
 
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         self._keep({"step": step, "figures": figures, "completions": list(completions)})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -28,17 +28,17 @@ class Keeps:
 
 
 class Raises(Keeps):
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         raise ValueError(f"no step {step} here")
 
 
 class Hangs(Keeps):
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         time.sleep(3600)
 
 
 class FillsTheDisk(Keeps):
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         with open("/dev/full", "w") as full:
             full.write("x" * 10000)
 
@@ -46,7 +46,7 @@ class FillsTheDisk(Keeps):
 class Talks(Keeps):
     """More than a pipe holds."""
 
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         print("word " * 100_000, flush=True)
         super().log(step, figures, completions)
 
@@ -54,7 +54,7 @@ class Talks(Keeps):
 class Asks(Keeps):
     """As a package does that wants a login."""
 
-    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Row]) -> None:
+    def log(self, step: int, figures: Mapping[str, float], completions: Sequence[Cells]) -> None:
         input("your key: ")
 
 

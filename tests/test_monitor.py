@@ -19,8 +19,7 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.curve import draw_reward_curve
-from mindgrpo.monitor.curve_process import CurveProcess
+from mindgrpo.monitor.curve import CurveProcess, draw_reward_curve
 from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 

@@ -30,11 +30,9 @@ from small_runs import make_inputs, run
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.errors import UserError
-from mindgrpo.report import at_end, samples, write
-from mindgrpo.report.choice import evenly, groups_of, spread, stratified
-from mindgrpo.report.rows import RowFile
-from mindgrpo.report.run_folder import read_run
-from mindgrpo.report.tokens import packed_lengths
+from mindgrpo.report import samples, write
+from mindgrpo.report.run_folder import RowFile, read_run
+from mindgrpo.report.samples import evenly, groups_of, packed_lengths, spread, stratified
 from mindgrpo.report.write import page, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,7 +319,7 @@ def test_the_verb_writes_where_it_is_told_and_beside_the_first_run(
 
 def test_a_page_that_cannot_be_written_is_one_line(a_run: Path) -> None:
     (a_run / "report.html").mkdir()
-    path, failed = at_end.write_at_end(a_run)
+    path, failed = write.write_at_end(a_run)
     assert path == a_run / "report.html"
     assert failed is not None and failed.startswith(f"{path} was not written: ")
     assert "\n" not in failed
@@ -330,8 +328,8 @@ def test_a_page_that_cannot_be_written_is_one_line(a_run: Path) -> None:
 def test_a_page_that_takes_too_long_is_given_up(
     a_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_end, "LONGEST_WRITING", 0.0)
-    path, failed = at_end.write_at_end(a_run)
+    monkeypatch.setattr(write, "LONGEST_WRITING", 0.0)
+    path, failed = write.write_at_end(a_run)
     assert failed == f"{path} was not written: its process took more than 0 s"
 
 

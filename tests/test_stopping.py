@@ -18,7 +18,7 @@ from ranks_as_threads import ThreadBackend, World, run
 
 from mindgrpo.checkpoint.folders import to_delete
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.monitor import continuing
+from mindgrpo.monitor import run_directory
 from mindgrpo.run.stop_signals import Stop, Stopping
 
 
@@ -106,13 +106,13 @@ def test_rows_after_a_step_are_put_aside_with_the_half_line_of_a_killed_run(tmp_
     path = tmp_path / "metrics.jsonl"
     kept = '{"step": 1, "a": 2}\n{"a": 3, "step": 2}\n'
     path.write_text(kept + '{"step": 3}\n{"step": 3}\n{"st')
-    assert continuing.cut_after(path, 2) == 3
+    assert run_directory.cut_after(path, 2) == 3
     assert path.read_text() == kept
     aside = tmp_path / "metrics.jsonl.after_step_2"
     assert aside.read_text() == '{"step": 3}\n{"step": 3}\n{"st'
-    assert continuing.cut_after(path, 2) == 0
+    assert run_directory.cut_after(path, 2) == 0
     path.write_text(kept + '{"step": 4}\n')
-    continuing.cut_after(path, 2)
+    run_directory.cut_after(path, 2)
     assert aside.read_text().endswith('{"st{"step": 4}\n')
 
 
@@ -120,13 +120,13 @@ def test_all_that_a_run_left_without_a_checkpoint_moves_into_a_folder_of_its_own
     tmp_path: Path,
 ) -> None:
     for number in (1, 2):
-        for name in continuing.RUN_FILES:
+        for name in run_directory.RUN_FILES:
             (tmp_path / name).write_text(f"{name} {number}")
-        aside = continuing.put_earlier_aside(tmp_path)
+        aside = run_directory.put_earlier_aside(tmp_path)
         assert aside == tmp_path / f"earlier_{number}"
-        assert {path.name for path in aside.iterdir()} == set(continuing.RUN_FILES)
+        assert {path.name for path in aside.iterdir()} == set(run_directory.RUN_FILES)
         assert all(path.read_text() == f"{path.name} {number}" for path in aside.iterdir())
-    assert continuing.put_earlier_aside(tmp_path) is None
+    assert run_directory.put_earlier_aside(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ from tracker_readers import (
 
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.monitor.trackers import registry
-from mindgrpo.monitor.trackers.process import numbers_of
+from mindgrpo.monitor.trackers import contract
+from mindgrpo.monitor.trackers.process import cells_of, numbers_of
 from mindgrpo.monitor.trackers.started import Trackers
-from mindgrpo.monitor.trackers.tables import shown
 
 OWN = Path(__file__).with_name("own_trackers.py")
 ROOT = OWN.parent.parent
@@ -133,7 +132,7 @@ def test_a_tracker_has_the_numbers_of_the_runs_files(name: str, tracked: Path) -
     assert sorted(recorded.numbers) == sorted(rows) == [0, 1, 2, 3, 4]
     for step, figures in rows.items():
         if name == "mlflow":
-            from mindgrpo.monitor.trackers.mlflow_runs import metric_names
+            from mindgrpo.monitor.trackers.built_in import metric_names
 
             names = metric_names(figures)
             figures = {names[key]: value for key, value in figures.items()}
@@ -306,10 +305,10 @@ def test_a_tracker_that_wants_a_login_fails_by_itself(
 def test_a_package_that_is_missing_is_refused_with_its_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    package = ("wandb_runs:WandbTracker", ("no-such-wandb",))
-    monkeypatch.setitem(registry.BUILT_IN, "wandb", package)
+    package = ("WandbTracker", ("no-such-wandb",))
+    monkeypatch.setitem(contract.BUILT_IN, "wandb", package)
     with pytest.raises(UserError, match=r"trackers has wandb, .* run 'pip install no-such-wandb'"):
-        registry.check_installed(["tensorboard", "wandb"])
+        contract.check_installed(["tensorboard", "wandb"])
 
 
 @pytest.mark.parametrize(
@@ -318,7 +317,7 @@ def test_a_package_that_is_missing_is_refused_with_its_pip_command(
 )
 def test_a_class_that_is_nowhere_is_refused(tracker: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        registry.check_installed([tracker])
+        contract.check_installed([tracker])
 
 
 @pytest.mark.parametrize(
@@ -351,7 +350,7 @@ def test_a_conversation_is_one_text_in_a_table() -> None:
         {"role": "tool", "name": "search", "content": "Error: late", "failure": "deadline"},
         {"role": "assistant", "content": "so"},
     ]
-    assert shown({"step": 1, "completion": "so", "messages": messages, "token_ids": [1]}) == {
+    assert cells_of({"step": 1, "completion": "so", "messages": messages, "token_ids": [1]}) == {
         "completion": "so",
         "conversation": "[assistant]\n<b>call</b>\n\n[tool search deadline]\nError: late\n\n[assistant]\nso",
     }

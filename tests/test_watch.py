@@ -19,8 +19,8 @@ import pytest
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.health.heartbeat import Heartbeat, HeartbeatFile
-from mindgrpo.monitor.row_follower import RowFollower, StepFollower
-from mindgrpo.monitor.run_process import NAME, read_process, write_process
+from mindgrpo.monitor.metrics import RowFollower, StepFollower
+from mindgrpo.monitor.run_directory import PROCESS_FILE, read_process, write_process
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0
@@ -125,7 +125,7 @@ def test_a_run_whose_process_is_gone_is_told(run: Path, capsys: pytest.CaptureFi
     process.wait()
     own = read_process(run)
     assert own is not None and own.is_alive
-    (run / NAME).write_text(json.dumps(asdict(replace(own, pid=process.pid))))
+    (run / PROCESS_FILE).write_text(json.dumps(asdict(replace(own, pid=process.pid))))
     add(run / "metrics.jsonl", row(3)[:9])
     assert main(["watch", str(run)]) == 0
     *shown, last = capsys.readouterr().out.splitlines()

@@ -10,7 +10,7 @@ from mindgrpo.backend.targets import check_device, check_hosts, ranks_per_host
 from mindgrpo.config import load_config, parse_command_line, require_run_keys
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.run_directory import check_free
-from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.preflight import Inputs, prepare

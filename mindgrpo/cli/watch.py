@@ -19,8 +19,8 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.row_follower import StepFollower
-from mindgrpo.monitor.run_process import NAME, RunProcess, read_process
+from mindgrpo.monitor.metrics import StepFollower
+from mindgrpo.monitor.run_directory import PROCESS_FILE, RunProcess, read_process
 
 SECONDS_BETWEEN_LOOKS = 0.5
 LONG_PHASE = 10.0
@@ -36,7 +36,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> None:
     # A link such as output/latest may soon lead to another run.
     directory = arguments(argv).run.resolve()
-    if not (directory / NAME).exists() and not (directory / "metrics.jsonl").exists():
+    if not (directory / PROCESS_FILE).exists() and not (directory / "metrics.jsonl").exists():
         raise UserError(
             f"{directory} holds no run (no metrics.jsonl); name a run's folder, such as output/latest."
         )
@@ -92,7 +92,7 @@ class _Watched:
             reason = f": {summary['ended']}" if "ended" in summary else ""
             return f"the run has ended after {summary.get('steps')} steps{reason}"
         if process is None:
-            return f"whether the run goes on is not known: its folder has no {NAME}"
+            return f"whether the run goes on is not known: its folder has no {PROCESS_FILE}"
         if process.is_alive is None:
             self._tell_host(process)
         if process.is_alive is False:
@@ -101,7 +101,7 @@ class _Watched:
 
     def _summary(self) -> dict[str, Any] | None:
         """Reads the summary; None where there is none, or that of an earlier session."""
-        path, started = self._directory / "summary.json", self._directory / NAME
+        path, started = self._directory / "summary.json", self._directory / PROCESS_FILE
         try:
             if started.exists() and path.stat().st_mtime_ns < started.stat().st_mtime_ns:
                 return None

@@ -1,31 +1,39 @@
-"""Programs of this package that a rank runs beside itself: what they take of memory does not stay with the rank."""
+"""Runs functions of this package in processes beside a rank, so that the memory they use does not stay with the rank.
+
+As a program it is such a process: `python -m mindgrpo.monitor.child_program PARENT module:function JSON`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mindgrpo
+from mindgrpo.health.processes import end_with_parent
 
 
-def environment_of_programs() -> dict[str, str]:
-    """This process's, with this package to import from where it was imported here."""
+def start_program(
+    function: str, arguments: dict[str, Any], **options: Any
+) -> subprocess.Popen[bytes]:
+    """Calls `module:function` with the arguments, as JSON holds them, in a process that ends with this one.
+
+    `options` are those of Popen; without any it has no input, and its standard error is a pipe.
+    """
     package = str(Path(mindgrpo.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-
-
-def start_program(module: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
-    """`python -m module --parent PID words`; the program ends with this process, see health/processes.py."""
+    words = [str(os.getpid()), function, json.dumps(arguments)]
     return subprocess.Popen(
-        [sys.executable, "-m", module, "--parent", str(os.getpid()), *words],
-        stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "mindgrpo.monitor.child_program", *words],
+        stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=environment_of_programs(),
+        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        **options,
     )
 
 
@@ -35,7 +43,7 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_program(process: subprocess.Popen[bytes], seconds: float) -> str | None:
-    """Why it failed, in its own last line; None where it did not. Ends it after `seconds`."""
+    """Returns why it failed, in its own last line, or None; ends it after `seconds`."""
     try:
         _, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -45,3 +53,9 @@ def wait_for_program(process: subprocess.Popen[bytes], seconds: float) -> str | 
         return None
     lines = errors.decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"its process ended with status {process.returncode}"
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    module, _, name = sys.argv[2].partition(":")
+    getattr(importlib.import_module(module), name)(**json.loads(sys.argv[3]))

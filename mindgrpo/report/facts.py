@@ -6,11 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mindgrpo.report.choice import evenly
-from mindgrpo.report.configuration import number_of
-from mindgrpo.report.rows import Row
-from mindgrpo.report.run_folder import RunFolder
-from mindgrpo.report.samples import significant
+from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
+from mindgrpo.report.samples import evenly, significant
 
 # Of these a column has at most the first number, and all columns together about the second one.
 MAX_ROWS, MAX_FIGURES = 2000, 200_000
@@ -96,7 +93,7 @@ def warnings(run: RunFolder) -> list[list[Any]]:
     return lines
 
 
-def _totals(rows: list[Row], prefix: str, suffix: str) -> dict[str, int]:
+def _totals(rows: list[RunRow], prefix: str, suffix: str) -> dict[str, int]:
     totals: dict[str, int] = {}
     for row in rows:
         for key, value in row.items():
@@ -108,7 +105,7 @@ def _totals(rows: list[Row], prefix: str, suffix: str) -> dict[str, int]:
 
 def figures(run: RunFolder) -> dict[str, Any]:
     """Columns by key over `steps`, evenly spaced where these are too many; step 0 is what was before the first one."""
-    rows: dict[int, Row] = {}
+    rows: dict[int, RunRow] = {}
     for row in [*run.evaluations, *run.metrics]:
         rows[row["step"]] = rows.get(row["step"], {}) | row
     steps = sorted(rows)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindgrpo.report.choice import evenly
 from mindgrpo.report.run_folder import RunFolder
 from mindgrpo.report.samples import (
     data_text,
+    evenly,
     num_bytes,
     rewards_of,
     shortened,

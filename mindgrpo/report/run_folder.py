@@ -1,16 +1,132 @@
-"""What a run's folder holds, whether the run has ended, was killed or goes on; refused is a folder without a run."""
+"""Reads a run's folder, whether the run has ended, was killed or is still running.
+
+A folder without a run is refused; half-written and older files are taken as they are.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from mindgrpo.errors import UserError
-from mindgrpo.report.configuration import Entry, read_configuration, values_of
-from mindgrpo.report.rows import Row, RowFile
+from mindgrpo.strict_files import lines_of, row_of
+
+RunRow = dict[str, Any]
+
+# Runs write the step first: a file of many steps is indexed without reading its rows.
+_STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
+
+
+def parsed(line: bytes) -> RunRow | None:
+    """Returns None for anything but a JSON object with a whole number as its step."""
+    row = row_of(line)
+    return None if row is None or type(row.get("step")) is not int else row
+
+
+class RowFile:
+    """The lines of a file by step, as they are when this is made; of a file that is not there, none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_bad = 0
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        if not path.is_file():
+            return
+        with path.open("rb") as lines:
+            for offset, line in lines_of(lines):
+                step = _step_of(line)
+                if step is not None:
+                    self._spans.setdefault(step, []).append((offset, len(line)))
+                elif line.strip():
+                    self.num_bad += 1
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted(self._spans)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(map(len, self._spans.values()))
+
+    def count(self, step: int) -> int:
+        return len(self._spans.get(step, []))
+
+    def of_step(self, step: int) -> list[RunRow | None]:
+        """In the order of the file; None stands for a damaged row, so that the others keep their numbers."""
+        spans = self._spans.get(step, [])
+        if not spans:
+            return []
+        with self.path.open("rb") as lines:
+            rows = []
+            for offset, size in spans:
+                lines.seek(offset)
+                rows.append(parsed(lines.read(size)))
+        self.num_bad += rows.count(None)
+        return rows
+
+    def all(self) -> list[RunRow]:
+        """In the order of steps."""
+        return [row for step in self.steps for row in self.of_step(step) if row is not None]
+
+
+def _step_of(line: bytes) -> int | None:
+    match = _STEP.match(line) if line.endswith(b"}\n") else None
+    if match:
+        return int(match[1])
+    row = parsed(line)
+    return None if row is None else int(row["step"])
+
+
+_LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*))?")
+
+
+@dataclass(frozen=True)
+class ConfigEntry:
+    """`text` is the value as the file has it."""
+
+    key: str
+    text: str
+    origin: str
+
+
+def read_configuration(path: Path) -> list[ConfigEntry]:
+    """Of a file that is not there, none; a line that is no entry is passed."""
+    if not path.is_file():
+        return []
+    entries: list[ConfigEntry] = []
+    sections: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        depth, name, rest = len(match[1]) // 2, match[2], match[3]
+        sections = [*sections[:depth], name]
+        if rest is not None:
+            text, _, origin = rest.rpartition("  # ")
+            entries.append(ConfigEntry(".".join(sections), text or rest, origin if text else ""))
+    return entries
+
+
+def values_of(entries: list[ConfigEntry]) -> dict[str, Any]:
+    values = {}
+    for entry in entries:
+        try:
+            values[entry.key] = yaml.safe_load(entry.text)
+        except yaml.YAMLError:
+            values[entry.key] = entry.text
+    return values
+
+
+def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
+    value = values.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else default
+
 
 OUTPUT_BYTES = 20_000
 
@@ -20,10 +136,10 @@ class RunFolder:
     """`summary` is empty until the run has ended; `reward_output` is the end of what rewards printed."""
 
     path: Path
-    metrics: list[Row]
-    evaluations: list[Row]
+    metrics: list[RunRow]
+    evaluations: list[RunRow]
     summary: dict[str, Any]
-    configuration: list[Entry]
+    configuration: list[ConfigEntry]
     values: Mapping[str, Any]
     completions: RowFile
     per_token: RowFile

@@ -1,21 +1,20 @@
-"""The samples that a page shows: whole groups of some steps, each sample with its tokens' texts and arrays."""
+"""Chooses the samples that a page shows: complete groups of some steps, with each token's text and arrays."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
-from mindgrpo.report.choice import Group, evenly, groups_of, stratified
-from mindgrpo.report.configuration import number_of
-from mindgrpo.report.rows import Row
-from mindgrpo.report.run_folder import RunFolder
-from mindgrpo.report.tokens import packed_lengths, texts_of, tokenizer_of
+from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 
 MAX_STEPS = 100
 # Of a completion's tokens (of its characters, where tokens have no texts) these are shown, at its start and its end.
@@ -25,7 +24,7 @@ ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob")
 
 
 @dataclass
-class Samples:
+class ShownSamples:
     """`by_step`: what a page shows of each step, as JSON."""
 
     by_step: dict[int, str] = field(default_factory=dict)
@@ -42,7 +41,7 @@ class _Packer:
     def groups(self, step: int) -> list[Group]:
         return groups_of(self.run.completions.of_step(step), self.group_size)
 
-    def arrays(self, step: int) -> dict[int, Row]:
+    def arrays(self, step: int) -> dict[int, RunRow]:
         rows = self.run.per_token.of_step(step)
         return {row["sample"]: row for row in rows if row and type(row.get("sample")) is int}
 
@@ -51,7 +50,7 @@ class _Packer:
         scored = [total for total in totals if total is not None]
         return sum(scored) / len(scored) if scored else 0.0
 
-    def group(self, group: Group, arrays: Mapping[int, Row]) -> dict[str, Any]:
+    def group(self, group: Group, arrays: Mapping[int, RunRow]) -> dict[str, Any]:
         first = group[0][1]
         samples = [self.sample(number, row, arrays.get(number, {})) for number, row in group]
         prompt = text_of(first, "prompt")
@@ -64,7 +63,7 @@ class _Packer:
             "samples": samples,
         }
 
-    def sample(self, number: int, row: Row, arrays: Row) -> dict[str, Any]:
+    def sample(self, number: int, row: RunRow, arrays: RunRow) -> dict[str, Any]:
         ids = row.get("token_ids")
         is_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
         texts = texts_of(self.tokenizer, ids or []) if is_ids and self.tokenizer else None
@@ -91,10 +90,10 @@ class _Packer:
         return sample
 
 
-def choose_samples(run: RunFolder, budget: int) -> Samples:
+def choose_samples(run: RunFolder, budget: int) -> ShownSamples:
     """Of evenly spaced steps whole groups from all over the rewards, in at most `budget` bytes of JSON."""
     packer = _packer(run)
-    shown = Samples()
+    shown = ShownSamples()
     steps = run.completions.steps
     if not steps:
         return shown
@@ -122,7 +121,7 @@ def _group_bytes(packer: _Packer, step: int) -> int:
     return max((num_bytes(data_text(group)) for group in groups), default=1)
 
 
-def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[str, int]:
+def _pack_step(packer: _Packer, step: int, share: int, shown: ShownSamples) -> tuple[str, int]:
     """The step's JSON and its bytes; ("", 0) where no group fits."""
     groups, arrays = packer.groups(step), packer.arrays(step)
     packed: dict[int, str] = {}
@@ -148,7 +147,7 @@ def _pack_step(packer: _Packer, step: int, share: int, shown: Samples) -> tuple[
     return f'{{{head},"groups":[{in_order}]}}', size
 
 
-def turns_of(row: Row) -> list[dict[str, Any]]:
+def turns_of(row: RunRow) -> list[dict[str, Any]]:
     """Of a conversation: who wrote what, which calls are in it, and why a tool's answer is a failure; all texts."""
     messages = row.get("messages")
     turns = []
@@ -168,19 +167,19 @@ def turns_of(row: Row) -> list[dict[str, Any]]:
     return turns
 
 
-def rewards_of(row: Row) -> dict[str, float | None]:
+def rewards_of(row: RunRow) -> dict[str, float | None]:
     rewards = row.get("rewards")
     if not isinstance(rewards, dict):
         return {}
     return {str(name): significant(value) for name, value in rewards.items()}
 
 
-def total_of(row: Row) -> float | None:
+def total_of(row: RunRow) -> float | None:
     """What the run trained with; None in the rows of runs that did not write it."""
     return significant(row.get("reward"))
 
 
-def text_of(row: Row, key: str) -> str:
+def text_of(row: RunRow, key: str) -> str:
     value = row.get(key)
     return value if isinstance(value, str) else "" if value is None else json.dumps(value)
 
@@ -230,3 +229,92 @@ def data_text(value: Any) -> str:
 
 def num_bytes(text: str) -> int:
     return len(text.encode("utf-8"))
+
+
+Group = list[tuple[int, RunRow]]
+"""ShownSamples that are compared with each other, with their numbers in the step."""
+
+
+def evenly(items: Sequence[int], limit: int) -> list[int]:
+    """At most `limit` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= limit:
+        return list(items)
+    if limit <= 1:
+        return list(items[-1:])
+    last = len(items) - 1
+    return [items[round(i * last / (limit - 1))] for i in range(limit)]
+
+
+def spread(count: int) -> Iterator[int]:
+    """0 ... count - 1: the first, the last, then what is in the middle of the widest gaps."""
+    yield from range(min(count, 1))
+    if count > 1:
+        yield count - 1
+    gaps = [(0, count - 1)] if count > 2 else []
+    while gaps:
+        low, high = gaps.pop(0)
+        middle = (low + high) // 2
+        if middle != low:
+            yield middle
+            gaps += [(low, middle), (middle, high)]
+
+
+def groups_of(rows: Sequence[RunRow | None], group_size: int) -> list[Group]:
+    """Consecutive samples, so many as the size says, or where that is not known (0) those of one prompt.
+
+    An environment may give each sample of a group a prompt of its own.
+    """
+
+    def key(pair: tuple[int, RunRow | None]) -> int | str:
+        number, row = pair
+        return number // group_size if group_size else str((row or {}).get("prompt", ""))
+
+    groups = [list(pairs) for _, pairs in groupby(enumerate(rows), key)]
+    whole = [[(i, row) for i, row in group if row is not None] for group in groups]
+    return [group for group in whole if group]
+
+
+def stratified(means: Sequence[float]) -> list[int]:
+    """All groups by their mean reward: the lowest, the highest, then evenly between them."""
+    ranked = sorted(range(len(means)), key=lambda i: means[i])
+    return [ranked[i] for i in spread(len(means))]
+
+
+def tokenizer_of(run: RunFolder) -> Tokenizer | None:
+    """Of the model that the run wrote, else of the one that it loaded; None where neither can be read."""
+    for folder in _folders(run.path, run.values):
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the library raises Exception itself
+            continue
+    return None
+
+
+def _folders(path: Path, values: Mapping[str, Any]) -> list[Path]:
+    keys = ("rl_config.tokenizer_dir", "actor_config.save", "actor_config.load")
+    asked = [values.get(key) for key in keys]
+    return [path / "hf", *(Path(folder) for folder in asked if isinstance(folder, str))]
+
+
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str] | None:
+    """One text a token; a character of several tokens is with its last one. None where an id is unknown."""
+    stream = DecodeStream(skip_special_tokens=False)
+    try:
+        return [stream.step(tokenizer, number) or "" for number in ids]
+    except Exception:  # the library raises Exception itself
+        return None
+
+
+def packed_lengths(texts: Sequence[str]) -> str:
+    """Lengths of texts as JavaScript counts them, a byte each in base64; 255 means that the next byte adds to it."""
+    out = bytearray()
+    for text in texts:
+        # A character beyond the first 65536 counts twice.
+        length = (
+            len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
+        )
+        while length >= 255:
+            out.append(255)
+            length -= 255
+        out.append(length)
+    return base64.b64encode(bytes(out)).decode()

@@ -1,28 +1,24 @@
-"""Writes the page: the template with its styles, scripts and data inlined, under a policy that allows no others.
-
-As a program (`python -m mindgrpo.report.write`) it writes for a run that ends, and ends with the rank that started it.
-"""
+"""Writes the page: the template with its styles, scripts and data inlined, under a policy that allows no others."""
 
 from __future__ import annotations
 
-import argparse
 import base64
 import hashlib
 import html
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mindgrpo
 from mindgrpo.errors import UserError
-from mindgrpo.health.processes import end_with_parent
+from mindgrpo.monitor.child_program import start_program, wait_for_program
 from mindgrpo.report.facts import clipping, ending, facts, figures, warnings
 from mindgrpo.report.held_out import held_out
 from mindgrpo.report.run_folder import RunFolder, read_run
-from mindgrpo.report.samples import Samples, choose_samples, data_text
+from mindgrpo.report.samples import ShownSamples, choose_samples, data_text
 
 FILE_NAME = "report.html"
+LONGEST_WRITING = 60.0  # seconds
 # Figures take 1 to 2 MB of their own: together a page stays below 15 MB.
 SAMPLE_BYTES, HELD_OUT_BYTES = 10_000_000, 2_000_000
 _HERE = Path(__file__).resolve().parent
@@ -43,12 +39,12 @@ SCRIPTS = (
 )
 
 
-def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """The page of one run, or of two side by side, at `output` (default: in the first folder); where it is.
+def write_report(folders: Sequence[Path | str], output: Path | None = None) -> Path:
+    """Writes the page of one run, or of two side by side, to `output` (default: in the first folder); returns its path.
 
-    Raises UserError for a folder that is no run and for an `output` that cannot be written.
+    Raises UserError for a folder that is not a run's and for an `output` that cannot be written.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = [read_run(Path(folder)) for folder in folders]
     name = FILE_NAME if len(runs) == 1 else f"report_vs_{runs[1].path.name}.html"
     target = output or runs[0].path / name
     unfinished = target.with_name(f".{target.name}.part")
@@ -91,7 +87,7 @@ def page(runs: Sequence[RunFolder]) -> str:
     return "".join(values[text] if i % 2 else text for i, text in enumerate(sections))
 
 
-def _run_data(run: RunFolder, samples: Samples) -> dict[str, Any]:
+def _run_data(run: RunFolder, samples: ShownSamples) -> dict[str, Any]:
     return {
         "name": run.name,
         "facts": facts(run),
@@ -128,14 +124,9 @@ def _data_block(name: str, text: str) -> str:
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("run", type=Path)
-    words = parser.parse_args(arguments)
-    end_with_parent(words.parent)
-    write_report([words.run])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def write_at_end(folder: Path) -> tuple[Path, str | None]:
+    """Writes the page in a process, so that the rank does not hold what is read; returns its path and why it failed."""
+    path = folder / FILE_NAME
+    process = start_program("mindgrpo.report.write:write_report", {"folders": [str(folder)]})
+    why = wait_for_program(process, LONGEST_WRITING)
+    return path, None if why is None else f"{path} was not written: {why}"

@@ -27,12 +27,12 @@ from mindgrpo.errors import CannotWrite, writing
 from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figures_of
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
 from mindgrpo.monitor.console import Console, number
-from mindgrpo.monitor.curve_process import CurveProcess
+from mindgrpo.monitor.curve import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
-from mindgrpo.monitor.run_process import write_process
+from mindgrpo.monitor.run_directory import write_process
 from mindgrpo.monitor.trackers.started import Trackers
 from mindgrpo.plan.run_plan import RunPlan
-from mindgrpo.report.at_end import write_at_end
+from mindgrpo.report.write import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.banner import run_sections

@@ -18,7 +18,7 @@ from mindgrpo.data.prompt_source import DataSampler, PromptSource
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.settings import runtime_settings
-from mindgrpo.monitor.trackers.registry import check_installed
+from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.checkpoints import RunCheckpoints

@@ -21,7 +21,7 @@ from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity
 from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
-from mindgrpo.monitor import continuing, run_directory
+from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs
 
@@ -173,7 +173,7 @@ def continue_files(
         if start is None:
             return []
         if chosen is None:
-            aside = continuing.put_earlier_aside(paths.directory)
+            aside = run_directory.put_earlier_aside(paths.directory)
             return [f"what an earlier run left is in {aside}"] if aside else []
         state = chosen.manifest.state
         # A row that is still open is written again.
@@ -182,7 +182,7 @@ def continue_files(
         if start.output != source or source is None:
             if source is not None:
                 for path, last in _row_files(paths, rows_until, step):
-                    continuing.copy_until(source / path.name, last, path)
+                    run_directory.copy_until(source / path.name, last, path)
             return []
         return _go_on(paths, step, rows_until, keep_model)
     except OSError as error:
@@ -195,7 +195,7 @@ def continue_files(
 def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Path, int]]:
     """Lists each file of rows, and the last step that it holds at the end of `step`."""
     completions = (paths.completions or paths.directory) / "completions.jsonl"
-    return [(paths.directory / name, rows_until) for name in continuing.ROWS] + [
+    return [(paths.directory / name, rows_until) for name in run_directory.ROWS] + [
         (completions, step),
         (paths.directory / "per_token.jsonl", step),
     ]
@@ -205,14 +205,14 @@ def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> 
     notes = []
     label = f"until_step_{step}"
     for path, last in _row_files(paths, rows_until, step):
-        rows = continuing.cut_after(path, last) if path.exists() else 0
+        rows = run_directory.cut_after(path, last) if path.exists() else 0
         if rows:
             aside = f"{path.name}.after_step_{last}"
             notes.append(f"{rows} rows of {path} after step {last} are now in {aside}")
-    continuing.rename_aside(paths.directory / "config_resolved.yaml", label)
+    run_directory.rename_aside(paths.directory / "config_resolved.yaml", label)
     if not keep_model:
         for folder in (paths.directory / "hf", paths.directory / "adapter"):
-            renamed = continuing.rename_aside(folder, label)
+            renamed = run_directory.rename_aside(folder, label)
             notes += [f"{folder.name} of an earlier end is now {renamed.name}"] if renamed else []
     for later in folders.steps_in(paths.directory):
         if later > step:

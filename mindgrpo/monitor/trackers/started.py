@@ -1,4 +1,4 @@
-"""The trackers' processes, as rank 0 sees them: it starts them, hears of their ends, and gives them time at its own.
+"""Starts the trackers' processes on rank 0, notices when one ends, and gives them time at the end of the run.
 
 A process follows the run's files. Nothing here waits for one before the run's end.
 """
@@ -6,11 +6,9 @@ A process follows the run's files. Nothing here waits for one before the run's e
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -18,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import one_line
-from mindgrpo.monitor.child_program import environment_of_programs
+from mindgrpo.monitor.child_program import start_program
+from mindgrpo.monitor.trackers.contract import label_of, processes_of
 from mindgrpo.monitor.trackers.process import DONE, FAILED
-from mindgrpo.monitor.trackers.registry import label_of, processes_of
 
 FOLDER = "trackers"
 # Where a run has failed or was stopped by a signal, somebody waits for its end.
@@ -31,18 +29,15 @@ LONGEST_COMPLAINT = 65536
 
 
 class TrackerProcess:
-    """`about`: what process.py needs besides the tracker, its folder and this process."""
+    """Runs a tracker; `about` has the arguments of process.main other than the tracker and its folder."""
 
     def __init__(self, tracker: str, about: Mapping[str, Any]) -> None:
         self.label = label_of(tracker)
         self.folder = Path(about["directory"]) / FOLDER / self.label
-        words = {**about, "tracker": tracker, "folder": str(self.folder), "parent": os.getpid()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mindgrpo.monitor.trackers.process", json.dumps(words)],
+        self._process = start_program(
+            "mindgrpo.monitor.trackers.process:main",
+            {**about, "tracker": tracker, "folder": str(self.folder)},
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=environment_of_programs(),
             # Ctrl-C is for the run, and what the package starts is ended with it.
             start_new_session=True,
         )
@@ -59,7 +54,7 @@ class TrackerProcess:
             self._pipe.flush()
 
     def end(self) -> str | None:
-        """Kills what is left of it; why it has failed, None if it has not."""
+        """Kills the process and what it started; returns why it failed, or None."""
         status = self._process.poll()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -83,7 +78,10 @@ class TrackerProcess:
 
 
 class Trackers:
-    """One process for each; `say` prints a line. A tracker that fails is told once and the run goes on without it."""
+    """Runs a process for each tracker; `say` prints a line.
+
+    A tracker that fails is reported once, and the run continues without it.
+    """
 
     def __init__(
         self, trackers: Sequence[str], about: Mapping[str, Any], say: Callable[[str], None]
@@ -100,18 +98,18 @@ class Trackers:
             atexit.register(self._close_failed)
 
     def check(self) -> None:
-        """Tells of those that have ended before the run."""
+        """Reports those that have ended before the run."""
         for process in [one for one in self._running if one.has_ended]:
             self._end(process)
 
     def ask_to_finish(self, is_done: bool = True) -> None:
-        """The run has written all that it will; it does not wait for them yet. Only the first call counts."""
+        """Tells them that the run has written everything, without waiting. Only the first call counts."""
         asked, self._is_asked = self._is_asked, True
         for process in () if asked else self._running:
             process.ask_to_finish(is_done)
 
     def close(self, seconds: float) -> None:
-        """Gives all of them together so many seconds to send what is written, and ends them."""
+        """Gives all of them together `seconds` to send what is written, and ends them."""
         self.ask_to_finish(is_done=False)
         start = time.monotonic()
         until, tells_at = start + seconds, start + SECONDS_IN_SILENCE
