@@ -141,8 +141,11 @@ TOGETHER = """
 import os, selectors, sys, time
 class Together(selectors.PollSelector):
     def select(self, timeout=None):
-        while os.path.exists({hold!r}) and len(super().select(0)) < {num_events}:
+        while os.path.exists({hold!r}):
             open({hold!r} + "ing", "w").close()
+            if len(ready := super().select(0)) == {num_events}:
+                os.remove({hold!r})
+                return ready
             time.sleep(0.01)
         return super().select(timeout)
 if any(word.endswith("fork_server.py") for word in sys.orig_argv):
