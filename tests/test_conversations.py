@@ -187,7 +187,7 @@ def test_what_the_pool_raises_reaches_every_rank() -> None:
             raise OSError("no process")
 
     def gather(own: Any) -> list[Any]:
-        return [own, None] if isinstance(own, str) or own is None else [own, {}]
+        return [own, {}] if isinstance(own, dict) else [own, None]
 
     with pytest.raises(RuntimeError, match="the turns could not be answered: OSError: no process"):
         run_together({0: [ToolCall("f")]}, ToolTurns(parse_hermes, Broken()), gather)

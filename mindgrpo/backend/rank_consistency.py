@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -67,15 +67,30 @@ def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) 
 
 
 def on_first_rank(backend: Backend, work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, for all ranks together; the user's error that it raises there is raised on all."""
-    outcome: tuple[T | None, UserError | None] = (None, None)
-    if backend.rank == 0:
+    """Returns what `work` returns on rank 0 on all ranks, which call this together; see `on_one_rank`."""
+    return on_one_rank(backend.world.gather_objects, backend.rank == 0, work)
+
+
+def on_one_rank(
+    gather: Callable[[Any], list[Any]], runs_here: bool, work: Callable[[], T], failed: str = ""
+) -> T:
+    """Runs `work` on the first rank that it `runs_here`, and returns its result on all, which call this together.
+
+    `gather` gives every rank everyone's value. Where `work` raises a UserError, all ranks raise it; for any other
+    exception they raise RuntimeError with its description behind `failed`, so that none waits for the one that failed.
+    """
+    outcome: tuple[T | None, Exception | None] | None = None
+    cause: Exception | None = None
+    if runs_here:
         try:
             outcome = work(), None
         except UserError as error:
             outcome = None, error
-    result, refusal = backend.world.gather_objects(outcome)[0]
+        except Exception as error:
+            outcome = None, RuntimeError(f"{failed}{type(error).__name__}: {error}")
+            cause = error
+    result, refusal = next(shared for shared in gather(outcome) if shared is not None)
     if refusal is not None:
-        raise refusal
-    shared: T = result
-    return shared
+        raise refusal from cause
+    shared_result: T = result
+    return shared_result

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.examples import Example, RowForm
 from mindgrpo.data.mindrecord import Decode, read_mindrecord
 from mindgrpo.data.row_files import (
@@ -50,17 +51,8 @@ class Ranks:
         return length * self.rank // self.size, length * (self.rank + 1) // self.size
 
     def by_one(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives on rank 0, on every rank; its UserError, too."""
-        result, sentence = None, None
-        if self.rank == 0:
-            try:
-                result = work()
-            except UserError as error:
-                sentence = str(error)
-        result, sentence = self.gather((result, sentence))[0]
-        if sentence is not None:
-            raise UserError(sentence)
-        return result
+        """What `work` gives on rank 0, on every rank; its error, too (`on_one_rank`)."""
+        return on_one_rank(self.gather, self.rank == 0, work)
 
 
 ALONE = Ranks()

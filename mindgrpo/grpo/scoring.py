@@ -10,6 +10,7 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import Messages, Rollout
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.rewards.call import Columns
@@ -45,10 +46,6 @@ def reward_columns(
     turns = {"messages": [list(messages) for messages in conversations]}
     # A data set's own column of such a name wins: its author knows what it is for. Its `messages` are a prompt's.
     return own | columns_of(prompts) | (turns if any(conversations) else {})
-
-
-class ScoringFailed(RuntimeError):
-    """The reward side of rank 0 failed as a whole; raised on every rank, so that none waits for it."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +114,24 @@ class RolloutScorer:
         """Rewards of all samples, `prompts` one a sample; all ranks together, the same on each.
 
         A sample that a reward failed on has the mean of its group's others as its total, or of all others. Raises
-        ScoringFailed.
+        UserError or RuntimeError where the reward side of rank 0 fails as a whole.
         """
         texts: list[str] = []
         opened_with: dict[int, str] = {}
-        outcome: Any = None
-        if self.backend.rank == 0:
-            try:
-                opened_with = self._opened_with(rollout, prompts)
-                texts, outcome = self._score_here(rollout, prompts, opened_with)
-            except Exception as error:  # whatever it is, the other ranks wait for an answer
-                outcome = f"{type(error).__name__}: {error}"
-        shared = self.backend.world.gather_objects(outcome)[0]
-        if isinstance(shared, str):
-            raise ScoringFailed(f"the rewards could not be computed on rank 0: {shared}")
+
+        def score_here() -> Scores:
+            # Rank 0 keeps the texts: the other ranks need none.
+            opened_with.update(self._opened_with(rollout, prompts))
+            decoded, scores = self._score_here(rollout, prompts, opened_with)
+            texts.extend(decoded)
+            return scores
+
+        shared = on_one_rank(
+            self.backend.world.gather_objects,
+            self.backend.rank == 0,
+            score_here,
+            "the rewards could not be computed on rank 0: ",
+        )
         weight = self.environment_weight
         if weight is None:
             return Scored(shared.filled(rollout.group_ids), texts)

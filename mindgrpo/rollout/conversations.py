@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Completion, Request
+from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.examples import Example, Message
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
@@ -273,18 +274,15 @@ def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Rep
 def run_together(own: Asked, responder: Responder, gather: Callable[[Any], list[Any]]) -> Replies:
     """Gathers what every rank asks, has it answered where the responder runs, and gives all replies to all ranks.
 
-    `own` is empty on ranks that repeat another's. Raises RuntimeError on every rank where the responder failed.
+    `own` is empty on ranks that repeat another's. Where the responder failed, raises RuntimeError or its UserError on
+    every rank.
     """
     asked = {sample: question for part in gather(own) for sample, question in part.items()}
     if not asked:
         return {}
-    outcome: Any = None
-    if responder.runs_here:
-        try:
-            outcome = responder.answer(asked)
-        except Exception as error:  # whatever it is, the other ranks wait for an answer
-            outcome = f"{type(error).__name__}: {error}"
-    shared: Any = next(part for part in gather(outcome) if part is not None)
-    if isinstance(shared, str):
-        raise RuntimeError(f"the turns could not be answered: {shared}")
-    return shared
+    return on_one_rank(
+        gather,
+        responder.runs_here,
+        lambda: responder.answer(asked),
+        "the turns could not be answered: ",
+    )
