@@ -31,48 +31,48 @@ OptLevel = Annotated[Literal["O0", "O1", "O2"] | None, BEFORE_UPPER]
 
 class JitConfig(Section):
     jit_level: OptLevel = None
-    """optimization level of the graph compiler; null: the framework's default"""
+    """optimization level of the graph compiler; null: MindSpore's default"""
 
 
 class AscendConfig(Section):
     precision_mode: PrecisionMode | None = None
-    """precision in which the accelerator may compute; null: the framework's default"""
+    """precision mode of the accelerator's operators; null: MindSpore's default"""
 
 
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
-    """0: compile graphs; 1: run every operation separately (slow, for debugging)"""
+    """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging)"""
     device_target: OptionalText = None
-    """device; null: the one that is available"""
+    """device type, such as CPU or Ascend; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
-    """memory budget per device, such as 58GB; null: no budget"""
+    """maximum memory to use on each device, such as 58GB; null: no limit"""
     backend: OptionalText = None
-    """shared_memory: the processors of one host, whose ranks share memory; device: devices with memory of their own and
-    MindSpore's communication, on one host or several (docs/devices.md); null: the device's default"""
+    """how ranks exchange data. shared_memory: through the memory of one host (CPU); device: through MindSpore's
+    communication, on one host or several (docs/devices.md); null: the default of the device"""
     max_call_depth: int | None = Field(None, ge=1)
-    """maximum nesting depth of calls in a graph; null: the framework's default"""
+    """maximum depth of nested calls in a graph; null: MindSpore's default"""
     save_graphs: bool | int = Field(False, ge=0, le=3)
-    """write the compiler's graphs: true, or 1 (few) to 3 (all)"""
+    """dump the compiler's graphs: true, or a level from 1 (few) to 3 (all)"""
     save_graphs_path: Annotated[str, BEFORE_TEXT] = "./graphs"
-    """folder of the graphs; with several ranks, each has a folder of its own in it"""
+    """folder for the dumped graphs; with several ranks, one subfolder per rank"""
     float32_matmul_precision: Annotated[
         Literal["auto", "highest", "high", "medium"], BEFORE_TEXT
     ] = "auto"
-    """in what products of float32 matrices are computed, as PyTorch names it; highest: float32; high: six bfloat16
-    products, as accurate, or what else the device has (docs/numbers.md); medium: bfloat16 factors, float32
-    sums; auto: high on processors with AMX, else highest"""
+    """precision of float32 matrix products, in PyTorch's terms. highest: float32; high: six bfloat16 products (same
+    accuracy) or the device's equivalent (docs/numbers.md); medium: bfloat16 inputs with float32 accumulation; auto:
+    high on CPUs with AMX, else highest"""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BEFORE_TEXT] = (
         "auto"
     )
-    """dtype of weights in graphs, of activations, of the generator's cache and of what weight sync moves; the weights
-    and moments that the optimizer changes stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else
-    float32 on processors and bfloat16 on accelerators"""
+    """dtype of weights in graphs, of activations, of the KV cache and of weight transfers; the optimizer's master
+    weights and moments stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else float32 on CPU and
+    bfloat16 on accelerators"""
     loss_scale: float | None = Field(None, gt=0)
-    """what a loss is multiplied by before its gradient is taken, and the gradient divided by, with compute_dtype
-    float16, in which gradients below 6e-8 are zero and those above 65504 infinite; null: 1024"""
+    """loss scale for compute_dtype float16 (gradients are divided by it again), because gradients below 6e-8 underflow
+    in float16 and those above 65504 overflow; null: 1024"""
     jit_config: JitConfig = JitConfig()
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
-    """O1: reuse memory more; null: the framework's default"""
+    """memory optimization level of the framework. O1: reuse more memory; null: MindSpore's default"""
     ascend_config: AscendConfig = AscendConfig()
 
     @property

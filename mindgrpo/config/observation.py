@@ -27,63 +27,63 @@ _Seconds = Annotated[float | None, Field(gt=0)]
 
 
 def _of_phase(what: str) -> Any:
-    return Field(None, description=f"seconds for {what}; null: phase_deadline_seconds")
+    return Field(None, description=f"maximum seconds for {what}; null: phase_deadline_seconds")
 
 
 class PhaseDeadlines(Section):
-    """One key a phase, named as in the last line of a job that failed."""
+    """Deadlines by phase; the names are those in the last line of a failed job."""
 
     load: _Seconds = _of_phase("loading weights")
-    compile: _Seconds = _of_phase("compiling one graph; compilation does not count in other phases")
-    reshard: _Seconds = _of_phase("resharding the weights to the generator")
-    rollout: _Seconds = _of_phase("generating")
+    compile: _Seconds = _of_phase("compiling one graph, which does not count in other phases")
+    reshard: _Seconds = _of_phase("transferring the weights to the generator")
+    rollout: _Seconds = _of_phase("generating completions")
     score: _Seconds = _of_phase("the reward functions")
-    reference: _Seconds = _of_phase("the reference's log-probs")
-    old_logps: _Seconds = _of_phase("the policy's own log-probs")
+    reference: _Seconds = _of_phase("computing the reference's log-probs")
+    old_logps: _Seconds = _of_phase("computing the policy's old log-probs")
     update: _Seconds = _of_phase("the updates of a step")
     sync_reference: _Seconds = _of_phase("updating the reference model")
     evaluate: _Seconds = _of_phase("one evaluation")
     checkpoint: _Seconds = _of_phase("one checkpoint")
-    export: _Seconds = _of_phase("writing the model")
+    export: _Seconds = _of_phase("exporting the final model")
 
 
 class MonitorConfig(Section):
     host_monitor_interval: float = -1.0
-    """interval in seconds at which host memory is measured; 0 or less: off"""
+    """interval in seconds between measurements of host memory; 0 or less: off"""
     host_monitor_steps: list[int | list[int]] = []
-    """steps whose measurements are recorded, as numbers from 1 and [first, last] pairs; empty: all"""
+    """steps in which measurements are recorded: numbers from 1 and [first, last] pairs; empty: all steps"""
     host_memory_protection: bool = False
-    """end this run (and no other program) when the used host memory exceeds host_max_memory_threshold; measured every
-    second unless host_monitor_interval is set"""
+    """end this run (and no other program) when used host memory exceeds host_max_memory_threshold; checked every second
+    unless host_monitor_interval is set"""
     host_max_memory_threshold: float = Field(0.95, gt=0, le=1)
-    """fraction of the host's memory, used by all programs together"""
+    """maximum fraction of the host's memory in use by all programs together"""
     phase_deadline_seconds: _Seconds = 600.0
-    """maximum seconds of a phase; null: only the deadlines of phase_deadlines"""
+    """default deadline of a phase in seconds; null: only the deadlines of phase_deadlines"""
     phase_deadline_action: Annotated[Literal["off", "warn", "stop"], spelled(True, "off")] = "warn"
-    """when a phase exceeds its deadline: do nothing, print which rank the others wait for, or also end the job"""
+    """when a phase exceeds its deadline: off: do nothing; warn: print which rank the others are waiting for; stop: also
+    end the job"""
     phase_deadlines: PhaseDeadlines = PhaseDeadlines()
     log_max_megabytes: float = Field(64.0, gt=0)
-    """size in MB at which the log file of a rank is renamed (worker_0.log.1, then .2) and a new one is started, checked
-    once per step"""
+    """maximum size in MB of a rank's log file before it is rotated (worker_0.log.1, then .2); checked once per step"""
     log_backups: int = Field(2, ge=0, le=99)
-    """number of older log files of a rank to keep"""
+    """number of rotated log files to keep per rank"""
     per_token: int = Field(0, ge=0)
     """write the log-prob, gap, ratio, entropy and KL of every token to per_token.jsonl every N steps, a multiple of
     rl_config.save_prompt_completions_interval; 0: never"""
     report: bool = True
-    """write report.html, a page about the whole run, into its folder when it ends"""
+    """write report.html, a page about the run, into its folder at the end"""
     trackers: Annotated[list[str], BEFORE_LIST] = Field(
         [],
-        description="where metrics, completions and the configuration are recorded besides the run's folder: "
-        f"{', '.join(TRACKERS)} (tensorboard: as rl_config.tensorboard), or a class of one's own as module:Class or "
+        description="where to record metrics, completions and the configuration besides the run's folder: "
+        f"{', '.join(TRACKERS)} (tensorboard: as rl_config.tensorboard), or your own class as module:Class or "
         "file.py:Class; see docs/trackers.md",
     )
     tracker_project: OptionalText = None
-    """project or experiment that the trackers keep the run in; null: mindgrpo"""
+    """project (or experiment) of the run in the trackers; null: mindgrpo"""
     tracker_run_name: OptionalText = None
-    """name of the run in the trackers; null: that of its folder"""
+    """name of the run in the trackers; null: the name of its folder"""
     tracker_finish_seconds: float = Field(60.0, gt=0)
-    """seconds that all trackers together have at the end of a run to send what is written; then they are ended"""
+    """maximum seconds to wait at the end of a run for all trackers to send their data; then they are terminated"""
 
     @field_validator("host_monitor_steps")
     @classmethod
@@ -132,28 +132,28 @@ class ProfilerConfig(Section):
     mstx: bool = False
     """mark the phases in the accelerator's own profile as well"""
     stage: str | list[str] = Field(
-        "all", description="phases that are traced: all, or some of " + ", ".join(PROFILED_STAGES)
+        "all", description="phases to trace: all, or some of " + ", ".join(PROFILED_STAGES)
     )
     profile_save_path: Annotated[str, BEFORE_TEXT] = "./profiler_data"
-    """folder of the traces; each run creates a folder of its own in it"""
+    """folder for the traces; each run creates a subfolder"""
     profile_step_start: int = Field(0, ge=0)
-    """first traced step, counted from 0"""
+    """first step to trace, counted from 0"""
     profile_step_end: int = Field(1, ge=-1)
-    """first step that is no longer traced, counted from 0; -1: trace to the end"""
+    """step before which tracing ends, counted from 0; -1: trace to the end of the run"""
     profile_level: Literal["levelNone", "level_none", "level0", "level1", "level2"] = "level1"
     """level of detail of the accelerator's own profile"""
     profile_with_memory: bool = False
     """also record memory at the end of each phase"""
     profile_with_cpu: bool = True
-    """record processor seconds of phases, and the host in the accelerator's profile"""
+    """record the CPU time of phases, and the host in the accelerator's profile"""
     profile_with_npu: bool = True
     """record the accelerator's own profile, if there is an accelerator"""
     profile_with_stack: bool = False
     """record call stacks in the accelerator's own profile"""
     profile_analysis: bool = False
-    """analyse the accelerator's own profile when it ends"""
+    """analyse the accelerator's own profile when tracing ends"""
     profile_ranks: Literal["all"] | list[int] = "all"
-    """ranks that are traced"""
+    """ranks to trace"""
 
     @field_validator("stage")
     @classmethod
@@ -180,10 +180,10 @@ class ProfilerConfig(Section):
 
 class MsprobeConfig(Section):
     msprobe: bool = False
-    """write data through msprobe's SingleSave, if msprobe is installed"""
+    """dump data with msprobe's SingleSave, if msprobe is installed"""
     dump_path: Annotated[str, BEFORE_TEXT] = "./msprobe_dump"
-    """folder of the dumps; each run creates a folder of its own in it"""
+    """folder for the dumps; each run creates a subfolder"""
     key_data_dump: bool = True
-    """dump each step's tokens, log-probs, rewards and advantages, with statistics"""
+    """dump the tokens, log-probs, rewards and advantages of each step, with statistics"""
     configurations_dump: bool = True
-    """dump every value of this configuration"""
+    """dump all values of the configuration"""

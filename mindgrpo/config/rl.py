@@ -30,19 +30,20 @@ SCALES = {
 
 class AlgorithmKeys(Section):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
-    """weight of each token. grpo: 1 / length of its sample, then the mean over samples; dapo, bnpo: 1 / number of
-    tokens of the update; dr_grpo: 1 / (samples x max_tokens); cispo: as dapo, with the clipped ratio as a constant
-    weight"""
+    """how token losses are averaged. grpo: over the tokens of each sample, then over samples; dapo, bnpo: over all
+    tokens of the update; dr_grpo: sum of all tokens / (samples x max_tokens); cispo: as dapo, with the clipped ratio as
+    a constant weight (no gradient)"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """token: the ratio of each token; sequence: its geometric mean over the sample (GSPO)"""
+    """token: each token has its own importance ratio; sequence: all tokens of a sample share the geometric mean
+    (GSPO)"""
     epsilon_low: float = Field(0.2, gt=0, le=1)
     """lower clip bound of the ratio: 1 - epsilon_low"""
     epsilon_high: float = Field(0.2, gt=0)
     """upper clip bound of the ratio: 1 + epsilon_high, also for cispo"""
     delta: float | None = Field(None, gt=1)
-    """two-sided clip: upper bound of the ratio in the unclipped term"""
+    """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
     dual_clip: float | None = Field(None, gt=1)
-    """dual clip: bounds the surrogate if the advantage is negative"""
+    """dual clipping: lower bound of the surrogate for negative advantages, as a multiple of the advantage; null: off"""
 
     advantage_estimator: Literal[
         "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
@@ -58,39 +59,42 @@ class AlgorithmKeys(Section):
     (none); null: as in the paper of the estimator (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
 
     advantage_std_floor: float = Field(1e-6, gt=0)
-    """added to the standard deviation before dividing by it; 1e-6 is verl's value, TRL adds 1e-4"""
+    """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
 
     beta: float = Field(0.01, ge=0)
-    """weight of the KL term; 0: no KL term, and no reference model is loaded"""
+    """coefficient of the KL penalty; 0: no KL penalty, and no reference model is loaded"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """with d = logp - reference: k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. In the loss, the gradient of k1 has mean 0:
-    use k1 with kl_in_reward"""
+    """estimator of the KL divergence, with d = logp - reference logp. k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. Use k1
+    only with kl_in_reward: in the loss its gradient has mean 0"""
     kl_in_reward: bool = False
-    """subtract beta x KL from the rewards instead of adding it to the loss; needs old log-probs"""
+    """subtract beta x KL from the rewards instead of adding it to the loss; requires old log-probs"""
     entropy_coef: float = Field(0.0, ge=0)
-    """weight of the entropy bonus; 0: none"""
+    """coefficient of the entropy bonus; 0: no bonus"""
 
     mask_truncated_completions: bool = False
-    """exclude completions that were cut at max_tokens from the loss"""
+    """exclude completions that were truncated at max_tokens from the loss"""
     dynamic_sampling: bool = False
-    """replace groups with equal rewards (zero advantage) by groups of further prompts"""
+    """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
     dynamic_sampling_rounds: int | None = Field(
         None,
         ge=1,
         le=100,
-        description=f"maximum number of replacement rounds per step; null: {DEFAULT_ROUNDS}",
+        description=f"maximum number of rounds of replacement per step; null: {DEFAULT_ROUNDS}",
     )
 
     importance_sampling_correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
-    """multiply the surrogate by p_trainer / p_generator of the token or of the sequence, limited to the cap (truncate)
-    or set to 0 above it (mask); needs old log-probs"""
+    """correct for differences between generator and trainer: multiply the surrogate by p_trainer / p_generator of the
+    token or of the sequence; above importance_sampling_cap the weight is clamped to it (truncate) or set to 0 (mask).
+    Requires old log-probs"""
     importance_sampling_cap: float | None = Field(
-        None, ge=1, description=f"cap of importance_sampling_correction; null: {DEFAULT_CAP}"
+        None,
+        ge=1,
+        description=f"maximum weight in importance_sampling_correction; null: {DEFAULT_CAP}",
     )
     enable_oldpolicy: bool = True
-    """compute old log-probs if a rollout has more than one update; false: the ratio is 1"""
+    """compute old log-probs if a rollout has more than one update; false: the ratio is always 1"""
 
     @property
     def reward_scale(self) -> str:
@@ -123,14 +127,14 @@ class CheckpointKeys(Section):
     save_ckpt_async: bool = False
     """write checkpoints during the next step, from a copy in host memory"""
     save_ckpt_format: Literal["safetensors"] = "safetensors"
-    """checkpoints are safetensors files and one JSON file"""
+    """file format of checkpoints: safetensors files and one JSON file"""
     resume_training: Annotated[bool | str, BeforeValidator(_switch_or_path)] = False
     """resume from a checkpoint: true for the latest one of output_dir (without output_dir, of the newest run of this
     configuration that has one), or the path of a run or of a checkpoint"""
     resume_changed: Annotated[list[str], BEFORE_LIST] = []
-    """keys that may differ from the run that is resumed, as the error message lists them; or all"""
+    """keys that may differ from the resumed run, as the error message lists them, or all"""
     max_seconds: float | None = Field(None, gt=0)
-    """end the run after N seconds since its launch, when the current step is finished and saved"""
+    """end the run N seconds after its launch, once the current step is finished and saved; null: no limit"""
 
     @field_validator("save_ckpt_format", mode="before")
     @classmethod
@@ -155,27 +159,28 @@ class CheckpointKeys(Section):
 
 class ConversationKeys(Section):
     tools: Annotated[list[str], BEFORE_LIST] = []
-    """tools that completions may call: calculator, python, module:function or file.py:function; functions with type
-    hints and a docstring with an Args: section"""
+    """tools that the model may call: calculator, python, module:function or file.py:function. Functions need type hints
+    and a docstring with an Args: section"""
     tool_parser: str = "auto"
-    """form of the calls. hermes: <tool_call> tags around JSON (Qwen); llama3: the turn is JSON with a name and
-    parameters; module:function or file.py:function: a function from a turn's text to a list of objects with name and
-    arguments; auto: hermes or llama3, as the chat template shows them"""
+    """format of tool calls. hermes: <tool_call> tags around JSON (Qwen); llama3: the turn is JSON with a name and
+    parameters; module:function or file.py:function: a function that parses the text of a turn into a list of objects
+    with name and arguments; auto: hermes or llama3, detected from the chat template"""
     tool_deadline: float = Field(10.0, gt=0)
-    """seconds of one call; one that takes longer is terminated, and the model reads that it failed"""
+    """timeout of a tool call in seconds; a call that takes longer is terminated and reported to the model as failed"""
     max_turns: int = Field(8, ge=1)
-    """turns of the policy in a conversation with tools or an environment; tools that the last one calls are not run"""
+    """maximum number of model turns in a conversation with tools or an environment; tool calls in the last turn are not
+    executed"""
     max_tool_calls: int | None = Field(None, ge=0)
-    """calls in a conversation; further ones are answered with an error; null: no limit"""
+    """maximum number of tool calls per conversation; further calls are answered with an error; null: no limit"""
     environment: OptionalText = None
-    """module:Class or file.py:Class with reset(row) and step(completion), which gives every conversation its prompt,
-    answers its turns and rewards them; null: none"""
+    """module:Class or file.py:Class with reset(row) and step(completion), which provides the prompt of each
+    conversation, responds to its turns and rewards them; null: no environment"""
     environment_deadline: float = Field(10.0, gt=0)
-    """seconds of one reset or step; an environment that takes longer is terminated, and its conversation ends as
-    failed"""
+    """timeout of reset and step in seconds; an environment that takes longer is terminated, and its conversation ends
+    as failed"""
     turn_advantages: bool = False
-    """an advantage for each turn, from the environment's rewards of this and the later turns; false: one a
-    conversation, from their sum"""
+    """compute an advantage for each turn from the environment's rewards of this and later turns; false: one advantage
+    per conversation, from the sum of its rewards"""
 
     @property
     def has_conversations(self) -> bool:
@@ -188,25 +193,24 @@ DEFAULT_CHUNK = 64
 
 class PartialRolloutKeys(Section):
     partial_rollout: bool = False
-    """end a rollout when the groups of a step are whole; unfinished completions go on in the next step, under its
-    weights and first in line; needs importance_sampling_correction"""
+    """end a rollout once enough groups for the step are complete; unfinished completions continue in the next step,
+    with its weights and before new prompts. Requires importance_sampling_correction"""
     over_sampling_batch_size: int | None = Field(None, ge=1)
-    """prompts under way with partial_rollout, from the prompts of a step to twice as many; null: one and a half times
-    as many"""
+    """number of prompts in flight with partial_rollout: 1 to 2 times the prompts per step; null: 1.5 times"""
     max_staleness: int | None = Field(
         None,
         ge=1,
-        description="number of steps that a completion of partial_rollout may go on after the one that began it; a "
-        f"step waits for those that are this old; null: {DEFAULT_STALENESS}",
+        description="maximum number of further steps in which a completion of partial_rollout may continue; a step "
+        f"waits for completions of this age; null: {DEFAULT_STALENESS}",
     )
     partial_rollout_chunk: int | None = Field(
         None,
         ge=1,
-        description="tokens that every unfinished completion gets before the rollout looks whether enough groups are "
-        f"whole; null: {DEFAULT_CHUNK}",
+        description="number of tokens to generate per unfinished completion before checking whether enough groups are "
+        f"complete; null: {DEFAULT_CHUNK}",
     )
     rollout_token_budget: int | None = Field(None, ge=1)
-    """tokens after which a partial rollout ends with the groups that are whole, one at least; null: no budget"""
+    """end a partial rollout after this many tokens with the groups that are complete (at least one); null: no budget"""
 
     @property
     def staleness_limit(self) -> int:
@@ -224,59 +228,61 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """ON: request bit-reproducible kernels from the device"""
 
     dataset_file: OptionalText = None
-    """training prompts and answers: .jsonl, .json, .csv, .parquet, .arrow, .mindrecord or a directory of Hugging Face
-    datasets"""
+    """training prompts and answers: a .jsonl, .json, .csv, .parquet, .arrow or .mindrecord file, or a directory of
+    Hugging Face datasets"""
     dataset_split: OptionalText = None
-    """split of a directory; null: train, or the only one"""
+    """split to read if dataset_file is a directory; null: train, or the only split"""
     eval_dataset_file: OptionalText = None
-    """held-out prompts and answers"""
+    """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation"""
     eval_dataset_split: OptionalText = None
-    """split of a directory; null: validation or test, whichever exists, or the only one"""
+    """split to read if eval_dataset_file is a directory; null: validation or test, whichever exists, or the only
+    split"""
     dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = None
-    """how the gold answer is read; null: the text after the last #### if there is one, else the whole answer"""
+    """how to read the gold answer. gsm8k: the text after the last ####, which every row must have; openr1math, plain:
+    the whole answer; null: the text after the last #### if there is one, else the whole answer"""
     dataset_map_keys: Annotated[list[str], BEFORE_LIST] = []
-    """NAME=KEY pairs for rows with other column names: question=problem"""
+    """NAME=KEY pairs that rename columns of the data set, such as question=problem"""
     dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = None
-    """columns that are passed to reward functions in addition to the answer; null: all"""
+    """columns to pass to reward functions in addition to the answer; null: all"""
     tokenizer_dir: OptionalText = None
     """directory of the tokenizer; null: actor_config.load"""
     system_prompt: OptionalText = None
-    """system prompt for every prompt that has none"""
+    """system message for prompts that have none"""
     chat_template: OptionalText = None
-    """a name such as qwen_r1, FILE.jinja or FILE.json:NAME; null: the tokenizer's own"""
+    """chat template: a name such as qwen_r1, FILE.jinja or FILE.json:NAME; null: the tokenizer's own"""
     prompt_overflow: Literal["error", "drop", "left", "right"] = "error"
-    """what to do with a prompt of more than generate_config.max_prompt_length tokens: report an error, drop the row, or
-    cut the prompt at its left or right end"""
+    """what to do with a prompt that is longer than generate_config.max_prompt_length. error: report an error; drop:
+    skip the row; left, right: truncate the prompt on that side"""
 
     epochs: int = Field(1, ge=1)
-    """passes over the data set, where max_steps is null"""
+    """number of passes over the data set if max_steps is null"""
     max_steps: int | None = Field(None, ge=1)
-    """number of steps, over as many passes as that takes; null: epochs passes"""
+    """number of steps; the data set is repeated as often as needed; null: as many as epochs takes"""
     batch_size: int = Field(4, ge=1)
     """packed rows per micro-batch on each data-parallel rank of the trainer"""
     seq_length: int = Field(1024, ge=2)
     """maximum length of a packed row in tokens"""
     packing: bool = True
-    """pack several samples into a row; False: one sample per row"""
+    """pack several samples into a row; false: one sample per row"""
     pack_num: int | None = Field(None, ge=1)
     """maximum number of samples per row; null: as many as fit"""
 
     micro_batch_interleaved: int = Field(1, ge=1)
-    """number of parts into which the rows of a micro-batch are divided for the pipeline, to reduce idle time of the
-    stages"""
+    """split each micro-batch into this many parts to reduce the idle time of pipeline stages"""
 
     prompts_per_step: int | None = Field(None, ge=1)
-    """prompts per step, independent of the layout; replaces chunk_size"""
+    """number of prompts per step, independent of the layout; replaces num_rollouts and chunk_size; null: computed from
+    them"""
     num_rollouts: int = Field(1, ge=1)
-    """batches of prompts per step"""
+    """number of rollouts of chunk_size prompts per step"""
     chunk_size: int | None = Field(None, ge=1)
     """prompts per rollout on each data-parallel rank of the generator; null: 1"""
     num_generations: int = Field(8, ge=1)
     """completions per prompt (group size)"""
     num_iterations: int = Field(1, ge=1)
-    """passes over the same samples"""
+    """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)
-    """optimizer steps into which one pass over the samples is divided"""
+    """number of optimizer steps per pass over the samples; null: computed from micro_batch_num, else 1"""
 
     seed: int = Field(0, ge=0)
     """seed of the data order and of sampling"""
@@ -290,32 +296,32 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     eval_modes: Annotated[list[Literal["sampled", "greedy"]], BEFORE_LIST] = Field(
         default=["sampled"], min_length=1
     )
-    """sampled: with eval_temperature and eval_top_p, metrics eval/...; greedy: the most likely completion of each
-    prompt, metrics eval_greedy/...; both: sampled,greedy"""
+    """decoding modes of evaluations. sampled: with eval_temperature and eval_top_p, metrics eval/...; greedy: always
+    the most likely token, metrics eval_greedy/...; both: sampled,greedy"""
     eval_num_generations: int = Field(1, ge=1)
-    """sampled completions per held-out prompt, for mean@n and pass@k"""
+    """number of sampled completions per held-out prompt, for mean@n and pass@k"""
     eval_temperature: float | None = Field(None, ge=0)
-    """temperature of sampled completions in evaluations; 0: the most likely token; null: that of the run"""
+    """sampling temperature in evaluations; 0: always the most likely token; null: that of training"""
     eval_top_p: float | None = Field(None, gt=0, le=1)
-    """top_p of sampled completions in evaluations; null: that of the run"""
+    """top_p in evaluations; null: that of training"""
     eval_pass_threshold: float = 1.0
-    """pass@k counts a completion as passed if its reward is at least this value"""
+    """minimum reward at which pass@k counts a completion as correct"""
     save_eval_completions: bool = True
-    """write eval_completions.jsonl"""
+    """write the completions of evaluations to eval_completions.jsonl"""
     logprob_gap_limit: float | Literal["auto"] | None = "auto"
-    """maximum difference of a token's log-prob between generator and trainer; a larger one ends the run; auto: 0.01
-    where both compute in float32, else of the mean over a step's tokens, 0.1 with context.float32_matmul_precision
-    medium, and 0.05 where vLLM computes in float16, 0.5 in bfloat16; null: no limit"""
+    """end the run if a token's log-prob differs between generator and trainer by more than this; auto: 0.01 if both
+    compute in float32, else a limit on the mean over the tokens of a step (0.1 with context.float32_matmul_precision
+    medium, 0.05 if vLLM computes in float16, 0.5 in bfloat16); null: no limit"""
     checksum_interval: int | None = Field(1, ge=1)
-    """compare the checksums of the generator's weights with the policy's, and those of replicas, every N steps; null:
+    """compare the checksums of the generator's and the policy's weights, and those of replicas, every N steps; null:
     never"""
     max_skipped_updates: int = Field(3, ge=0)
-    """number of consecutive updates that may be skipped because of non-finite numbers; one more ends the run"""
+    """maximum number of consecutive updates that are skipped because of non-finite values; one more ends the run"""
     dump_weights: bool = True
-    """save the weights together with a batch that has a non-finite number"""
+    """when a batch with non-finite values is saved, also save the weights"""
 
     save_prompt_completions_data: bool = True
-    """write completions.jsonl"""
+    """write the completions of training to completions.jsonl"""
     save_prompt_completions_interval: int = Field(1, ge=1)
     """write completions every N steps"""
     save_prompt_completions_dir: OptionalText = None
@@ -325,9 +331,9 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     tensorboard_dir: OptionalText = None
     """folder of the TensorBoard events; null: tensorboard/ in the run's folder"""
     tensorboard_queue_size: int = Field(10, ge=1)
-    """number of events that are buffered before a write"""
+    """number of events to buffer before writing"""
     performance_stats: bool = False
-    """print the seconds of every phase after each step"""
+    """print the duration of each phase after every step"""
 
     @field_validator("eval_modes")
     @classmethod
@@ -356,20 +362,21 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
 
 class RewardConfig(Section):
     verifier_function: list[str] = []
-    """reward functions: built-in names, module:function or file.py:function, each optionally with (argument=value)"""
+    """reward functions: names of built-in functions, module:function or file.py:function, each
+    optionally with (argument=value)"""
     verifier_weight: list[float] | None = None
-    """one weight per function; null: 1.0 for each"""
+    """weight of each function; null: 1.0 for each"""
     environment_weight: float = 1.0
-    """weight of the rewards of rl_config.environment, which are a function named environment"""
+    """weight of the rewards of rl_config.environment, which appear as a function named environment"""
     deadline: float = Field(10.0, gt=0)
-    """seconds for a single sample; a function that takes longer is terminated and counted as failed"""
+    """timeout for a single sample in seconds; a function that takes longer is terminated and counted as failed"""
     together_deadline: float | None = Field(None, gt=0)
-    """seconds for all samples of a step in one call, after which each sample is scored separately; null: deadline, at
-    most 2.5"""
+    """timeout in seconds for scoring all samples of a step in one call; afterwards each sample is scored separately;
+    null: deadline, at most 2.5"""
     max_failed_steps: int | None = Field(5, ge=1)
-    """end the run after so many steps in a row in which no sample could be scored; null: only a run of nothing but such
-    steps, which is an error in any case"""
+    """end the run after this many consecutive steps in which no sample could be scored; null: no limit (a run without
+    any scored step still ends with an error)"""
     memory: Annotated[str, AFTER_SIZE] = "2GB"
-    """memory limit of a worker process"""
+    """memory limit of each worker process"""
     workers: int = Field(1, ge=1)
-    """number of processes among which the samples of a function are divided; each call receives a part of the step"""
+    """number of worker processes per function; each scores a part of the samples of a step"""

@@ -12,19 +12,20 @@ from mindgrpo.config.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, Option
 
 class VllmConfig(Section):
     python: OptionalText = None
-    """Python of an environment that has vLLM; null: .venv-vllm, which `bash scripts/setup_env.sh --vllm` makes"""
+    """Python interpreter of an environment with vLLM; null: .venv-vllm, which `bash scripts/setup_env.sh --vllm`
+    creates"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """in which vLLM computes; null: the run's compute dtype; the policy's float32 weights are rounded to it when they
-    are handed over"""
+    """dtype of vLLM's weights and activations, to which the policy's weights are rounded; null: the run's compute
+    dtype"""
     kv_cache_memory: Annotated[str | None, AFTER_SIZE] = None
-    """size of each engine's KV cache such as 4GB, over all its workers; null: what max_num_seqs samples of full length
-    need, or on a device what gpu_memory_utilization leaves"""
+    """size of the KV cache of each engine over all its workers, such as 4GB; null: enough for max_num_seqs samples of
+    maximum length, or on a device what gpu_memory_utilization leaves"""
     max_silence_seconds: float = Field(300.0, gt=0)
-    """an engine that answers nothing for so long ends the job"""
+    """end the job if an engine is silent for this many seconds"""
     max_start_seconds: float = Field(900.0, gt=0)
-    """an engine that is not ready after so long ends the job: on a busy machine it takes minutes to start"""
+    """end the job if an engine is not ready after this many seconds; starting can take minutes on a busy machine"""
     arguments: Annotated[list[str], BEFORE_LIST] = []
-    """further arguments of vLLM's LLM class by their names there, each as name=value: [swap_space=4]"""
+    """additional arguments of vLLM's LLM class as name=value, such as [swap_space=4]"""
 
     @field_validator("arguments")
     @classmethod
@@ -44,21 +45,23 @@ class VllmConfig(Section):
 
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "model shapes in MindFormers' format; must agree with the model's config.json"
-_OFFSET = "list of numbers of layers to add to (or remove from) each pipeline stage; 0: none"
+_OFFSET = (
+    "number of layers to add to (or remove from) each pipeline stage, as a list; 0: an even split"
+)
 
 
 class ParallelConfig(Section):
     data_parallel: int = Field(1, ge=1)
-    """number of replicas"""
+    """number of data-parallel replicas"""
     model_parallel: int = Field(1, ge=1)
-    """number of ranks that share each layer (tensor parallelism)"""
+    """number of ranks that share each layer (tensor-parallel size)"""
     pipeline_stage: int = Field(1, ge=1)
     """number of pipeline stages"""
 
 
 class TrainParallelConfig(ParallelConfig):
     micro_batch_num: int | None = Field(None, ge=1)
-    """micro-batches per update; null: as many as the rollout needs, in one update"""
+    """number of micro-batches per update; null: as many as a rollout needs"""
 
 
 class GenerateParallelConfig(ParallelConfig):
@@ -66,7 +69,7 @@ class GenerateParallelConfig(ParallelConfig):
     @classmethod
     def _has_one_stage(cls, value: int) -> int:
         if value != 1:
-            raise ValueError("must be 1, for the generator keeps all layers on each replica")
+            raise ValueError("must be 1: each generator replica holds all layers")
         return value
 
 
@@ -77,8 +80,8 @@ class RecomputeConfig(Section):
     recompute: bool = False
     """recompute whole layers in the backward pass"""
     select_recompute: bool | int | list[str] = False
-    """recompute less than whole layers: true or [attention]: the attention of every layer; [mlp]: the MLP of every
-    layer; a number n: every n-th layer as a whole"""
+    """recompute only a part. true or [attention]: the attention of every layer; [mlp]: the MLP of every layer; a number
+    n: every n-th layer completely"""
 
     @field_validator("select_recompute")
     @classmethod
@@ -109,50 +112,50 @@ class RecomputeConfig(Section):
 
 class OptimizerConfig(Section):
     type: Literal["adamw"] = "adamw"
-    """AdamW, with decoupled weight decay"""
+    """optimizer: AdamW with decoupled weight decay"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """decay rate of the first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     """decay rate of the second moment"""
     eps: float = Field(1e-8, gt=0)
-    """added to the square root of the second moment"""
+    """term added to the denominator for numerical stability"""
     weight_decay: float = Field(0.0, ge=0)
-    """weight decay; not applied to norms and biases"""
+    """weight decay coefficient; not applied to norms and biases"""
     max_grad_norm: float = Field(1.0, gt=0)
-    """gradients are clipped to this global norm"""
+    """maximum global norm of the gradients; larger gradients are scaled down"""
     opt_offload: bool = False
     """keep the moments in host memory and update the weights there"""
 
 
 class LRSchedule(Section):
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """shape of the decay from lr to min_lr"""
+    """how the learning rate decays from lr to min_lr"""
     lr: float = Field(1e-6, gt=0)
     """maximum learning rate"""
     min_lr: float = Field(0.0, ge=0)
     """final learning rate"""
     warmup_step: int = Field(0, ge=0)
-    """number of updates of the linear warm-up; the first update uses lr / warmup_step"""
+    """number of updates in the linear warm-up, which starts at lr / warmup_step"""
     warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """warm-up as a fraction of the run, instead of warmup_step"""
+    """fraction of the run to warm up for, instead of warmup_step; null: use warmup_step"""
     decay_steps: int | None = Field(None, ge=1)
     """number of updates until min_lr is reached; null: the length of the run"""
 
 
 class LoraConfig(Section):
     rank: int | None = Field(None, ge=1)
-    """rank of the LoRA adapters; null: no LoRA, all weights are trained"""
+    """rank of the LoRA adapters; null: train all weights without LoRA"""
     alpha: float | None = Field(None, gt=0)
-    """LoRA scale: the adapters are multiplied by alpha / rank; null: by 1"""
+    """LoRA scaling: adapters are multiplied by alpha / rank; null: alpha = rank"""
     target_modules: list[str] | None = Field(None, min_length=1)
-    """matrices with adapters: q_proj, down_proj, ...; null: every matrix of a layer"""
+    """matrices to add adapters to: q_proj, down_proj, ...; null: every matrix of a layer"""
 
 
 class ActorConfig(Section):
     load: Annotated[str, BEFORE_TEXT] = ""
     """Hugging Face directory of the model to train"""
     save: OptionalText = None
-    """folder of the final model; if it is not empty, a new folder in it; null: OUTPUT/hf"""
+    """folder for the final model; a new subfolder if it is not empty; null: OUTPUT/hf"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()
@@ -168,35 +171,34 @@ class RefConfig(Section):
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     ref_model_batch_size: int = Field(4, ge=1)
-    """packed rows per forward pass on each data-parallel rank"""
+    """number of packed rows per forward pass on each data-parallel rank"""
     sync_ref_model: bool = False
-    """update the reference model with the policy every ref_model_sync_steps steps"""
+    """update the reference model from the policy every ref_model_sync_steps steps"""
     ref_model_sync_steps: int = Field(50, ge=1)
-    """interval of the updates of the reference model, in steps"""
+    """number of steps between updates of the reference model"""
     ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
-    """fraction of the policy in the new reference model; 1: a copy of the policy"""
+    """weight of the policy when it is mixed into the reference model; 1: replace the reference model by a copy"""
     parallel_config: ParallelConfig | None = None
-    """null: the actor's layout"""
+    """layout of the reference model; null: that of the actor"""
 
 
 class SamplingConfig(Section):
     max_tokens: int = Field(128, ge=1)
     """maximum length of a completion in tokens"""
     min_tokens: int = Field(0, ge=0)
-    """stop tokens are suppressed until the completion has this length"""
+    """minimum length of a completion in tokens; stop tokens are suppressed until then"""
     temperature: float = Field(1.0, ge=0)
-    """sampling temperature; 0: the most likely token"""
+    """sampling temperature; 0: greedy, always the most likely token"""
     repetition_penalty: float = Field(1.0, gt=0)
     """penalty for repeated tokens; 1: off"""
     top_p: float = Field(1.0, gt=0, le=1)
-    """sample from the most likely tokens up to this cumulative probability; tokens as likely as the last one are
-    included; 1: off"""
+    """sample from the most likely tokens up to this cumulative probability, including ties with the last one; 1: off"""
     top_k: int = Field(0, ge=-1)
     """sample from the k most likely tokens; 0 or -1: off"""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """exclude tokens below this fraction of the largest probability; 0: off"""
+    """minimum probability of a token, as a fraction of the largest one; 0: off"""
     eos_token_id: int | list[int] | None = None
-    """stop tokens; null: those of generation_config.json"""
+    """ids of stop tokens; null: those of generation_config.json"""
 
     @field_validator("eos_token_id")
     @classmethod
@@ -213,20 +215,20 @@ class GenerateConfig(Section):
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     parallel_config: GenerateParallelConfig = GenerateParallelConfig()
     use_vllm: Literal[0, 1, 2] = 0
-    """1: vLLM generates; 0 and 2 (MindRLHF's mode for debugging): the embedded generator does"""
+    """1: generate with vLLM; 0, 2 (MindRLHF's debugging mode): generate with the embedded generator"""
     max_model_len: int | None = Field(None, ge=2)
-    """maximum length of prompt and completion together; null: the sum of the two limits"""
+    """maximum length of prompt and completion together in tokens; null: max_prompt_length + max_tokens"""
     max_num_seqs: int | None = Field(None, ge=1)
-    """maximum number of samples in flight on each data-parallel rank; null: all"""
+    """maximum number of sequences in flight on each data-parallel rank; null: no limit"""
     max_prompt_length: int = Field(512, ge=1)
     """maximum length of a prompt in tokens"""
     max_num_batched_tokens: int | None = Field(None, ge=1)
-    """vLLM: maximum number of tokens in one of its steps; null: vLLM's own"""
+    """vLLM: maximum number of batched tokens per iteration; null: vLLM's default"""
     block_size: int | None = Field(None, ge=1)
-    """vLLM: tokens in a block of the KV cache; null: vLLM's own"""
+    """vLLM: number of tokens per block of the KV cache; null: vLLM's default"""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """vLLM: share of a device's memory that an engine may take; where processors compute, of the host's memory and all
-    engines of the run together; null: 0.9 on a device, else no limit"""
+    """vLLM: fraction of a device's memory that an engine may use; on CPU, fraction of the host's memory for all engines
+    of the run together; null: 0.9 on a device, else no limit"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
 

@@ -20,9 +20,9 @@ from mindgrpo.config.section import Key, OptionalText, Section, keys_of
 
 class Config(Section):
     output_dir: OptionalText = None
-    """folder of the run; null: output/<config name>/<time>"""
+    """output folder of the run; null: output/<config name>/<time>"""
     verbose: bool = False
-    """show the memory of every phase at the start"""
+    """print the memory of each phase at startup"""
     rl_config: RLConfig = RLConfig()
     actor_config: ActorConfig = ActorConfig()
     ref_config: RefConfig = RefConfig()
