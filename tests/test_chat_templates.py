@@ -18,7 +18,7 @@ from chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 from data_sets import MODEL, change, copy_tokenizer, examples_of
 from packaging.version import Version
 
-from mindgrpo.data import rendering
+from mindgrpo.data import chat_template
 from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
 from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
@@ -189,7 +189,7 @@ ESCAPES = {
 def test_a_template_that_runs_on_ends_with_a_sentence(
     ours: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     started = time.process_time()
     with pytest.raises(
         UserError, match="cannot render .*: it takes more than 0.3 s of processor time"
@@ -202,7 +202,7 @@ def test_a_template_that_runs_on_ends_with_a_sentence(
 def test_a_template_that_grows_ends_with_a_sentence(
     ours: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(rendering, "MAX_GIB", 1)
+    monkeypatch.setattr(chat_template, "MAX_GIB", 1)
     with pytest.raises(UserError, match="cannot render .*: it takes more than 1 GiB of memory"):
         with_text(ours, GROW[name]).render(ASKED)
 

@@ -132,7 +132,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("generate_config.sampling_config.min_p", "1.0", "must be below 1"),
         ("generate_config.sampling_config.eos_token_id", "[1, x]", "or a list of whole numbers"),
         ("generate_config.sampling_config.eos_token_id", "[]", "a list of at least one"),
-        ("generate_config.parallel_config.pipeline_stage", "2", "must be 1, for the generator"),
+        ("generate_config.parallel_config.pipeline_stage", "2", "must be 1: each generator"),
         ("reward_config.verifier_function", "accuracy_reward", "write [accuracy_reward]"),
         ("context.max_device_memory", "lots", "must be a size above 0 such as 58GB"),
         ("context.mode", "2", "must be at most 1"),

@@ -13,8 +13,7 @@ import pytest
 from data_sets import MODEL, change, copy_tokenizer
 
 from mindgrpo.data.examples import Message
-from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
-from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 
 ASKED: list[Message] = [{"role": "user", "content": "2 + 3 = ?"}]
 TALK: list[Message] = [

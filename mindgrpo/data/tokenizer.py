@@ -1,14 +1,21 @@
-"""A Hugging Face tokenizer directory: text <-> token ids, chat rendering and stop ids.
+"""Reads, uses and writes a Hugging Face tokenizer directory: text <-> token ids, chat rendering and stop ids.
 
-codec.py reads the files. Neither a chat template nor an end-of-sequence id is guessed.
+Neither a chat template nor an end-of-sequence id is guessed, and added tokens must get the ids that they are listed
+with. `tokenizer.json` is read with the light `tokenizers` library: transformers' AutoTokenizer would add 0.3 s of a
+core to the start of every rank, and since its version 5 builds the pipeline of some models anew. It reads only older
+files, such as the `vocab.json` + `merges.txt` of GPT-2's and Qwen's families: local ones, and without running the
+model's code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
@@ -19,12 +26,29 @@ from mindgrpo.data.chat_template import (
     SETTING,
     ChatTemplate,
     choose_template,
+    render_chat,
     shipped_names,
 )
-from mindgrpo.data.codec import FURTHER_KEY, further_tokens, read_codec, reading, settings_in
 from mindgrpo.data.examples import Message
 from mindgrpo.errors import UserError
-from mindgrpo.strict_files import read_text
+from mindgrpo.strict_files import read_json, read_object, read_text
+
+TOKEN_KEYS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+FURTHER_KEY = "additional_special_tokens"
+PAIR = ("vocab.json", "merges.txt")
+# Qwen's vocabulary is often copied as the two bare files; its special tokens follow it.
+QWEN_VOCABULARY = 151643
+QWEN_SETTINGS = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|endoftext|>",
+    FURTHER_KEY: ["<|im_start|>", "<|im_end|>"],
+}
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+FURTHER_TEMPLATES = "additional_chat_templates"
 
 
 @dataclass(frozen=True)
@@ -53,15 +77,14 @@ class Tokenizer:
         return None if stop is None else self.codec.token_to_id(stop)
 
     def encode(self, text: str) -> list[int]:
-        with self._encoding():
-            return list(self.codec.encode(text, add_special_tokens=False).ids)
+        return list(self._encoding(text).ids)
 
-    def _encoding(self) -> AbstractContextManager[None]:
-        return reading(f"a prompt, with the tokenizer in {self.directory},")
+    def _encoding(self, text: str) -> Any:
+        with reading(f"a prompt, with the tokenizer in {self.directory},"):
+            return self.codec.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        whole = [int(number) for number in ids]
-        return str(self.codec.decode(whole, skip_special_tokens=skip_special_tokens))
+        return str(self.codec.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens))
 
     def render(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
@@ -83,8 +106,7 @@ class Tokenizer:
         """
         variables = {"add_generation_prompt": False} | variables
         text, spans = self._rendered(messages, variables, with_spans=True)
-        with self._encoding():
-            encoding = self.codec.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         mask, later = [], iter(spans)
         span = next(later, None)
         for start, stop in encoding.offsets:
@@ -96,9 +118,6 @@ class Tokenizer:
     def _rendered(
         self, messages: Sequence[Message], variables: Mapping[str, Any], with_spans: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        # Imports transformers, which commands that render nothing need not wait for.
-        from mindgrpo.data.rendering import render_chat
-
         template = self.template
         if template is None:
             raise UserError(
@@ -179,12 +198,10 @@ def load_tokenizer(directory: str | Path, vocabulary: tuple[Path, Path] | None =
 def read_templates(
     folder: Path, settings: Mapping[str, Any]
 ) -> tuple[ChatTemplate | None, dict[str, str]]:
-    """Returns the one to render with, and all those that have names. Raises UserError."""
+    """Returns the template to render with, and the texts of all that have names. Raises UserError."""
     listed = settings.get("chat_template")
-    named = {
-        path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    }
-    texts = {name: template_text(path) for name, path in named.items()}
+    further = sorted((folder / FURTHER_TEMPLATES).glob("*.jinja"))
+    texts = {path.stem: template_text(path) for path in further}
     if isinstance(listed, list):
         if not all(map(is_named, listed)):
             raise UserError(
@@ -227,6 +244,7 @@ def ids_of(codec: Codec, tokens: Mapping[str, str], key: str, folder: Path) -> l
 
 
 def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:
+    """Returns the id or ids that generation_config.json has under `key`. Raises UserError."""
     value = settings.get(key)
     numbers = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(number) is int and 0 <= number < 2**31 for number in numbers):
@@ -235,3 +253,166 @@ def id_list(settings: dict[str, Any], key: str, folder: Path) -> list[int]:
             "it must be an id or a list of ids"
         )
     return numbers
+
+
+def read_codec(
+    folder: Path, settings: Mapping[str, Any], vocabulary: tuple[Path, Path] | None = None
+) -> tuple[Codec, dict[str, str]]:
+    """Returns the codec and the special tokens by name. `settings` is tokenizer_config.json. Raises UserError."""
+    if vocabulary is None and (folder / "tokenizer.json").is_file():
+        codec = load_json(folder / "tokenizer.json")
+        # Saved by other programs, these would cut or fill every prompt.
+        codec.no_truncation()
+        codec.no_padding()
+        return codec, named_tokens(folder, settings)
+    pair = vocabulary or (folder / PAIR[0], folder / PAIR[1])
+    has_pair = all(path.is_file() for path in pair)
+    if not has_pair and not (folder / "tokenizer.model").is_file():
+        raise UserError(
+            f"{folder} holds no tokenizer; it must contain tokenizer.json, or vocab.json and merges.txt; copy "
+            "them from the model's Hugging Face repository"
+        )
+    model_type = settings_in(folder / "config.json").get("model_type")
+    kind = str(settings.get("tokenizer_class") or model_type or "").lower()
+    if has_pair and not kind and len(settings_in(pair[0])) != QWEN_VOCABULARY:
+        raise UserError(
+            f"no file in {folder} tells what kind of tokenizer {pair[0].name} is of; add the model's "
+            "tokenizer_config.json, which names its tokenizer_class"
+        )
+    if has_pair and (not kind or kind.startswith("qwen")) and not named_tokens(folder, settings):
+        settings = {**QWEN_SETTINGS, **settings}
+    loaded = load_with_transformers(folder, settings, pair if has_pair else ())
+    codec = loaded.backend_tokenizer
+    check_ids(codec, settings, folder)
+    if has_pair:
+        return codec, named_tokens(folder, settings)
+    return codec, {
+        name: str(text) for name, text in loaded.special_tokens_map.items() if name in TOKEN_KEYS
+    }
+
+
+def load_json(path: Path) -> Codec:
+    # Strictly first: what the library makes of doubles and of depth is not documented.
+    read_json(path, "the tokenizer", "copy it from the model's Hugging Face repository")
+    with reading(str(path)):
+        return Codec.from_file(str(path))
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Makes a UserError of the libraries' errors: some raise bare Exception, and panics are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{what} cannot be read: {reason}; copy the tokenizer's files from the model's Hugging Face repository"
+        ) from error
+
+
+def load_with_transformers(
+    folder: Path, settings: Mapping[str, Any], pair: tuple[Path, ...]
+) -> Any:
+    from transformers import AutoTokenizer
+
+    files = {path.name: path.resolve() for path in folder.iterdir()}
+    files |= {name: path.resolve() for name, path in zip(PAIR, pair, strict=False)}
+    with TemporaryDirectory() as named, reading(f"the tokenizer in {folder}"):
+        for name in files.keys() - {"tokenizer.json", "tokenizer_config.json"}:
+            Path(named, name).symlink_to(files[name])
+        Path(named, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return AutoTokenizer.from_pretrained(
+            named, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+
+
+def check_ids(codec: Codec, settings: Mapping[str, Any], folder: Path) -> None:
+    """Raises UserError where an added token has another id than the one that it is listed with."""
+    listed = settings.get("added_tokens_decoder") or {}
+    wanted = {content_of(entry): number for number, entry in listed.items()}
+    wanted |= settings_in(folder / "added_tokens.json")
+    for text, number in wanted.items():
+        if str(codec.token_to_id(text)) != str(number):
+            raise UserError(
+                f"{text} in {folder} has the id {number}, but after vocab.json comes {codec.token_to_id(text)}; "
+                "copy vocab.json, merges.txt and tokenizer_config.json of one model, or its tokenizer.json"
+            )
+
+
+def named_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}
+    return {key: content_of(listed[key]) for key in TOKEN_KEYS if content_of(listed.get(key))}
+
+
+def further_tokens(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the contents of `additional_special_tokens`, which chat templates may ask for. Raises UserError."""
+    listed = {**settings_in(folder / "special_tokens_map.json"), **settings}.get(FURTHER_KEY)
+    if not isinstance(listed, list | None):
+        raise UserError(
+            f"{FURTHER_KEY} of the tokenizer in {folder} is {listed!r}; it must be a list"
+        )
+    return [content_of(entry) for entry in listed or []]
+
+
+def content_of(entry: object) -> str:
+    """Returns the text of a special token, which the files write as a text or an object with it; empty for none."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else ""
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return read_object(path, "the tokenizer's", "correct or remove it")
+
+
+def write_tokenizer(tokenizer: Tokenizer, target: Path, with_template: bool) -> None:
+    """Writes `tokenizer`'s files into the model folder `target`, in place of any that are there.
+
+    `with_template`: its chat template was chosen by name, so it becomes the folder's own, in both files where
+    libraries look, and the token that ends its turns ends what the model generates.
+    """
+    source = tokenizer.directory
+    for name in FILES:
+        (target / name).unlink(missing_ok=True)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if (source / FURTHER_TEMPLATES).is_dir():
+        shutil.copytree(source / FURTHER_TEMPLATES, target / FURTHER_TEMPLATES, dirs_exist_ok=True)
+    if with_template and tokenizer.template is not None:
+        write_template(tokenizer, tokenizer.template.text, target)
+        end_turns(tokenizer, target)
+
+
+def write_template(tokenizer: Tokenizer, text: str, target: Path) -> None:
+    (target / "chat_template.jinja").write_text(text, encoding="utf-8")
+    (target / "chat_template.json").unlink(missing_ok=True)
+    path = target / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    settings = settings_in(path)
+    own = settings.get("chat_template")
+    settings["chat_template"] = text
+    if isinstance(own, list):
+        others = [entry for entry in own if entry.get("name") != "default"]
+        settings["chat_template"] = [{"name": "default", "template": text}, *others]
+    write_json(path, settings)
+
+
+def end_turns(tokenizer: Tokenizer, target: Path) -> None:
+    path = target / "generation_config.json"
+    generation = settings_in(path)
+    ends = id_list(generation, "eos_token_id", target) or [tokenizer.eos_id]
+    stop = tokenizer.turn_end
+    if stop is None or stop in ends:
+        return
+    if not path.is_file():
+        # Libraries take these from here alone, once the file exists.
+        generation |= {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+    write_json(path, generation | {"eos_token_id": [*ends, stop]})
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -27,8 +27,8 @@ from mindgrpo.launch.plan import has_config
 from mindgrpo.launch.processes import remove_shared_files
 
 PARENT_CHECK_SECONDS = 0.5
-# Imports transformers when a rank renders its first prompt.
-FIRST_RENDERING = "mindgrpo.data.rendering"
+# Imported when a rank renders its first prompt.
+FIRST_RENDERING = "transformers.utils.chat_template_utils"
 # What MindSpore imports when it compiles for the first time.
 FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
 

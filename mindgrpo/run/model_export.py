@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.backend.rank_consistency import on_first_rank
-from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.data.tokenizer_files import write_tokenizer
+from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
 from mindgrpo.errors import writing
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.weight_sync.hf_export import export_adapters, export_policy

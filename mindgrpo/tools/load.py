@@ -25,7 +25,7 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """The JSON schema that chat templates take in `tools`. Raises UserError."""
         # Imports transformers, which a worker need not wait for.
-        from mindgrpo.data.rendering import tool_schema
+        from mindgrpo.data.chat_template import tool_schema
 
         try:
             return tool_schema(self.function)

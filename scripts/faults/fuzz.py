@@ -221,7 +221,8 @@ def warm_up() -> None:
         "mindgrpo.monitor.run_directory",
         "mindgrpo.config.reference",
         "mindgrpo.data.convert",
-        "mindgrpo.data.rendering",
+        "mindgrpo.data.chat_template",
+        "transformers.utils.chat_template_utils",
     ):
         importlib.import_module(name)
 
