@@ -86,7 +86,7 @@ def short(change: Change) -> str:
     """Its key, or in words what many keys do."""
     if len(change.values) > 1:
         return change.cost.partition(":")[0]
-    ((key, value),) = change.values
+    ((key, value),) = change.values.items()
     return f"`--{key} {str(value).lower()}`"
 
 

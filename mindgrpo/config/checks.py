@@ -1,6 +1,6 @@
 """Rules that span several keys: sentences about keys that are each right and cannot stand together.
 
-A sentence names its keys in full: `error_messages` adds where these were set.
+A sentence names its keys in full: `load.explain` adds where these were set.
 """
 
 from __future__ import annotations

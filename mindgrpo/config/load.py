@@ -9,16 +9,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
+from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
-from mindgrpo.config.error_messages import explain, shown
-from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, retired_key, unknown
+from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
-from mindgrpo.config.section import Section, kinds
+from mindgrpo.config.section import BOUNDS, Section, either, kinds
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
@@ -209,3 +210,59 @@ def _as_yaml(value: object) -> str:
     if isinstance(value, str):
         return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()
     return yaml.safe_dump([value], default_flow_style=True, width=10**9).strip()[1:-1]
+
+
+def shown(value: object) -> str:
+    return "null" if value is None else repr(value)
+
+
+def explain(error: ValidationError, live: Mapping[str, Sourced]) -> str:
+    """Returns pydantic's first error as a sentence: later ones often follow from it. `live` has the user's keys."""
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, Contradiction):
+        keys = re.findall(r"\w+(?:\.\w+)*", str(cause))
+        origins = dict.fromkeys(live[key].origin for key in keys if key in live)
+        return f"{cause} ({', '.join(origins) or 'by default'})."
+    location = [str(name) for name in first["loc"]]
+    prefixes = (".".join(location[:end]) for end in range(len(location), 0, -1))
+    key = next(prefix for prefix in prefixes if prefix in LIVE)
+    field, (value, origin) = LIVE[key].field, live[key]
+    return (
+        f"{key} is {shown(value)}, but {_rule(first, field)}; {_remedy(value, field)} ({origin})."
+    )
+
+
+def _rule(error: Any, field: FieldInfo) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in BOUNDS:
+        words, name = BOUNDS[kind]
+        return f"must be {words} {context[name]}"
+    if kind == "value_error":
+        return str(context["error"])
+    return "must be " + ("a finite number" if kind == "finite_number" else either(field.annotation))
+
+
+def _remedy(value: object, field: FieldInfo) -> str:
+    wanted = kinds(field.annotation)
+    choices = [text for kind in wanted if get_origin(kind) is Literal for text in get_args(kind)]
+    if isinstance(value, str):
+        spelled = value.lower().replace("++", "_plus_plus").replace("-", "_")
+        if near := nearest(spelled, [text for text in choices if isinstance(text, str)]):
+            return f"did you mean {near!r}"
+    if isinstance(value, str) and str not in wanted and _unquoted(value, wanted):
+        return f"write {value} without quotes"
+    if str in wanted and isinstance(value, (int, float)):
+        return "put it in quotes"
+    if any(get_origin(kind) is list for kind in wanted) and isinstance(value, (str, int, float)):
+        return f"write [{value}]"
+    default = "the default" if field.default in (None, "", []) else repr(field.default)
+    return f"leave it out for {default}"
+
+
+def _unquoted(text: str, wanted: tuple[Any, ...]) -> bool:
+    try:
+        value = parse_yaml(text)
+    except yaml.YAMLError:
+        return False
+    return type(value) in wanted or (type(value) is int and float in wanted)

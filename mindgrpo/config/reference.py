@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from mindgrpo.config.command_line import FLAGS
-from mindgrpo.config.error_messages import takes
 from mindgrpo.config.names import (
     KNOWN,
     PENDING,
@@ -22,6 +21,7 @@ from mindgrpo.config.names import (
     suggestion,
 )
 from mindgrpo.config.schema import LIVE
+from mindgrpo.config.section import takes
 from mindgrpo.errors import UserError
 
 _HEAD = """# Configuration reference

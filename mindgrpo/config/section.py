@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
@@ -46,6 +46,20 @@ BEFORE_LIST = _of_text(lambda text: [word.strip() for word in text.split(",") if
 BEFORE_NAME = _of_text(lambda text: text.lower() or None)
 BEFORE_UPPER = _of_text(str.upper)
 
+BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("above", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("below", "lt"),
+}
+# Of one, and of several in a list.
+NOUNS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    bool: ("true or false", "true or false"),
+    str: ("text", "texts"),
+    types.NoneType: ("null", "null"),
+}
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -80,16 +94,40 @@ def kinds(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
+def takes(field: FieldInfo) -> str:
+    """Says what a field accepts: its types, then its bounds."""
+    bounds = [
+        f"{words} {getattr(limit, name)}"
+        for limit in field.metadata
+        for words, name in BOUNDS.values()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join([either(field.annotation), *bounds])
+
+
+def either(annotation: Any) -> str:
+    """Names the types of an annotation: "a whole number or null"."""
+    return " or ".join(_noun(kind) for kind in kinds(annotation))
+
+
+def _noun(kind: Any, several: bool = False) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(kind))
+    if get_origin(kind) is list:
+        inner = " or ".join(_noun(one, several=True) for one in kinds(get_args(kind)[0]))
+        return f"{'lists' if several else 'a list'} of {inner}"
+    return NOUNS[kind][several]
+
+
 def keys_of(
     model: type[Section], prefix: str = "", path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, Key]]:
     """Yields every dotted key below `model`, in the order of declaration."""
     for name, field in model.model_fields.items():
         dotted = prefix + (field.alias or name)
-        inner = [
-            k for k in kinds(field.annotation) if isinstance(k, type) and issubclass(k, Section)
-        ]
-        if inner:
-            yield from keys_of(inner[0], dotted + ".", (*path, name))
+        classes = (kind for kind in kinds(field.annotation) if isinstance(kind, type))
+        inner = next((kind for kind in classes if issubclass(kind, Section)), None)
+        if inner is not None:
+            yield from keys_of(inner, dotted + ".", (*path, name))
         else:
             yield dotted, Key((*path, name), field)

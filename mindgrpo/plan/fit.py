@@ -1,9 +1,13 @@
-"""Whether a run fits its devices, and what would make it fit: every change is planned before it is proposed. Pure."""
+"""Decides whether a run fits its devices, and proposes what would make it fit. Pure.
+
+Every change is planned before it is proposed.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.config import Loaded, config_with
@@ -18,6 +22,25 @@ PROPOSED = 3
 MOST_TOGETHER = 3
 
 
+# Model-parallel ranks exchange every layer's results: beyond a host of eight devices that takes longer than it saves.
+MODEL_DEGREES, STAGE_DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+ADAPTER_RANK = 16
+Values = Mapping[str, int | bool | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """New values by key. Of two changes of one `kind` only one is made.
+
+    `price` orders by a step's time, then by devices, then by whether the run learns differently.
+    """
+
+    kind: str
+    values: Values
+    cost: str
+    price: int
+
+
 @dataclass(frozen=True)
 class Remedy:
     """Changes that together make the run fit, with what the plan then says."""
@@ -26,14 +49,17 @@ class Remedy:
     need: PhaseNeed
 
     def lines(self) -> list[str]:
-        words = " ".join(f"--{key} {value}" for key, value in _values(self.changes).items())
+        words = (
+            f"--{key} {'null' if value is None else str(value).lower()}"
+            for key, value in _together(self.changes).items()
+        )
         costs = "; ".join(change.cost for change in self.changes)
-        return [words, f"    then {_said(self.need)}; {costs}"]
+        return [" ".join(words), f"    then {_size_of(self.need)}; {costs}"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`budget` None: the configuration sets no limit, and so nothing is said."""
+    """Whether `need` fits `budget`, in bytes; a budget of None: the configuration sets no limit."""
 
     need: PhaseNeed
     budget: int | None
@@ -46,21 +72,19 @@ class Verdict:
     def lines(self) -> list[str]:
         if self.budget is None:
             return [
-                f"not known, for {KEY} sets no limit: at most {_said(self.need)}; give --{KEY} 58GB or what the "
+                f"not known, for {KEY} sets no limit: at most {_size_of(self.need)}; give --{KEY} 58GB or what the "
                 "device has"
             ]
         allowed = f"{KEY} allows {format_bytes(self.budget)}"
         if self.fits:
-            return [f"fits: at most {_said(self.need)}, and {allowed}"]
-        lines = [f"does not fit: {_said(self.need)}, but {allowed}"]
+            return [f"fits: at most {_size_of(self.need)}, and {allowed}"]
+        lines = [f"does not fit: {_size_of(self.need)}, but {allowed}"]
         if not self.remedies:
-            return [
-                *lines,
-                f"no {MOST_TOGETHER} changes that plan tries make it fit: use more devices",
-            ]
+            remedy = f"no {MOST_TOGETHER} changes that plan tries make it fit: use more devices"
+            return [*lines, remedy]
         lines.append("the cheapest changes that make it fit:")
-        for number, remedy in enumerate(self.remedies, start=1):
-            head, *rest = remedy.lines()
+        for number, each in enumerate(self.remedies, start=1):
+            head, *rest = each.lines()
             lines += [f"{number}. {head}", *rest]
         return lines
 
@@ -73,179 +97,135 @@ def verdict(loaded: Loaded, plan: RunPlan) -> Verdict:
     return Verdict(need, budget, tuple(remedies))
 
 
-def _said(need: PhaseNeed) -> str:
+def _size_of(need: PhaseNeed) -> str:
     return f"{format_bytes(need.total)} a rank, in phase {need.phase}"
 
 
 def _remedies(loaded: Loaded, plan: RunPlan, budget: int) -> Iterator[Remedy]:
-    """The cheapest first; none that holds a smaller remedy."""
+    """Yields the cheapest first; none that contains a smaller remedy."""
     changes = _helpful(loaded, plan, budget)
     numbers = range(1, MOST_TOGETHER + 1)
     together = [chosen for number in numbers for chosen in itertools.combinations(changes, number)]
-    enough: list[frozenset[Change]] = []
-    for chosen in sorted(together, key=_price):
+    enough: list[set[Change]] = []
+    for chosen in sorted(together, key=lambda chosen: sum(change.price for change in chosen)):
         if any(known <= set(chosen) for known in enough) or not _agree(chosen):
             continue
         needs = _needs_with(loaded, plan, chosen)
-        most = max(needs, key=lambda need: need.total) if needs else None
+        most = max(needs, key=lambda need: need.total, default=None)
         if most is not None and most.total <= budget:
-            enough.append(frozenset(chosen))
+            enough.append(set(chosen))
             yield Remedy(chosen, most)
 
 
 def _helpful(loaded: Loaded, plan: RunPlan, budget: int) -> list[Change]:
-    """Those that take something from a phase that does not fit."""
+    """Returns the changes that take something from a phase that does not fit."""
     over = {need.phase: need.total for need in phase_needs(plan) if need.total > budget}
-    changes = []
-    for change in changes_for(plan):
-        needs = _needs_with(loaded, plan, (change,))
-        if any(need.total < over.get(need.phase, 0) for need in needs):
-            changes.append(change)
-    return changes
-
-
-def _price(chosen: Sequence[Change]) -> int:
-    return sum(change.price for change in chosen)
+    return [
+        change
+        for change in changes_for(plan)
+        if any(need.total < over.get(need.phase, 0) for need in _needs_with(loaded, plan, [change]))
+    ]
 
 
 def _agree(chosen: Sequence[Change]) -> bool:
-    """Whether no two set one key, or are of one kind."""
-    keys = [key for change in chosen for key, _ in change.values]
-    kinds = [change.kind for change in chosen]
-    return len(set(keys)) == len(keys) and len(set(kinds)) == len(kinds)
+    """Tells whether no two set one key, or are of one kind."""
+    num_values = sum(len(change.values) for change in chosen)
+    kinds = {change.kind for change in chosen}
+    return len(_together(chosen)) == num_values and len(kinds) == len(chosen)
 
 
-def _values(chosen: Sequence[Change]) -> dict[str, str]:
-    pairs = ((key, value) for change in chosen for key, value in change.values)
-    return {key: "null" if value is None else str(value).lower() for key, value in pairs}
+def _together(chosen: Sequence[Change]) -> Values:
+    return {key: value for change in chosen for key, value in change.values.items()}
 
 
 def _needs_with(loaded: Loaded, plan: RunPlan, chosen: Sequence[Change]) -> list[PhaseNeed]:
-    """None where the configuration, the model or the batch does not allow the changes."""
+    """Returns no needs where the configuration, the model or the batch does not allow the changes."""
     try:
-        changed = config_with(
-            loaded, {key: value for c in chosen for key, value in c.values}
-        ).config
-        new = plan_run(changed, plan.model, None)
+        new = plan_run(config_with(loaded, _together(chosen)).config, plan.model, None)
     except UserError:
         return []
     before, after = ((p.batch.samples_per_step, p.batch.updates_per_step) for p in (plan, new))
     return phase_needs(new) if before == after else []
 
 
-# Model-parallel ranks exchange every layer's results: beyond a host of eight devices that takes longer than it spares.
-MOST_MODEL_PARALLEL = 8
-ADAPTER_RANK = 16
-# A key and its value each.
-Values = tuple[tuple[str, int | bool | None], ...]
-
-
-@dataclass(frozen=True)
-class Change:
-    """Of two of one `kind` only one is made. `price` orders: time of a step, then devices, then another learning."""
-
-    kind: str
-    values: Values
-    cost: str
-    price: int
-
-
 def changes_for(plan: RunPlan) -> list[Change]:
-    """All that might help, from the cheapest on."""
-    changes = [
-        *_recompute(plan),
-        *_offload(plan),
-        *_rows(plan),
-        *_slots(plan),
-        *_reference_rows(plan),
-        *_layouts(plan),
-        *_generator_layouts(plan),
-        *_more_devices(plan),
-        *_adapters(plan),
-    ]
+    """Returns all that might help, from the cheapest on."""
+    kinds = (_memory_for_time, _rows, _slots, _layouts, _generator_layouts, _more_devices)
+    changes = [change for kind in kinds for change in kind(plan)]
     return sorted(changes, key=lambda change: change.price)
 
 
-def _recompute(plan: RunPlan) -> Iterator[Change]:
-    recompute = plan.config.actor_config.recompute_config
+def _memory_for_time(plan: RunPlan) -> Iterator[Change]:
+    """Proposes recomputation, moments on the host, and adapters."""
+    actor = plan.config.actor_config
+    recompute, keys = actor.recompute_config, "actor_config.recompute_config."
     if recompute.modules != {"attention", "mlp"} or recompute.every > 1:
-        keys = "actor_config.recompute_config."
-        values: list[tuple[str, int | bool | None]] = [(f"{keys}recompute", True)]
+        values: Values = {f"{keys}recompute": True}
         if recompute.select_recompute:
-            values.append((f"{keys}select_recompute", False))
+            values = {**values, f"{keys}select_recompute": False}
         cost = (
             "layers are computed again in the backward pass, about a third more work in an update"
         )
-        yield Change("recompute", tuple(values), cost, 1)
-
-
-def _offload(plan: RunPlan) -> Iterator[Change]:
-    if plan.config.actor_config.optimizer.opt_offload:
-        return
-    trained = plan.trained_bytes(LARGEST)
-    cost = (
-        f"{format_bytes(2 * trained)} of host memory a rank, {format_bytes(4 * trained)} between device and host and "
-        "the processors' AdamW in every update"
-    )
-    yield Change("offload", (("actor_config.optimizer.opt_offload", True),), cost, 3)
+        yield Change("recompute", values, cost, 1)
+    if not actor.optimizer.opt_offload:
+        trained = plan.trained_bytes(LARGEST)
+        cost = (
+            f"{format_bytes(2 * trained)} of host memory a rank, {format_bytes(4 * trained)} between device and host "
+            "and the processors' AdamW in every update"
+        )
+        yield Change("offload", {"actor_config.optimizer.opt_offload": True}, cost, 3)
+    if plan.lora is None:
+        cost = f"trains adapters of rank {ADAPTER_RANK} instead of all weights: another learning"
+        yield Change("adapters", {"actor_config.lora.rank": ADAPTER_RANK}, cost, 100)
 
 
 def _rows(plan: RunPlan) -> Iterator[Change]:
-    """Fewer tokens a micro-batch: fewer rows, or shorter ones."""
+    """Proposes fewer tokens per micro-batch: fewer rows, or shorter ones."""
     config = plan.config
     rl, train = config.rl_config, config.actor_config.parallel_config
     if rl.batch_size > rl.micro_batch_interleaved:
         # Where micro_batch_num counts updates in rows, parts of a micro-batch leave their number alone.
-        name = "batch_size" if train.micro_batch_num is None else "micro_batch_interleaved"
-        value = 1 if name == "batch_size" else rl.batch_size
+        values: Values = {"rl_config.micro_batch_interleaved": rl.batch_size}
+        if train.micro_batch_num is None:
+            values = {"rl_config.batch_size": 1}
         cost = f"{rl.batch_size} times as many micro-batches of one row"
-        yield Change("rows", ((f"rl_config.{name}", value),), cost, 2)
-    longest = (
-        config.generate_config.max_prompt_length + config.generate_config.sampling_config.max_tokens
-    )
+        yield Change("rows", values, cost, 2)
+    generate = config.generate_config
+    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
     if rl.packing and rl.seq_length > longest:
         cost = f"rows of {longest} tokens, the longest sample, hold fewer samples: more padding, more micro-batches"
-        yield Change("length", (("rl_config.seq_length", longest),), cost, 2)
+        yield Change("length", {"rl_config.seq_length": longest}, cost, 2)
 
 
 def _slots(plan: RunPlan) -> Iterator[Change]:
+    """Proposes fewer samples in flight, and a smaller batch of the reference."""
     slots, group = plan.cache_config.slots, plan.config.rl_config.num_generations
     fewer = slots // 2
     while fewer >= group:
         cost = (
             f"{fewer} samples in flight on each replica instead of {slots}: generation takes longer"
         )
-        yield Change("slots", (("generate_config.max_num_seqs", fewer),), cost, 2)
+        yield Change("slots", {"generate_config.max_num_seqs": fewer}, cost, 2)
         fewer //= 2
-
-
-def _reference_rows(plan: RunPlan) -> Iterator[Change]:
     rows = plan.config.ref_config.ref_model_batch_size
     if plan.reference is not None and rows > 1:
         cost = f"{rows} times as many forward passes of the reference"
-        yield Change("reference rows", (("ref_config.ref_model_batch_size", 1),), cost, 2)
+        yield Change("reference rows", {"ref_config.ref_model_batch_size": 1}, cost, 2)
 
 
-def _layout(role: str, data: int, model: int, stages: int) -> Values:
+def _layout(role: str, data: int, model: int, stages: int | None = None) -> Values:
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
-    return tuple((f"{role}.parallel_config.{axis}", size) for axis, size in sizes.items())
-
-
-def _degrees(size: int) -> Iterator[tuple[int, int]]:
-    """Model- and pipeline-parallel degrees of `size` ranks or fewer, the first one small."""
-    for model in (1, 2, 4, 8):
-        for stages in (1, 2, 4, 8, 16):
-            if model <= MOST_MODEL_PARALLEL and size % (model * stages) == 0:
-                yield model, stages
+    return {f"{role}.parallel_config.{axis}": size for axis, size in sizes.items() if size}
 
 
 def _layouts(plan: RunPlan) -> Iterator[Change]:
-    """The trainer's, on as many devices, cut finer."""
+    """Proposes finer layouts of the trainer on as many devices."""
     mesh = plan.train.mesh
-    now = mesh.model_parallel * mesh.pipeline_stage
-    for model, stages in _degrees(mesh.size):
-        if model * stages >= now and (model, stages) != (mesh.model_parallel, mesh.pipeline_stage):
-            data = mesh.size // (model * stages)
+    now = mesh.model_parallel, mesh.pipeline_stage
+    for model, stages in itertools.product(MODEL_DEGREES, STAGE_DEGREES):
+        shares = model * stages
+        if mesh.size % shares == 0 and shares >= math.prod(now) and (model, stages) != now:
+            data = mesh.size // shares
             cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {mesh}: more exchange between ranks"
             values = _layout("actor_config", data, model, stages)
             steps = abs(model.bit_length() - mesh.model_parallel.bit_length())
@@ -256,42 +236,35 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
 def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
     mesh = plan.infer.mesh
     model = 2 * mesh.model_parallel
-    while model <= MOST_MODEL_PARALLEL and mesh.size % model == 0:
+    while model <= max(MODEL_DEGREES) and mesh.size % model == 0:
         data = mesh.size // model
-        values = _layout("generate_config", data, model, 1)[:2] + _samples(plan)
+        values = {**_layout("generate_config", data, model), **_samples(plan)}
         cost = f"generates in DP{data}/MP{model} instead of {mesh}: more exchange between ranks"
         yield Change("generator layout", values, cost, 4)
         model *= 2
 
 
 def _samples(plan: RunPlan) -> Values:
-    """Where a step's prompts follow the generator's replicas, their number is kept."""
+    """Keeps the number of a step's prompts where it depends on the generator's replicas."""
     rl = plan.config.rl_config
     if rl.prompts_per_step is not None:
-        return ()
-    kept: list[tuple[str, int | None]] = [
-        ("rl_config.prompts_per_step", plan.batch.prompts_per_step)
-    ]
+        return {}
+    kept: dict[str, int | None] = {"rl_config.prompts_per_step": plan.batch.prompts_per_step}
     if rl.num_rollouts != 1:
-        kept.append(("rl_config.num_rollouts", 1))
+        kept["rl_config.num_rollouts"] = 1
     if rl.chunk_size is not None:
-        kept.append(("rl_config.chunk_size", None))
-    return tuple(kept)
+        kept["rl_config.chunk_size"] = None
+    return kept
 
 
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
     train, infer = plan.train.mesh, plan.infer.mesh
     for times in (2, 4, 8):
-        values = _layout(
-            "actor_config", train.data_parallel, train.model_parallel, train.pipeline_stage * times
-        )
-        more = infer.data_parallel * times
-        values = (*values, ("generate_config.parallel_config.data_parallel", more), *_samples(plan))
+        stages = train.pipeline_stage * times
+        values = {
+            **_layout("actor_config", train.data_parallel, train.model_parallel, stages),
+            "generate_config.parallel_config.data_parallel": infer.data_parallel * times,
+            **_samples(plan),
+        }
         cost = f"takes {times * train.size} devices instead of {train.size}"
         yield Change("devices", values, cost, 20 * times)
-
-
-def _adapters(plan: RunPlan) -> Iterator[Change]:
-    if plan.lora is None:
-        cost = f"trains adapters of rank {ADAPTER_RANK} instead of all weights: another learning"
-        yield Change("adapters", (("actor_config.lora.rank", ADAPTER_RANK),), cost, 100)

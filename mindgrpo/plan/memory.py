@@ -63,7 +63,7 @@ class PhaseNeed:
 
 
 def phase_needs(plan: RunPlan) -> list[PhaseNeed]:
-    """Of every phase that the run has."""
+    """Returns the need of every phase that the run has."""
     activations = activation_bytes(plan)
     buffers = {} if plan.config.context.target == SHARED_MEMORY else _buffers(plan)
     return [
@@ -105,8 +105,10 @@ def _has(plan: RunPlan, phase: str) -> bool:
 
 
 def _buffers(plan: RunPlan) -> dict[str, int]:
-    """Where devices have memory of their own and ranks reach one another by sending. Those that the communication's
-    own library keeps are not known."""
+    """Returns the bytes of buffers by phase, for devices with memory of their own.
+
+    Those that the communication library itself keeps are not known.
+    """
     sizes = {"reshard": device_buffer_bytes(plan.reshard), "update": _sum_bytes(plan)}
     if plan.reference is not None and plan.config.ref_config.sync_ref_model:
         to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
@@ -115,7 +117,7 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 
 
 def _sum_bytes(plan: RunPlan) -> int:
-    """Of a sum of gradients over data-parallel ranks: a bucket, a rank's share of its sum, and the sum."""
+    """Returns the bytes for summing gradients over data-parallel ranks: a bucket, a rank's share, and the sum."""
     num_ranks = plan.train.mesh.data_parallel
     if num_ranks == 1:
         return 0
@@ -127,13 +129,12 @@ def _sum_bytes(plan: RunPlan) -> int:
 
 
 def _largest(layout: Layout) -> int:
-    """Elements of a rank's largest tensor; those of gate and up are one."""
+    """Returns the elements of a rank's largest tensor; gate and up count as one."""
     tp_size = layout.mesh.model_parallel
-    sizes = [
+    return max(
         math.prod(local_shape(spec, tp_size)) * (2 if "gate_proj" in spec.name else 1)
         for spec in layout.specs
-    ]
-    return max(sizes)
+    )
 
 
 # Roles that are made again instead of kept on the host (grpo/roles.py).
@@ -144,29 +145,31 @@ COPIES_IN_A_CHECKPOINT = 3
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """Of one rank: what a step copies between device and host, and the most that is on the host for it."""
+    """Bytes of one rank: copied between device and host in a step, and the most that it has on the host."""
 
     step_bytes: int
     host_bytes: int
 
 
 class HostPlan:
+    """What a run needs on the host, and what it copies."""
+
     def __init__(self, plan: RunPlan) -> None:
         self._plan = plan
 
     @cached_property
     def step_bytes(self) -> int:
-        """Between device and host in a step, over all ranks, without evaluations, checkpoints and the first step."""
+        """Returns the bytes copied in a step over all ranks, without evaluations, checkpoints and the first step."""
         return sum(number * traffic.step_bytes for traffic, number in self._traffic.items())
 
     @property
     def swapped_bytes(self) -> int:
-        """Of roles that leave the device within a step, on the rank with most."""
+        """Returns the bytes of roles that leave the device within a step, on the rank with most."""
         return max(traffic.host_bytes for traffic in self._traffic)
 
     @cached_property
     def _traffic(self) -> Mapping[RankTraffic, int]:
-        """How many ranks have which."""
+        """Counts the ranks by their traffic."""
         plan = self._plan
         if plan.config.context.target == SHARED_MEMORY:
             return {RankTraffic(0, 0): plan.world_size}
@@ -181,15 +184,15 @@ class HostPlan:
         return traffic
 
     def _stages(self, rank: int) -> tuple[int, int | None]:
-        reference = self._plan.reference
+        reference, train = self._plan.reference, self._plan.train.mesh.coordinates(rank).stage
         if reference is None or not reference.mesh.holds(rank):
-            return self._plan.train.mesh.coordinates(rank).stage, None
-        return self._plan.train.mesh.coordinates(rank).stage, reference.mesh.coordinates(rank).stage
+            return train, None
+        return train, reference.mesh.coordinates(rank).stage
 
     def _rank_traffic(self, train: int, reference: int | None) -> RankTraffic:
         plan = self._plan
         reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
-        # What does not fit is the verdict's word; copies are told as of a device that is just large enough.
+        # Whether it fits is the verdict's matter; copies are counted for a device that is just large enough.
         budget = plan.config.context.max_device_bytes
         if budget is not None:
             budget = max(budget, *(row.total for row in plan.memory()))
@@ -221,13 +224,13 @@ class HostPlan:
         return phases
 
     def _optimizer_bytes(self, stage: int) -> int:
-        """With moments on the host, weights and gradients go there and come back in every update."""
+        """Returns the bytes of weights and gradients that go to moments on the host and back in every update."""
         if not self._plan.config.actor_config.optimizer.opt_offload:
             return 0
         return 4 * self._plan.trained_bytes(stage) * self._plan.batch.updates_per_step
 
     def lines(self) -> list[str]:
-        """Of the host's memory a rank, and of a step's copies."""
+        """Formats the host's memory by rank, and a step's copies."""
         plan = self._plan
         config, on_host = plan.config, plan.config.context.target.keeps_weights_on_host
         trained = plan.trained_bytes(LARGEST)
@@ -255,7 +258,7 @@ class HostPlan:
 
     @property
     def export_bytes(self) -> int:
-        """On rank 0: a group of tensors as they are kept, and in float32 those of a file that is not full yet."""
+        """Returns the bytes on rank 0: a group of tensors as kept, and in float32 those of a file not yet full."""
         plan, lora = self._plan, self._plan.lora
         kept = FLOAT_BYTES if lora is None else ITEM_BYTES[compute_dtype(plan.config)]
         largest = FLOAT_BYTES * max(math.prod(spec.shape) for spec in plan.train.specs)
@@ -268,14 +271,14 @@ class HostPlan:
         return export
 
     def _bucket_bytes(self) -> int:
-        """The largest group of tensors, in vLLM's dtype and once more in the run's where that is another."""
+        """Returns the bytes of the largest group of tensors in vLLM's dtype, and in the run's where that differs."""
         config = self._plan.config
         dtypes = {engine_dtype(config), compute_dtype(config)}
         return self._largest_group * sum(ITEM_BYTES[dtype] for dtype in dtypes)
 
     @property
     def _largest_group(self) -> int:
-        """Elements of a layer, or of what stands before or after the layers."""
+        """Returns the elements of a layer, or of the parameters before or after the layers, whichever is most."""
         groups: Counter[object] = Counter()
         for spec in self._plan.train.specs:
             groups[spec.position] += math.prod(spec.shape)

@@ -13,7 +13,7 @@ from functools import cached_property
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.kernels.rollout import LocalModelShape
-from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
@@ -21,6 +21,7 @@ from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.local_sizes import local_heads, local_vocabulary
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
@@ -31,7 +32,7 @@ from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 FLOAT_BYTES = ITEM_BYTES["float32"]
-# In place of a stage: of the rank that needs most.
+# In place of a stage: the rank that needs most.
 LARGEST = -1
 
 
@@ -39,7 +40,7 @@ LARGEST = -1
 class RunPlan:
     """Layouts of the roles (`reference` None where beta is 0) and the arithmetic of a step.
 
-    `device_bytes` is what a device says that it has; None where none was asked.
+    `device_bytes` is the memory that a device reports; None where none was asked.
     """
 
     config: Config
@@ -59,24 +60,24 @@ class RunPlan:
         lora = self.config.actor_config.lora
         if lora.rank is None:
             return None
-        alpha = lora.rank if lora.alpha is None else lora.alpha
-        return LoraSettings(lora.rank, float(alpha), tuple(lora.target_modules or TARGETS))
+        targets = tuple(lora.target_modules or TARGETS)
+        return LoraSettings(lora.rank, float(lora.alpha or lora.rank), targets)
 
     @cached_property
     def reshard(self) -> Plan:
-        """Of the policy's weights to the generator, or to the ranks that hand them to vLLM."""
+        """Plans the transfer of the policy's weights to the generator, or to the ranks that hand them to vLLM."""
+        target = self.infer
         if self.config.generate_config.uses_vllm:
-            whole = self.infer.whole_on(self.infer.mesh.first_ranks)
-            return plan_reshard(self.train, whole, self._itemsize)
-        return plan_reshard(self.train, self.infer, self._itemsize)
+            target = target.whole_on(target.mesh.first_ranks)
+        return plan_reshard(self.train, target, self._itemsize)
 
     @property
     def _itemsize(self) -> int:
-        """Of the compute dtype."""
+        """Returns the bytes of an element of the compute dtype."""
         return ITEM_BYTES[compute_dtype(self.config)]
 
     def num_steps(self, num_prompts: int) -> int:
-        """Steps of a run over a data set of `num_prompts`, whose last step of an epoch may reach into the next.
+        """Counts the steps of a run over `num_prompts` prompts, where an epoch's last step may reach into the next.
 
         `max_steps` takes precedence over `epochs`, as in TRL and verl: the data set is repeated as often as needed.
         """
@@ -90,7 +91,7 @@ class RunPlan:
 
     @property
     def notices(self) -> list[str]:
-        """What the user should hear of how this model runs on this device."""
+        """Returns sentences for the user on how this model runs on this device."""
         generate, dtypes = self.config.generate_config, dtype_notices(self.config)
         if generate.uses_vllm:
             return dtypes
@@ -107,12 +108,12 @@ class RunPlan:
         return [*own, *dtypes, *unused]
 
     def memory(self) -> list[PhaseMemory]:
-        """By phase, of the rank that needs most: weights, gradients, moments, cache and copies."""
+        """Returns the pools by phase of the rank that needs most: weights, gradients, moments, cache and copies."""
         reference = None if self.reference is None else LARGEST
         return by_phase(self.bytes_by_role(LARGEST, reference))
 
     def bytes_by_role(self, stage: int, reference_stage: int | None) -> Mapping[str, int]:
-        """Of a rank in these stages of the trainer's and the reference's layouts, None outside of the reference's."""
+        """Returns the bytes of a rank in these stages of the trainer and of the reference (None: in none of its)."""
         ref, adapters = self.config.ref_config, self._adapter_bytes
 
         def weights(layout: Layout, stage: int) -> int:
@@ -143,28 +144,28 @@ class RunPlan:
         return FLOAT_BYTES * share_of(replace(layout, specs=specs), stage)
 
     def trained_bytes(self, stage: int) -> int:
-        """Of what the optimizer changes on a rank of the stage, which is float32."""
+        """Returns the float32 bytes of what the optimizer updates on a rank of the stage."""
         if self.lora is not None:
             return self._adapter_bytes(self.train, stage)
         return FLOAT_BYTES * share_of(self.train, stage)
 
     @property
     def cache_config(self) -> KVCacheConfig:
-        """What the generator of each replica has memory for."""
+        """Sizes the KV cache of each replica of the generator."""
         generate, group = self.config.generate_config, self.config.rl_config.num_generations
         batch, is_partial = self.batch, self.config.rl_config.partial_rollout
         at_once = batch.prompts_under_way if is_partial else batch.prompts_per_step
         prompts = -(-at_once // self.infer.mesh.data_parallel)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
-        # Partial rollouts compute again what is there: slots that are as long as a chunk are worth more.
-        goes_on = self.config.rl_config.has_conversations and not is_partial
+        # Partial rollouts recompute the partial completions: slots that are as long as a chunk are worth more.
+        continues = self.config.rl_config.has_conversations and not is_partial
         context = self.config.longest_context
-        return KVCacheConfig(slots, group, prompts, context, longest, goes_on)
+        return KVCacheConfig(slots, group, prompts, context, longest, continues)
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes of a device, as far as they are known."""
+        """Returns the bytes of a device, as far as they are known."""
         return self.device_bytes or self.config.context.max_device_bytes
 
     @property
@@ -178,15 +179,14 @@ class RunPlan:
 
     @property
     def _generator_shape(self) -> LocalModelShape:
-        """A generating rank's share of the model."""
+        """Returns a generating rank's share of the model."""
         model, tp_size = self.model, self.infer.mesh.model_parallel
-        kv = max(1, model.num_key_value_heads // tp_size)
-        width = -(-model.vocab_size // tp_size)
+        width = local_vocabulary(model, tp_size)
         return LocalModelShape(
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
             inner=-(-model.intermediate_size // tp_size),
-            heads=Heads(model.num_attention_heads // tp_size, kv, model.head_dim),
+            heads=local_heads(model, tp_size),
             vocabulary=Vocabulary(0, width, width),
             norm_eps=model.rms_norm_eps,
             tp_size=tp_size,
@@ -198,7 +198,7 @@ class RunPlan:
         return keeps_slots(self.config.context.target) and not missing_options(self.model)
 
     def _embedded_cache_bytes(self) -> int:
-        """Keys and values, and what the kernels need beside them. Plain operations keep a prompt in every slot."""
+        """Returns the bytes of keys, values and the kernels' work space; plain operations keep prompts in all slots."""
         shape = self._generator_shape
         heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
         dtype = compute_dtype(self.config)
@@ -211,24 +211,21 @@ class RunPlan:
         return KVCacheSizes.of(self.cache_config, *sizes, penalty != 1.0).num_bytes(dtype)
 
     def _packed_bytes(self) -> int:
-        """Of the embedded generator's matrices as it keeps them for products of bfloat16, beside its weights."""
+        """Returns the bytes of matrices that the embedded generator packs for bfloat16 products, beside its weights."""
         if self.config.generate_config.uses_vllm or not self.keeps_slots:
             return 0
         return self._generator_shape.packed_bytes(num_product_parts(self.config))
 
     def layout_lines(self) -> list[str]:
-        lines = [
-            f"train {self.train.mesh}, stages of "
-            + "+".join(str(len(layers)) for layers in self.train.stage_layers)
-            + " layers",
-            f"generate {self.infer.mesh}{self._by_vllm()}",
-        ]
+        uses_vllm = self.config.generate_config.uses_vllm
+        by_vllm = f", vLLM in {engine_dtype(self.config)}" if uses_vllm else ""
+        stages = "+".join(str(len(layers)) for layers in self.train.stage_layers)
         reference = "none (beta is 0)" if self.reference is None else str(self.reference.mesh)
-        return [*lines, f"reference {reference}"]
-
-    def _by_vllm(self) -> str:
-        generate = self.config.generate_config
-        return f", vLLM in {engine_dtype(self.config)}" if generate.uses_vllm else ""
+        return [
+            f"train {self.train.mesh}, stages of {stages} layers",
+            f"generate {self.infer.mesh}{by_vllm}",
+            f"reference {reference}",
+        ]
 
     def most_memory(self) -> str:
         most = max(self.memory(), key=lambda phase: phase.total)
@@ -251,7 +248,7 @@ class RunPlan:
 
 
 def share_of(layout: Layout, stage: int) -> int:
-    """Elements of a rank of the stage, the padding of short shares included; LARGEST: of the rank that holds most."""
+    """Counts the elements of a rank of the stage with the padding of short shares; LARGEST: of the largest rank."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
         size = math.prod(local_shape(spec, layout.mesh.model_parallel))
@@ -261,14 +258,14 @@ def share_of(layout: Layout, stage: int) -> int:
 
 
 def generator_bytes(config: Config, layout: Layout) -> int:
-    """Of the weights of the rank of `layout` that holds most, or of that worker of vLLM."""
+    """Returns the bytes of the weights of the rank of `layout`, or the worker of vLLM, that holds most."""
     generate = config.generate_config
     dtype = engine_dtype(config) if generate.uses_vllm else compute_dtype(config)
     return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
 
 
 def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
-    """Raises UserError for layouts that the world or the model does not allow."""
+    """Plans a run. Raises UserError for layouts that the world or the model does not allow."""
     if world_size is not None:
         validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
@@ -277,13 +274,6 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     reference = None
     if config.rl_config.beta > 0:
         reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
-    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
-    if longest > config.rl_config.seq_length:
-        raise UserError(
-            f"rl_config.seq_length {config.rl_config.seq_length} cannot hold a prompt of generate_config."
-            f"max_prompt_length {generate.max_prompt_length} and a completion of max_tokens "
-            f"{generate.sampling_config.max_tokens}; set seq_length to {longest} or more."
-        )
     check_positions(config, model)
     group = config.rl_config.num_generations
     if generate.max_num_seqs is not None and generate.max_num_seqs < group:
@@ -319,7 +309,7 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 
 
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
-    """Of the whole model. Raises UserError."""
+    """Lays out the whole model. Raises UserError."""
     mesh = Mesh(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
     return _layout(mesh, model, offset)
 
