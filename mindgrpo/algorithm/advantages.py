@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Added to a standard deviation before dividing by it (verl's value; TRL adds 1e-4).
-STD_FLOOR = 1e-6
+from mindgrpo.algorithm.loss_config import STD_FLOOR
 
 
 def group_advantages(

@@ -1,10 +1,14 @@
-"""What a run asks of the algorithm, as plain values: LossConfig for the loss, AdvantageConfig for what it is fed."""
+"""Holds what a run asks of the algorithm: LossConfig for the loss, AdvantageConfig for what it is fed.
+
+Defaults that rl_config has too stand here alone. Imports nothing, so that the configuration can.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindgrpo.algorithm.advantages import STD_FLOOR
+# Added to a standard deviation before dividing by it, as in verl.
+STD_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ class Context(Section):
     mode: int = Field(0, ge=0, le=1)
     """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging)"""
     device_target: OptionalText = None
-    """device type, such as CPU or Ascend; null: the one that is available"""
+    """device type; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
     """maximum memory to use on each device, such as 58GB; null: no limit"""
     backend: OptionalText = None
-    """how ranks exchange data. shared_memory: through the memory of one host (CPU); device: through MindSpore's
+    """how ranks exchange data. shared_memory: through the memory of one host; device: through MindSpore's
     communication, on one host or several (docs/devices.md); null: the default of the device"""
     max_call_depth: int | None = Field(None, ge=1)
     """maximum depth of nested calls in a graph; null: MindSpore's default"""
@@ -60,13 +60,13 @@ class Context(Section):
     ] = "auto"
     """precision of float32 matrix products, in PyTorch's terms. highest: float32; high: six bfloat16 products (same
     accuracy) or the device's equivalent (docs/numbers.md); medium: bfloat16 inputs with float32 accumulation; auto:
-    high on CPUs with AMX, else highest"""
+    high on processors with AMX, else highest"""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BEFORE_TEXT] = (
         "auto"
     )
     """dtype of weights in graphs, of activations, of the KV cache and of weight transfers; the optimizer's master
-    weights and moments stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else float32 on CPU and
-    bfloat16 on accelerators"""
+    weights and moments stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else float32 on processors
+    and bfloat16 on accelerators"""
     loss_scale: float | None = Field(None, gt=0)
     """loss scale for compute_dtype float16 (gradients are divided by it again), because gradients below 6e-8 underflow
     in float16 and those above 65504 overflow; null: 1024"""

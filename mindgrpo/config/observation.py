@@ -145,7 +145,7 @@ class ProfilerConfig(Section):
     profile_with_memory: bool = False
     """also record memory at the end of each phase"""
     profile_with_cpu: bool = True
-    """record the CPU time of phases, and the host in the accelerator's profile"""
+    """record the processor time of phases, and the host in the accelerator's profile"""
     profile_with_npu: bool = True
     """record the accelerator's own profile, if there is an accelerator"""
     profile_with_stack: bool = False

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
+from mindgrpo.algorithm.loss_config import STD_FLOOR, AdvantageConfig, LossConfig
 from mindgrpo.config.section import (
     AFTER_SIZE,
     BEFORE_LIST,
@@ -16,7 +17,7 @@ from mindgrpo.config.section import (
     spelled,
 )
 
-DEFAULT_CAP = 2.0
+DEFAULT_CAP = AdvantageConfig.correction_cap
 DEFAULT_ROUNDS = 3
 
 # What each estimator divides by, where scale_rewards does not say.
@@ -36,9 +37,9 @@ class AlgorithmKeys(Section):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """token: each token has its own importance ratio; sequence: all tokens of a sample share the geometric mean
     (GSPO)"""
-    epsilon_low: float = Field(0.2, gt=0, le=1)
+    epsilon_low: float = Field(LossConfig.epsilon_low, gt=0, le=1)
     """lower clip bound of the ratio: 1 - epsilon_low"""
-    epsilon_high: float = Field(0.2, gt=0)
+    epsilon_high: float = Field(LossConfig.epsilon_high, gt=0)
     """upper clip bound of the ratio: 1 + epsilon_high, also for cispo"""
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
@@ -58,7 +59,7 @@ class AlgorithmKeys(Section):
     """divide advantages by the standard deviation of the rewards of the group, of the step (batch), or not at all
     (none); null: as in the paper of the estimator (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
 
-    advantage_std_floor: float = Field(1e-6, gt=0)
+    advantage_std_floor: float = Field(STD_FLOOR, gt=0)
     """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
 
     beta: float = Field(0.01, ge=0)

@@ -227,8 +227,8 @@ class GenerateConfig(Section):
     block_size: int | None = Field(None, ge=1)
     """vLLM: number of tokens per block of the KV cache; null: vLLM's default"""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """vLLM: fraction of a device's memory that an engine may use; on CPU, fraction of the host's memory for all engines
-    of the run together; null: 0.9 on a device, else no limit"""
+    """vLLM: fraction of a device's memory that an engine may use; on processors, fraction of the host's memory for all
+    engines of the run together; null: 0.9 on a device, else no limit"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
 

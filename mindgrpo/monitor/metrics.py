@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mindgrpo.errors import writing
+from mindgrpo.strict_files import lines_of, row_of
 
 FILE_VERSION = "brain.Event:2"
 
@@ -205,14 +206,12 @@ class RowFollower:
             if os.fstat(lines.fileno()).st_size < self._offset:
                 self._offset = 0
             lines.seek(self._offset)
-            for line in lines:
+            for offset, line in lines_of(lines, self._offset):
                 if not line.endswith(b"\n"):
                     return
-                self._offset += len(line)
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    if isinstance(row, dict):
-                        yield row
+                self._offset = offset + len(line)
+                if (row := row_of(line)) is not None:
+                    yield row
 
 
 class StepFollower:

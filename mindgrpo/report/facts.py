@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 from mindgrpo.report.samples import evenly, significant
 
@@ -126,8 +127,8 @@ def clipping(run: RunFolder) -> dict[str, Any]:
     values = run.values
     bounds = (values.get("rl_config.dual_clip"), values.get("rl_config.delta"))
     return {
-        "low": number_of(values, "rl_config.epsilon_low", 0.2),
-        "high": number_of(values, "rl_config.epsilon_high", 0.2),
+        "low": number_of(values, "rl_config.epsilon_low", LossConfig.epsilon_low),
+        "high": number_of(values, "rl_config.epsilon_high", LossConfig.epsilon_high),
         "bound": next((significant(bound) for bound in bounds if bound is not None), None),
         "by_sequence": values.get("rl_config.importance_sampling_level") == "sequence",
         "both_signs": values.get("rl_config.loss_type") == "cispo",
