@@ -21,11 +21,11 @@ from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.rollout.environment import environment_weight
 from mindgrpo.rollout.turns import make_conversations, turn_figures
+from mindgrpo.run.checkpoints import restored_roles
 from mindgrpo.run.guards import NanGuard, RewardGuard
 from mindgrpo.run.host_limits import has_room_for_model
 from mindgrpo.run.model_export import ModelExport
 from mindgrpo.run.preflight import Reward
-from mindgrpo.run.resume import restored_roles
 from mindgrpo.run.session import Session, open_run
 from mindgrpo.run.stop_signals import Stop
 from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments

@@ -63,6 +63,9 @@ class ArrayPool:
     def forget(self) -> None:
         """As a peer's pool has it."""
 
+    def release(self) -> None:
+        """The array is freed with the pool."""
+
 
 class ThreadBackend:
     shares_memory = True

@@ -18,8 +18,7 @@ from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.weights.model_files import SafetensorsDirectory
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+from mindgrpo.weights.model_files import SafetensorsDirectory, SafetensorsWriter
 
 if TYPE_CHECKING:
     from mindgrpo.trainer import GRPOTrainer
@@ -74,8 +73,9 @@ def make_inputs(folder: Path) -> None:
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(MODEL))
     draw = np.random.default_rng(0)
-    with SafetensorsWriter(model, 1 << 30) as writer:
-        for spec in parameter_specs(decoder_config(MODEL, "here")):
+    specs = parameter_specs(decoder_config(MODEL, "here"))
+    with SafetensorsWriter(model, {spec.name: spec.shape for spec in specs}) as writer:
+        for spec in specs:
             norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
             noise = 0.1 * draw.standard_normal(spec.shape, dtype=np.float32)
             writer.add(spec.name, np.ones(spec.shape, np.float32) if norm else noise)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from small_runs import EVAL_SAMPLES, Reward, make_inputs, run, spread
 
-from mindgrpo.checkpoint import shards
+from mindgrpo.checkpoint import save as saving
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.cli.verbs import main
@@ -60,7 +60,7 @@ def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         real(descriptor)
 
-    monkeypatch.setattr(shards.os, "fsync", fsync)
+    monkeypatch.setattr(saving.os, "fsync", fsync)
     return full.add
 
 

@@ -21,7 +21,6 @@ from checkpoint_model import ROLES, filled, layout, manifest_of, save
 from ranks_as_threads import run
 
 from mindgrpo.checkpoint import save as saving
-from mindgrpo.checkpoint import shards
 from mindgrpo.checkpoint.format import DamagedCheckpoint, _digest, read_manifest
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.save import NotWritten, Saver
@@ -263,7 +262,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint_and_no_rest(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr(shards.os, "fsync", full)
+    monkeypatch.setattr(saving.os, "fsync", full)
     told = run(2, attempt, tmp_path, background)
     assert told == ["rank 1: rank_00001.safetensors: No space left on device"] * 2
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]

@@ -20,8 +20,9 @@ from safetensors import safe_open
 
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.shards import Chunk, by_rows, copy, cut, plan_chunks, values_digest
+from mindgrpo.checkpoint.save import Chunk, cut, plan_chunks, values_digest
 from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.model_files import by_rows, copy
 
 MESHES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 4, 2), (2, 2, 2), (1, 2, 4), (4, 2, 1)]
 

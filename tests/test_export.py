@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
+from ranks_as_threads import ThreadBackend, run
 from safetensors import safe_open
 
 from mindgrpo.backend.connect import connect
@@ -25,16 +27,20 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
+from mindgrpo.errors import CannotWrite
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config, read_config
-from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.parameters import num_parameters, parameter_specs
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.plan import memory as plan_memory
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import plan_run
-from mindgrpo.weight_sync import hf_export
-from mindgrpo.weight_sync.hf_export import ALONE, export_policy
+from mindgrpo.run import model_export
+from mindgrpo.run.model_export import ALONE, export_policy
+from mindgrpo.weight_sync import stream
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.model_files import SafetensorsDirectory
+from mindgrpo.weights.model_files import SafetensorsDirectory, SafetensorsWriter
 from mindgrpo.weights.pretrained import fill_random
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
@@ -114,7 +120,7 @@ def test_export_takes_what_was_trained_and_not_the_source(backend: Backend, tmp_
 
 WIDE = {
     "model_type": "qwen2",
-    "vocab_size": 8192,
+    "vocab_size": 32768,
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 12,
@@ -136,7 +142,7 @@ def most_memory_of(call: Callable[[], object]) -> int:
 
 def export_measured(directory: Path, shard: int) -> tuple[float, int, int]:
     """Export a model of shape `WIDE`; return what the plan says that it takes, what it took, and the model's bytes."""
-    for module in (hf_export, plan_memory):
+    for module in (model_export, plan_memory):
         module.MAX_SHARD_BYTES = shard
     (directory / "config.json").write_text(json.dumps(WIDE))
     config = load_config(EXAMPLE, ["--context.compute_dtype", "bfloat16"]).config
@@ -159,7 +165,7 @@ def export_measured(directory: Path, shard: int) -> tuple[float, int, int]:
     return planned, measured, policy.num_bytes
 
 
-@pytest.mark.parametrize("shard", [hf_export.MAX_SHARD_BYTES, 16 * MIB])
+@pytest.mark.parametrize("shard", [model_export.MAX_SHARD_BYTES, 16 * MIB])
 def test_an_export_takes_the_memory_that_the_plan_says(tmp_path: Path, shard: int) -> None:
     """Of a run in bfloat16, whose optimizer's weights are float32 and are what is written.
 
@@ -171,6 +177,70 @@ def test_an_export_takes_the_memory_that_the_plan_says(tmp_path: Path, shard: in
     assert 0.9 * planned < measured < 1.1 * planned
     if shard < whole:
         assert measured < whole / 2, "no rank has the whole model in memory"
+
+
+MANY = WIDE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+
+
+def exported_by_ranks(ranks: ThreadBackend, target: Path, mesh: tuple[int, int, int]) -> None:
+    config = decoder_config(MANY, "here")
+    stages = layers_of_stage(config.num_hidden_layers, mesh[2])
+    layout = Layout(Mesh(*mesh), parameter_specs(config), tuple(stages))
+    policy = Weights(layout, ranks.rank, ranks, shared=True)
+    fill_random(policy, seed=1)
+    export_policy(policy, ranks, str(target.parent), target, Residency())
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
+def test_ranks_share_the_files_out_and_write_what_one_would(
+    tmp_path: Path, mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MANY))
+    monkeypatch.setattr(model_export, "MAX_SHARD_BYTES", 150_000)
+    monkeypatch.setattr(stream, "GROUP_BYTES", 40_000)
+    add = SafetensorsWriter.add
+    by_thread: dict[int, set[str]] = {}
+
+    def counted(writer: SafetensorsWriter, name: str, array: np.ndarray) -> None:
+        by_thread.setdefault(threading.get_ident(), set()).add(writer.weight_map[name])
+        add(writer, name, array)
+
+    monkeypatch.setattr(SafetensorsWriter, "add", counted)
+    run(1, exported_by_ranks, tmp_path / "one", (1, 1, 1))
+    (alone,) = by_thread.values()
+    by_thread.clear()
+    num_ranks = int(np.prod(mesh))
+    run(num_ranks, exported_by_ranks, tmp_path / "many", mesh)
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("one", "many")
+    ]
+    assert contents[0] == contents[1] and len(alone) > 5
+    assert len(by_thread) == num_ranks and sum(map(len, by_thread.values())) == len(alone)
+    assert max(map(len, by_thread.values())) - min(map(len, by_thread.values())) <= 1
+
+
+def test_an_error_of_one_rank_is_raised_on_all_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MANY))
+    monkeypatch.setattr(model_export, "MAX_SHARD_BYTES", 150_000)
+    add = SafetensorsWriter.add
+
+    def full(writer: SafetensorsWriter, name: str, array: np.ndarray) -> None:
+        if name == "lm_head.weight":
+            raise CannotWrite(f"{name} cannot be written")
+        add(writer, name, array)
+
+    monkeypatch.setattr(SafetensorsWriter, "add", full)
+
+    def attempt(ranks: ThreadBackend) -> str:
+        with pytest.raises(CannotWrite) as refused:
+            exported_by_ranks(ranks, tmp_path / "hf", (1, 1, 2))
+        return str(refused.value)
+
+    assert run(2, attempt) == ["lm_head.weight cannot be written"] * 2
+    assert list((tmp_path / "hf").iterdir()) == []
 
 
 def test_the_export_command_rounds_to_bfloat16_and_the_round_trip_changes_nothing_more(

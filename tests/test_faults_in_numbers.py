@@ -167,7 +167,7 @@ def test_too_many_in_a_row_end_the_run_with_the_first_ones_name(tmp_path: Path) 
 def test_a_dump_that_lacks_something_is_refused_in_a_sentence(
     skipping: tuple[Path, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="is no dump of a batch"):
+    with pytest.raises(UserError, match="is not a dump of a batch"):
         dump.read(tmp_path)
     good = skipping[0] / "dumps" / "step_000001"
     for name in (dump.BATCH, dump.ARRAYS, dump.CONFIG):

@@ -29,8 +29,8 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.run.model_export import export_adapters
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.hf_export import export_adapters
 from mindgrpo.weight_sync.syncer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 

@@ -16,8 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.model_files import SafetensorsDirectory
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+from mindgrpo.weights import model_files
+from mindgrpo.weights.model_files import (
+    ModelFiles,
+    ModelTensor,
+    SafetensorsDirectory,
+    SafetensorsWriter,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -26,10 +31,14 @@ def random(*shape: int, seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def shapes_of(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in tensors.items()}
+
+
 def write(
     directory: Path, tensors: dict[str, Any], shard: int = 1 << 30, dtype: str = "float32"
 ) -> Path:
-    with SafetensorsWriter(directory, shard, dtype) as writer:
+    with SafetensorsWriter(directory, shapes_of(tensors), shard, dtype) as writer:
         for name, array in tensors.items():
             writer.add(name, array)
     return directory
@@ -282,18 +291,54 @@ def test_values_too_large_for_the_dtype_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+SHAPES = dict.fromkeys("abc", (4,))
+
+
 def test_nothing_has_its_final_name_before_the_end(tmp_path: Path) -> None:
-    writer = SafetensorsWriter(tmp_path, 16)
-    for name in "abc":
+    writer = SafetensorsWriter(tmp_path, SHAPES, 16)
+    for name in SHAPES:
         writer.add(name, random(4))
         assert not list(tmp_path.glob("model*"))
     files = writer.close()
     assert [file.name for file in files][-1] == INDEX and all(f.is_file() for f in files)
 
 
+def test_a_tensor_is_on_disk_when_the_next_is_added(tmp_path: Path) -> None:
+    """In blocks, whatever the order of its elements; nothing is kept in memory."""
+    shapes = {"wide": (40, 3), "turned": (30, 50), "last": (2,)}
+    wide, turned = random(40, 3), random(50, 30).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_files, "BLOCK_BYTES", 400)
+        writer = SafetensorsWriter(tmp_path, shapes)
+        writer.add("wide", wide)
+        writer.add("turned", turned)
+        writer.add("last", random(2))
+        writer.close()
+    directory = SafetensorsDirectory(tmp_path)
+    assert np.array_equal(directory.read("wide"), wide)
+    assert np.array_equal(directory.read("turned"), turned)
+
+
+def test_several_writers_make_the_files_of_one(tmp_path: Path) -> None:
+    tensors = {name: random(4, seed=i) for i, name in enumerate("abcde")}
+    write(tmp_path / "one", tensors, shard=32)
+    SafetensorsWriter(tmp_path / "two", shapes_of(tensors), 32)
+    first, second = (
+        SafetensorsWriter(tmp_path / "two", shapes_of(tensors), 32, joins=True) for _ in range(2)
+    )
+    for name in "abcde":
+        (second if name in "cd" else first).add(name, tensors[name])
+    first.close()
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("one", "two")
+    ]
+    assert contents[0] == contents[1] and len(contents[0]) == 4
+
+
 def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), SafetensorsWriter(tmp_path, 16) as writer:
-        for name in "abc":
+    with pytest.raises(KeyError), SafetensorsWriter(tmp_path, SHAPES, 16) as writer:
+        for name in "ab":
             writer.add(name, random(4))
         raise KeyError
     assert list(tmp_path.iterdir()) == []
@@ -303,19 +348,55 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
 def test_a_model_that_is_there_is_not_written_over(tmp_path: Path, old: str) -> None:
     (tmp_path / old).touch()
     with pytest.raises(UserError, match=f"already holds {old}"):
-        SafetensorsWriter(tmp_path, 16)
+        SafetensorsWriter(tmp_path, SHAPES, 16)
 
 
 def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'int8' is not one of float32"):
-        SafetensorsWriter(tmp_path, 16, "int8")
+        SafetensorsWriter(tmp_path, SHAPES, 16, "int8")
     with pytest.raises(UserError, match="max_shard_bytes is 0"):
-        SafetensorsWriter(tmp_path, 0)
-    writer = SafetensorsWriter(tmp_path, 16)
+        SafetensorsWriter(tmp_path, SHAPES, 0)
     with pytest.raises(ValueError, match="no tensor"):
-        writer.close()
+        SafetensorsWriter(tmp_path, {})
+    writer = SafetensorsWriter(tmp_path, {"a": (2,), "b": (2,)}, 16)
     with pytest.raises(TypeError, match="float64"):
         writer.add("a", np.zeros(2))
+    with pytest.raises(TypeError, match=r"\[3\]"):
+        writer.add("a", random(3))
     writer.add("a", random(2))
     with pytest.raises(ValueError, match="before"):
         writer.add("a", random(2))
+    with pytest.raises(ValueError, match="1 tensors were not added, first b"):
+        writer.close()
+
+
+# Parameters that are made of several tensors
+
+
+def test_a_parameter_is_read_from_slices_of_files(tmp_path: Path) -> None:
+    """Experts' matrices, one by one in the files, as one stacked parameter; only what is asked for is read."""
+    experts = [random(6, 4, seed=i) for i in range(3)]
+    write(tmp_path, {f"experts.{i}.weight": expert for i, expert in enumerate(experts)})
+    files = SafetensorsDirectory(tmp_path).slices
+    read: list[int] = []
+
+    def counted(i: int) -> ModelTensor:
+        ((_, tensor),) = files[f"experts.{i}.weight"]
+
+        def values() -> NDArray[Any]:
+            read.append(i)
+            return tensor.values()
+
+        return tensor._replace(values=values)
+
+    stacked = ModelFiles(
+        tmp_path,
+        {"experts": [(Box((i, 0, 0), (i + 1, 6, 4)), counted(i)) for i in range(3)]},
+    )
+    assert stacked.shape("experts") == (3, 6, 4)
+    assert np.array_equal(stacked.read("experts"), np.stack(experts))
+    read.clear()
+    part = stacked.read("experts", Box((1, 2, 0), (2, 5, 3)))
+    assert np.array_equal(part, experts[1][None, 2:5, :3]) and read == [1]
+    with pytest.raises(UserError, match=r"shape \[3, 6, 4\], which does not reach"):
+        stacked.read("experts", Box((1, 2, 0), (4, 5, 3)))

@@ -24,7 +24,7 @@ from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.schema import LIVE
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+from mindgrpo.weights.model_files import SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"
@@ -55,9 +55,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(RAW))
-    with SafetensorsWriter(folder, 1 << 30) as writer:
-        for spec in parameter_specs(decoder_config(RAW, "here")):
-            writer.add(spec.name, np.zeros(spec.shape, np.float32))
+    shapes = {s.name: s.shape for s in parameter_specs(decoder_config(RAW, "here"))}
+    with SafetensorsWriter(folder, shapes) as writer:
+        for name, shape in shapes.items():
+            writer.add(name, np.zeros(shape, np.float32))
     for name in TOKENIZER_FILES:
         shutil.copy(EXAMPLE / "model" / name, folder / name)
     return folder
@@ -209,9 +210,10 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_told(
     small = tmp_path / "small"
     shutil.copytree(model, small, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     (small / "config.json").write_text(json.dumps(raw))
-    with SafetensorsWriter(small, 1 << 30) as writer:
-        for spec in parameter_specs(decoder_config(raw, "here")):
-            writer.add(spec.name, np.zeros(spec.shape, np.float32))
+    shapes = {s.name: s.shape for s in parameter_specs(decoder_config(raw, "here"))}
+    with SafetensorsWriter(small, shapes) as writer:
+        for name, shape in shapes.items():
+            writer.add(name, np.zeros(shape, np.float32))
     sentence = refused("--actor_config.load", str(small))
     for part in (str(small), "vocab_size is 67", "tokenizer_dir"):
         assert part in sentence

@@ -26,8 +26,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.rollout.vllm.environment import find_python
-from mindgrpo.weights.model_files import SafetensorsDirectory
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+from mindgrpo.weights.model_files import SafetensorsDirectory, SafetensorsWriter
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic"
@@ -106,8 +105,9 @@ def make_model(folder: Path) -> None:
     digits = [vocabulary[digit] for digit in "0123456789"]
     (folder / "config.json").write_text(json.dumps(MODEL))
     rng = np.random.default_rng(0)
-    with SafetensorsWriter(folder, 1 << 30) as writer:
-        for spec in parameter_specs(decoder_config(MODEL, "here")):
+    specs = parameter_specs(decoder_config(MODEL, "here"))
+    with SafetensorsWriter(folder, {spec.name: spec.shape for spec in specs}) as writer:
+        for spec in specs:
             norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
             noise = 0.1 * rng.standard_normal(spec.shape, dtype=np.float32)
             if HAS_VLLM and spec.name == "lm_head.weight":

@@ -22,7 +22,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.mindformers_names import FAMILIES, to_huggingface, to_mindformers
+from mindgrpo.weights.mindspore_files import FAMILIES, to_huggingface, to_mindformers
 from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.pretrained import check_tensors, open_weights
 
@@ -166,7 +166,7 @@ def test_an_encrypted_ckpt_is_refused(directory: Path) -> None:
         save_ckpt(directory / "model.ckpt", tensors, enc_key=b"0123456789abcdef")
     except Exception as error:  # built without it, or the library is missing
         pytest.skip(f"MindSpore does not encrypt here: {error}")
-    with pytest.raises(UserError, match=r"model\.ckpt is damaged or no .ckpt file of MindSpore"):
+    with pytest.raises(UserError, match=r"model\.ckpt is damaged or not a .ckpt file of MindSpore"):
         open_weights(directory)
 
 

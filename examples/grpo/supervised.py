@@ -25,8 +25,8 @@ from mindgrpo.parallel.sharding import Layout, layers_of_stage
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import update
+from mindgrpo.weights.model_files import SafetensorsWriter
 from mindgrpo.weights.pretrained import fill_random
-from mindgrpo.weights.safetensors_writer import SafetensorsWriter
 
 # Packed rows a step, and tokens a row; samples may take so much of them.
 ROWS, ROW_LENGTH = 32, 128
@@ -102,7 +102,8 @@ def write_model(policy: Policy, model: dict[str, Any], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("*.safetensors"):
         old.unlink()
-    with SafetensorsWriter(directory, 1 << 30) as writer, policy.weights.on_host() as full:
-        for spec in policy.weights.layout.specs:
-            writer.add(spec.name, full.hf_views[spec.name])
+    shapes = {spec.name: spec.shape for spec in policy.weights.layout.specs}
+    with SafetensorsWriter(directory, shapes) as writer, policy.weights.on_host() as full:
+        for name in shapes:
+            writer.add(name, full.hf_views[name])
     (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n")

@@ -90,11 +90,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run that was asked to resume begins.
+    """Names where a run that was asked to resume begins.
 
-    `candidates` newest first, all of them readable; none means from the beginning. `source` is the run that wrote
-    them, `output` the folder to go on in: None for a fresh one. `only`: the user named this one checkpoint. `notes`
-    are for the user.
+    `candidates` are readable, the newest first; without any the run starts from the beginning. `source` is the run
+    that wrote them, `output` the folder to continue in, None for a fresh one. `only`: the user named this one
+    checkpoint. `notes` are for the user.
     """
 
     source: Path | None
@@ -105,7 +105,7 @@ class Start:
 
     @property
     def output_paths(self) -> dict[str, str]:
-        """Folders outside of the run's own that it wrote to and goes on in."""
+        """Returns the folders outside of the run's own that it wrote to and continues in."""
         same_run = self.output is not None and self.output == self.source
         return (
             self.candidates[0].manifest.state.output_paths if same_run and self.candidates else {}
@@ -164,25 +164,30 @@ def _of_run(run: Path, output: Path) -> Start:
     return start
 
 
-def check_seen(run: Path, backend: Backend) -> None:
-    """Raises UserError on all ranks if one of them does not see the folder of the run's checkpoints.
+def ranks_that_see(folder: Path, backend: Backend) -> tuple[Path, list[bool]]:
+    """Returns rank 0's path of `folder`, and of each rank whether it sees a file that is made there for a moment.
 
-    Rank 0 makes a file there that the others look for.
+    All ranks together. Where rank 0 cannot write, all of them see it: what is to be written there says so.
     """
-    probe = run.absolute() / f".seen-{secrets.token_hex(8)}"
+    probe = folder.absolute() / f".seen-{secrets.token_hex(8)}"
     if backend.rank == 0:
-        # Where it cannot be written, the checkpoint itself says so.
         with contextlib.suppress(OSError):
             probe.touch()
     probe, is_there = backend.world.gather_objects((probe, probe.exists()))[0]
-    seen = backend.world.gather_objects(not is_there or _appears(probe))
+    seen: list[bool] = backend.world.gather_objects(not is_there or _appears(probe))
     if backend.rank == 0:
         with contextlib.suppress(OSError):
             os.unlink(probe)
+    return probe.parent, seen
+
+
+def check_seen(run: Path, backend: Backend) -> None:
+    """Raises UserError on all ranks if one of them does not see the folder of the run's checkpoints."""
+    folder, seen = ranks_that_see(run, backend)
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if blind:
         raise UserError(
-            f"rank {blind[0]}{f' and {len(blind) - 1} more' if blind[1:] else ''} cannot see {probe.parent}, where "
+            f"rank {blind[0]}{f' and {len(blind) - 1} more' if blind[1:] else ''} cannot see {folder}, where "
             "all ranks write checkpoints; give --output_dir a folder that all hosts share at the same path, or leave "
             "rl_config.save_ckpt_interval out."
         )

@@ -47,13 +47,13 @@ class Best(ManifestModel):
 
 
 class RunState(ManifestModel):
-    """A run at the end of `step` (counted from 1), besides its weights.
+    """Describes a run at the end of `step` (counted from 1), besides its weights.
 
     Sampling noise, data order and learning rates are functions of these numbers. `prompts` were taken from the data
     over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
     that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
-    has the figures of `step` where its evaluation is still to be made, and None where the step is finished.
-    `unfinished` are groups of partial rollouts that go on in the next step, the oldest first.
+    has the metrics of `step` where its evaluation is still to be made, and None where the step is finished.
+    `unfinished` are groups of partial rollouts that continue in the next step, the oldest first.
     """
 
     step: Count
@@ -103,7 +103,7 @@ class StoredFile(ManifestModel):
 
 
 class Identity(ManifestModel):
-    """What has to be the same where the run is resumed.
+    """Describes what has to be the same where the run is resumed.
 
     `config` is every setting by its dotted key; `model` the model's dimensions; `data` a digest of the prompts;
     `batch` the arithmetic of a step; `unsaved` digests of weights that the run only reads, by role.

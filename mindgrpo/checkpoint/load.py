@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,11 @@ from mindgrpo.checkpoint.format import (
     DamagedCheckpoint,
     Manifest,
     StoredChunk,
-    StoredFile,
-    StoredTensor,
 )
-from mindgrpo.checkpoint.shards import copy
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.sharding import Box
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import ModelFiles, ModelTensor
+from mindgrpo.weights.pretrained import fill
 
 
 def check_tensors(folder: Path, manifest: Manifest, roles: Mapping[str, Weights]) -> None:
@@ -50,32 +49,42 @@ def _listed(roles: Mapping[str, object]) -> str:
     return ", ".join(sorted(roles)) or "nothing"
 
 
-class ShardReader:
-    """The files of one checkpoint; the header of each is verified when it is first read from."""
+def checkpoint_files(folder: Path, manifest: Manifest, role: str) -> ModelFiles:
+    """Returns a role's parameters as the checkpoint's chunks of them, each verified when it is read.
 
-    def __init__(self, folder: Path, files: dict[str, StoredFile]) -> None:
-        self._folder, self._files = folder, files
-        self._verified: set[str] = set()
+    Reading raises DamagedCheckpoint. The header of each file is verified when it is first read from.
+    """
+    verified: set[str] = set()
 
-    def read(self, chunk: StoredChunk) -> np.ndarray:
-        """Returns a fresh float32 array of the chunk's shape. Raises DamagedCheckpoint."""
-        path, file = self._folder / chunk.file, self._files[chunk.file]
+    def values(chunk: StoredChunk) -> np.ndarray:
+        path, file = folder / chunk.file, manifest.files[chunk.file]
         try:
             with path.open("rb") as stream:
-                if chunk.file not in self._verified:
+                if chunk.file not in verified:
                     if hashlib.sha256(stream.read(file.header_bytes)).hexdigest() != file.header:
                         raise _changed(path, "its header is not the one that was")
-                    self._verified.add(chunk.file)
+                    verified.add(chunk.file)
                 stream.seek(file.header_bytes + chunk.offset)
-                values = np.empty(chunk.box.shape, "<f4")
-                num_read = stream.readinto(values.reshape(-1).view(np.uint8).data)
+                array = np.empty(chunk.box.shape, "<f4")
+                num_read = stream.readinto(array.reshape(-1).view(np.uint8).data)
         except OSError as error:
             raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
-        if num_read != values.nbytes or hashlib.sha256(values.data).hexdigest() != chunk.digest:
+        if num_read != array.nbytes or hashlib.sha256(array.data).hexdigest() != chunk.digest:
             raise _changed(
                 path, f"bytes {chunk.offset} to {chunk.end} of its data are not those that were"
             )
-        return values
+        return array
+
+    def of_file(chunk: StoredChunk) -> ModelTensor:
+        return ModelTensor(folder / chunk.file, "F32", chunk.box.shape, partial(values, chunk))
+
+    return ModelFiles(
+        folder,
+        {
+            name: [(chunk.box, of_file(chunk)) for chunk in tensor.chunks]
+            for name, tensor in manifest.tensors[role].items()
+        },
+    )
 
 
 def _changed(path: Path, what: str) -> DamagedCheckpoint:
@@ -84,21 +93,4 @@ def _changed(path: Path, what: str) -> DamagedCheckpoint:
 
 def load_role(folder: Path, manifest: Manifest, role: str, weights: Weights) -> None:
     """Fills `weights`, which must be in memory. Raises DamagedCheckpoint."""
-    reader = ShardReader(folder, manifest.files)
-    with weights.on_host(write=True) as host:
-        for name, view in host.hf_views.items():
-            read_box(reader, manifest.tensors[role][name], weights.boxes[name], view)
-
-
-def read_box(reader: ShardReader, tensor: StoredTensor, box: Box, out: np.ndarray) -> None:
-    """Reads the slice `box` of a tensor into `out`, which has its shape. Raises DamagedCheckpoint."""
-    missing = box.size
-    for chunk in tensor.chunks:
-        common = chunk.box.intersect(box)
-        if common is None:
-            continue
-        values = reader.read(chunk)[common.within(chunk.box).slices]
-        copy(out[common.within(box).slices], values)
-        missing -= common.size
-    if missing:
-        raise DamagedCheckpoint(f"{missing} elements of {box} are in no chunk of the checkpoint.")
+    fill(weights, checkpoint_files(folder, manifest, role))

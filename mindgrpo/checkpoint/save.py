@@ -1,45 +1,170 @@
 """Saves a checkpoint, all ranks together: every rank its chunks, rank 0 the manifest, and the folder's name last.
 
-In the background only the copy holds up the run: a thread then writes, and `commit` waits for it. A checkpoint that
-cannot be written is taken away again and does not end the run.
+Each rank writes one safetensors file with digests; the layout that saves leaves no trace in it. In the background only
+the copy holds up the run: a thread then writes, and `commit` waits for it. A checkpoint that cannot be written is taken
+away again and does not end the run.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import folder_of, partial_of
-from mindgrpo.checkpoint.format import MANIFEST, Manifest, StoredTensor, write_manifest
-from mindgrpo.checkpoint.shards import (
-    Chunk,
-    Shard,
-    by_rows,
-    joined,
-    plan_chunks,
-    shard_bytes,
-    write_shard,
+from mindgrpo.checkpoint.format import (
+    FLOAT_BYTES,
+    MANIFEST,
+    Manifest,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+    write_manifest,
 )
-from mindgrpo.parallel.sharding import Layout
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.checksum import total_sums
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import by_rows, header_of
 
-# Left free on the disk: metrics and completions go on.
+# Left free on the disk, for metrics and completions.
 SPARE_BYTES = 16 << 20
+# A reader verifies a complete chunk to take a part of it, and holds one at a time.
+CHUNK_BYTES = 32 << 20
 
-# From what was stored (files, tensors, sums) to the whole manifest.
+# From what was stored (files, tensors, sums) to the complete manifest.
 Complete = Callable[[dict[str, object]], Manifest]
 
 
-class NotWritten(Exception):
-    """Why there is no checkpoint, the same on all ranks."""
+class NotWritten(UserError):
+    """Says why there is no checkpoint, the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The slice `box` of the tensor `name` among those of `role`."""
+
+    role: str
+    name: str
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.size * FLOAT_BYTES
+
+    @property
+    def key(self) -> str:
+        """Its name in its file."""
+        edges = zip(self.box.start, self.box.stop, strict=True)
+        return f"{self.role}/{self.name}[{','.join(f'{a}:{b}' for a, b in edges)}]"
+
+
+def plan_chunks(
+    layouts: Mapping[str, Layout], num_ranks: int, chunk_bytes: int = CHUNK_BYTES
+) -> list[list[Chunk]]:
+    """Plans which rank writes which chunk of each tensor: every element once, replicas shared out evenly.
+
+    Returns each rank's chunks, in the order of roles and tensors. `layouts` by role, all within `num_ranks`.
+
+    Chunks that one rank alone holds are dealt first, then the largest: those with a choice even the loads out.
+    """
+    chunks: list[tuple[Chunk, list[int]]] = []
+    for role, layout in layouts.items():
+        for spec in layout.specs:
+            ranks_of: dict[Box, list[int]] = {}
+            for rank, box in layout.holders(spec.name):
+                ranks_of.setdefault(box, []).append(rank)
+            for box, ranks in ranks_of.items():
+                chunks += [(Chunk(role, spec.name, part), ranks) for part in cut(box, chunk_bytes)]
+    loads = [0] * num_ranks
+    by_rank: list[list[tuple[int, Chunk]]] = [[] for _ in range(num_ranks)]
+    order = sorted(enumerate(chunks), key=lambda one: (len(one[1][1]), -one[1][0].num_bytes))
+    for index, (chunk, ranks) in order:
+        owner = min(ranks, key=lambda rank: (loads[rank], rank))
+        loads[owner] += chunk.num_bytes
+        by_rank[owner].append((index, chunk))
+    return [[chunk for _, chunk in sorted(own, key=lambda one: one[0])] for own in by_rank]
+
+
+def cut(box: Box, chunk_bytes: int) -> Iterator[Box]:
+    """Cuts `box` along its first dim into boxes of at most `chunk_bytes`, or of one row where that is more."""
+    rows = box.shape[0] if box.shape else 1
+    row_bytes = box.size // max(rows, 1) * FLOAT_BYTES
+    step = max(1, chunk_bytes // max(row_bytes, 1))
+    if rows <= step:
+        yield box
+        return
+    for start in range(box.start[0], box.stop[0], step):
+        stop = min(start + step, box.stop[0])
+        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+
+
+@dataclass(frozen=True)
+class SavedShard:
+    """A file that was written: `stored[i]` is where chunk i lies; `sums[i]` is the sum of its words."""
+
+    name: str
+    file: StoredFile
+    stored: list[StoredChunk]
+    sums: list[int]
+
+
+def write_shard(path: Path, chunks: Sequence[Chunk], arrays: Iterable[np.ndarray]) -> SavedShard:
+    """Writes and syncs a file of each chunk's float32 values, `arrays`. Raises OSError."""
+    shapes = {chunk.key: chunk.box.shape for chunk in chunks}
+    header, offsets = header_of(shapes, metadata="mindgrpo")
+    stored, sums = [], []
+    with path.open("xb") as stream:
+        stream.write(header)
+        for chunk, offset, array in zip(chunks, offsets, arrays, strict=True):
+            if not array.flags.c_contiguous or array.dtype != "<f4":
+                array = by_rows(array)
+            digest = hashlib.sha256(array.data).hexdigest()
+            stream.write(array.data)
+            edges = {"start": chunk.box.start, "stop": chunk.box.stop}
+            stored.append(StoredChunk(**edges, file=path.name, offset=offset, digest=digest))
+            sums.append(word_sum(array))
+        stream.flush()
+        os.fsync(stream.fileno())
+        size = stream.tell()
+    digest = hashlib.sha256(header).hexdigest()
+    file = StoredFile(bytes=size, header_bytes=len(header), header=digest)
+    return SavedShard(path.name, file, stored, sums)
+
+
+def shard_bytes(chunks: Iterable[Chunk]) -> int:
+    """Estimates the size of a file: its header is a few hundred bytes a chunk."""
+    return sum(chunk.num_bytes + 300 for chunk in chunks)
+
+
+def word_sum(array: np.ndarray) -> int:
+    """Sums float32 values' bits: equal values have equal sums, however they were cut."""
+    return int(array.view(np.uint32).sum(dtype=np.uint64))
+
+
+def joined(sums: Mapping[str, int]) -> str:
+    """Returns one digest of the tensors' sums of words."""
+    text = "".join(f"{name} {sums[name]}\n" for name in sorted(sums))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def values_digest(weights: Weights, backend: Backend) -> str:
+    """Digests a role's values, the same under every layout; all ranks together. `weights` must be in memory."""
+    with weights.on_host() as host:
+        views = host.hf_views.items()
+        own = {name: word_sum(view.astype(np.float32, copy=False)) for name, view in views}
+    return joined(total_sums(weights.layout, backend.world.gather_objects(own))[0])
 
 
 @dataclass
@@ -48,44 +173,42 @@ class _Work:
 
     step: int
     complete: Complete
-    shard: Shard | None = None
+    shard: SavedShard | None = None
     error: str | None = None
     thread: threading.Thread | None = None
 
-    def write(
-        self, path: Path, chunks: list[Chunk], array_of: Callable[[Chunk], np.ndarray]
-    ) -> None:
+    def write(self, path: Path, chunks: list[Chunk], arrays: Iterable[np.ndarray]) -> None:
         try:
-            self.shard = write_shard(path, chunks, array_of)
+            self.shard = write_shard(path, chunks, arrays)
         except OSError as error:
             self.error = f"{path.name}: {error.strerror}"
         except Exception as error:  # a thread's exception would be lost
             self.error = f"{path.name}: {type(error).__name__}: {error}"
 
+    def wait(self) -> None:
+        if self.thread is not None:
+            self.thread.join()
 
-class _RoleReader:
-    """Values of chunks, of one role after the other: each is brought, and kept as arrays until the next is wanted."""
 
-    def __init__(self, roles: Mapping[str, Weights], bring: Callable[[str], None]) -> None:
-        self._roles, self._bring = roles, bring
-        self._open = ExitStack()
-        self._role = ""
+def _values(
+    roles: Mapping[str, Weights], chunks: Sequence[Chunk], bring: Callable[[str], None]
+) -> Generator[np.ndarray, None, None]:
+    """Yields a view of each chunk's values; of one role after the other, which is brought into memory for it."""
+    for role, of_role in groupby(chunks, lambda chunk: chunk.role):
+        bring(role)
+        boxes = roles[role].boxes
+        with roles[role].on_host() as host:
+            for chunk in of_role:
+                yield host.hf_views[chunk.name][chunk.box.within(boxes[chunk.name]).slices]
 
-    def __enter__(self) -> _RoleReader:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
-
-    def values(self, chunk: Chunk) -> np.ndarray:
-        weights = self._roles[chunk.role]
-        if chunk.role != self._role:
-            self._open.close()
-            self._bring(chunk.role)
-            self._arrays = self._open.enter_context(weights.on_host())
-            self._role = chunk.role
-        box = chunk.box.within(weights.boxes[chunk.name])
-        return self._arrays.hf_views[chunk.name][box.slices]
+@contextmanager
+def _reasons(path: Path) -> Iterator[None]:
+    """Raises NotWritten for an OSError inside."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(f"{error.filename or path}: {error.strerror}") from None
 
 
 class Saver:
@@ -126,56 +249,49 @@ class Saver:
             self._plan = plan_chunks(layouts, self._backend.world_size)
             self._planned = layouts
         total = sum(shard_bytes(chunks) for chunks in self._plan)
-        self._agree(self._make_folder(step, total) if self._backend.rank == 0 else None)
+        on_first_rank(self._backend, lambda: self._make_folder(step, total))
         chunks = self._plan[self._backend.rank]
         work = self._work = _Work(step, complete)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
-        if chunks and not background:
-            with _RoleReader(roles, bring) as reader:
-                work.write(path, chunks, reader.values)
-        elif chunks:
+        if not chunks:
+            return total
+        with closing(_values(roles, chunks, bring)) as values:
+            if not background:
+                work.write(path, chunks, values)
+                return total
             try:
-                with _RoleReader(roles, bring) as reader:
-                    copies = {chunk: by_rows(reader.values(chunk)) for chunk in chunks}
+                copies = deque(map(by_rows, values))
             except MemoryError:
                 work.error = f"{path.name}: the host has no memory for a copy"
                 return total
-            # popped, so that memory goes back as the disk takes it
-            work.thread = threading.Thread(target=work.write, args=(path, chunks, copies.pop))
-            work.thread.start()
+        # taken out one by one, so that memory goes back as the disk takes it
+        arrays = (copies.popleft() for _ in chunks)
+        work.thread = threading.Thread(target=work.write, args=(path, chunks, arrays))
+        work.thread.start()
         return total
 
-    def _make_folder(self, step: int, num_bytes: int) -> str | None:
-        """Makes the partial folder, on rank 0; returns why there is none."""
+    def _make_folder(self, step: int, num_bytes: int) -> None:
+        """Makes the partial folder, on rank 0."""
         partial = partial_of(self._run, step)
-        try:
+        with _reasons(partial):
             partial.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(partial.parent).free
             if num_bytes + SPARE_BYTES > free:
-                return (
+                raise NotWritten(
                     f"it takes {num_bytes / 2**20:.1f} MiB, but {partial.parent} has {free / 2**20:.1f} MiB free "
                     f"({SPARE_BYTES >> 20} stay so)"
                 )
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir()
-        except OSError as error:
-            return f"{error.filename or partial}: {error.strerror}"
-        return None
 
     def commit(self) -> Path:
         """Waits for every rank's file and gives the checkpoint its name; returns its folder."""
         work, self._work = self._work, None
         assert work is not None, "there is no checkpoint to commit"
-        if work.thread is not None:
-            work.thread.join()
+        work.wait()
         results = self._backend.world.gather_objects((work.shard, work.error))
-        error = next((f"rank {rank}: {e}" for rank, (_, e) in enumerate(results) if e), None)
-        if self._backend.rank == 0:
-            error = error or self._name(work, [shard for shard, _ in results])
-            if error is not None:
-                shutil.rmtree(partial_of(self._run, work.step), ignore_errors=True)
-        self._agree(error)
+        on_first_rank(self._backend, lambda: self._finish(work, results))
         return folder_of(self._run, work.step)
 
     def discard(self) -> None:
@@ -183,32 +299,36 @@ class Saver:
         work, self._work = self._work, None
         if work is None:
             return
-        if work.thread is not None:
-            work.thread.join()
+        work.wait()
         self._backend.world.barrier()
         if self._backend.rank == 0:
             shutil.rmtree(partial_of(self._run, work.step), ignore_errors=True)
 
-    def _name(self, work: _Work, shards: list[Shard | None]) -> str | None:
-        """Writes the manifest and gives the folder its name, on rank 0; returns why not."""
+    def _finish(self, work: _Work, results: list[tuple[SavedShard | None, str | None]]) -> None:
+        """Writes the manifest and gives the folder its name, on rank 0; takes it away if that cannot be done."""
         partial, final = partial_of(self._run, work.step), folder_of(self._run, work.step)
         try:
-            missing = [s for s in shards if s and not (partial / s.name).is_file()]
-            if missing:
-                return f"{partial / missing[0].name} is not seen by rank 0: all hosts need the same folder"
-            manifest = work.complete(self._stored(shards))
-            with (partial / MANIFEST).open("xb") as stream:
-                stream.write(write_manifest(manifest))
-                stream.flush()
-                os.fsync(stream.fileno())
-            _sync_folder(partial)
-            partial.rename(final)
-            _sync_folder(final.parent)
-        except OSError as error:
-            return f"{error.filename or partial}: {error.strerror}"
-        return None
+            for rank, (shard, error) in enumerate(results):
+                if error is not None:
+                    raise NotWritten(f"rank {rank}: {error}")
+                if shard is not None and not (partial / shard.name).is_file():
+                    raise NotWritten(
+                        f"{partial / shard.name} is not seen by rank 0: all hosts need the same folder"
+                    )
+            manifest = work.complete(self._stored([shard for shard, _ in results]))
+            with _reasons(partial):
+                with (partial / MANIFEST).open("xb") as stream:
+                    stream.write(write_manifest(manifest))
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                _sync_folder(partial)
+                partial.rename(final)
+                _sync_folder(final.parent)
+        except NotWritten:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
-    def _stored(self, shards: list[Shard | None]) -> dict[str, object]:
+    def _stored(self, shards: list[SavedShard | None]) -> dict[str, object]:
         """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
         tensors = {
             role: {
@@ -229,12 +349,6 @@ class Saver:
             "tensors": tensors,
             "sums": {role: joined(of_role) for role, of_role in sums.items()},
         }
-
-    def _agree(self, error: str | None) -> None:
-        """Raises NotWritten on all ranks if rank 0 has an error."""
-        verdict = self._backend.world.gather_objects(error)[0]
-        if verdict is not None:
-            raise NotWritten(verdict)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run's model, one of its checkpoints or any model directory, as a directory of another dtype, cut or naming.
+"""Writes a run's model, one of its checkpoints or any model directory in another dtype, cut or naming.
 
 One process, without a device, a tensor at a time; no file is overwritten.
 """
@@ -15,24 +15,23 @@ import numpy as np
 
 from mindgrpo.checkpoint.folders import find, folder_of, steps_in
 from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
-from mindgrpo.checkpoint.load import ShardReader, read_box
+from mindgrpo.checkpoint.load import checkpoint_files
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.sharding import Box
-from mindgrpo.weight_sync.hf_export import write_companions
-from mindgrpo.weights.mindformers_names import FAMILIES, to_mindformers
-from mindgrpo.weights.model_files import ModelFiles, ModelTensor, SafetensorsDirectory
-from mindgrpo.weights.pretrained import check_tensors, open_weights
-from mindgrpo.weights.safetensors_writer import (
-    INDEX_FILE,
+from mindgrpo.run.model_export import write_companions
+from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
+from mindgrpo.weights.model_files import (
     MAX_SHARD_BYTES,
     NAME_MAP_FILE,
+    ModelFiles,
+    ModelTensor,
     SafetensorsWriter,
 )
+from mindgrpo.weights.pretrained import check_tensors, open_weights
 
 FORMATS = ("huggingface", "mindformers")
 
@@ -44,38 +43,27 @@ def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> M
         raise UserError(
             f"{folder / MANIFEST} lists no tensors of '{role}', the weights that are to be exported."
         )
-    reader, tensors = ShardReader(folder, manifest.files), manifest.tensors[role]
-    scale = manifest.lora.alpha / manifest.lora.rank if manifest.lora is not None else 0.0
-
-    def stored(name: str) -> np.ndarray:
-        shape = tensors[name].shape
-        values = np.empty(shape, np.float32)
-        read_box(reader, tensors[name], Box((0,) * len(shape), shape), values)
-        return values
+    stored = checkpoint_files(folder, manifest, role)
+    if base is None:
+        return stored
+    model, lora = base, manifest.lora
+    scale = lora.alpha / lora.rank if lora is not None else 0.0
 
     def merged(name: str) -> np.ndarray:
-        assert base is not None
-        values = base.read(name)
+        values = model.read(name)
         a_name, b_name = adapter_names(name)
-        if b_name in tensors:
-            values += np.float32(scale) * (stored(b_name) @ stored(a_name))
+        if b_name in stored.names:
+            values += np.float32(scale) * (stored.read(b_name) @ stored.read(a_name))
         return values
 
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if base is not None:
-        shapes = {name: base.shape(name) for name in base.names}
-    values_of = stored if base is None else merged
     return ModelFiles(
         folder,
-        {
-            name: ModelTensor(folder, "F32", s, partial(values_of, name))
-            for name, s in shapes.items()
-        },
+        {n: ModelTensor(folder, "F32", model.shape(n), partial(merged, n)) for n in model.names},
     )
 
 
 def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
-    """The tensors, and the directory whose configuration and tokenizer belong to them. Raises UserError."""
+    """Returns the tensors, and the directory whose configuration and tokenizer belong to them. Raises UserError."""
     is_checkpoint = (source / MANIFEST).is_file()
     if not is_checkpoint and (source / "hf" / "config.json").is_file():
         source = source / "hf"
@@ -87,7 +75,7 @@ def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
 
 
 def best_checkpoint(run: Path) -> Path:
-    """The checkpoint that `rl_config.save_ckpt_best` kept. Raises UserError."""
+    """Returns the checkpoint that `rl_config.save_ckpt_best` kept. Raises UserError."""
     steps = steps_in(run)
     best = read_manifest(folder_of(run, steps[-1])).state.best if steps else None
     if best is None:
@@ -134,7 +122,10 @@ def convert(
     names: str = "huggingface",
     model: Path | None = None,
 ) -> list[Path]:
-    """The files of the new directory. `model` gives a checkpoint's config.json and tokenizer. Raises UserError."""
+    """Writes the new directory and returns its files. Raises UserError.
+
+    `model` has the config.json and the tokenizer of a checkpoint.
+    """
     files, beside = open_source(source, model)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists and is not an empty folder; choose another --output.")
@@ -147,24 +138,15 @@ def convert(
         )
     for name in files.names:
         files.check_dtype(name)
-    with SafetensorsWriter(target, max_shard_bytes, dtype) as writer:
-        for name in files.names:
-            writer.add(to_mindformers(name) if is_mindformers else name, files.read(name))
-    if is_mindformers:
-        _write_name_map(target)
+    written = {to_mindformers(name) if is_mindformers else name: name for name in files.names}
+    shapes = {name: files.shape(source_name) for name, source_name in written.items()}
+    with SafetensorsWriter(target, shapes, max_shard_bytes, dtype) as writer:
+        for name, source_name in written.items():
+            writer.add(name, files.read(source_name))
+    if is_mindformers:  # its index, beside Hugging Face's
+        (target / NAME_MAP_FILE).write_text(json.dumps(writer.weight_map, indent=2) + "\n")
     write_companions(beside, target, dtype)
     return sorted(target.iterdir())
-
-
-def _write_name_map(target: Path) -> None:
-    """MindFormers' index beside Hugging Face's."""
-    index = target / INDEX_FILE
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-    else:
-        (only,) = target.glob("*.safetensors")
-        weight_map = dict.fromkeys(SafetensorsDirectory(target).names, only.name)
-    (target / NAME_MAP_FILE).write_text(json.dumps(weight_map, indent=2) + "\n")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m mindgrpo replay DUMP`: an update that was skipped, made again in one process and looked at.
+"""Makes an update that was skipped again, in one process, and shows its numbers: `python -m mindgrpo replay DUMP`.
 
 Computes with the weights that saw the batch, or with those of `--model`.
 """
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     parser = Arguments(prog="mindgrpo replay")
     parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
     parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
-    parser.add_argument("--output", type=path_of, help="a new JSON file for what is told")
+    parser.add_argument("--output", type=path_of, help="a new JSON file for what is printed")
     flags = parser.parse_args(list(argv))
     if flags.output and flags.output.exists():
         raise UserError(
@@ -58,7 +58,7 @@ def _report(kept: dump.Dump) -> dict[str, Any]:
 
 
 def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """What is known of the samples, an array a sample."""
+    """Yields what is known of the samples, an array a sample."""
     for name, values in kept.rewards.items():
         yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
     yield "advantages", [np.atleast_1d(value) for value in kept.batch.advantages]
@@ -166,7 +166,7 @@ def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
 
 
 def _alone(path: Path) -> Config:
-    """The run's configuration in one process: the layout changes nothing but where numbers are."""
+    """Returns the run's configuration for one process: the layout changes nothing but where numbers are."""
     words = [f"--{role}.parallel_config.{key}={n}" for role in ROLES for key, n in ALONE.items()]
     words += ["--actor_config.offset=0", "--rl_config.resume_training=false"]
     words += [f"--actor_config.lora.{key}=null" for key in ("rank", "alpha", "target_modules")]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
 from mindgrpo.memory.account import PhaseMemory
@@ -28,7 +28,9 @@ from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.training.buckets import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
-from mindgrpo.weights.safetensors_writer import MAX_SHARD_BYTES
+from mindgrpo.weight_sync.stream import bucket_size, in_model_order, spread
+from mindgrpo.weights.local_weights import is_transposed
+from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,9 @@ class HostPlan:
             sizes["a checkpoint until it is written"] = share // plan.world_size
         lines = [f"{format_bytes(size):>10} a rank: {what}" for what, size in sizes.items() if size]
         export = format_bytes(self.export_bytes)
-        lines.append(f"{export:>10} on rank 0: what is in memory of the model when it is written")
+        lines.append(
+            f"{export:>10} a rank that writes files: the part of the model in memory when it is written"
+        )
         if config.context.target == SHARED_MEMORY:
             return [*lines, "nothing is copied between device and host: they are one memory"]
         return [
@@ -258,16 +262,23 @@ class HostPlan:
 
     @property
     def export_bytes(self) -> int:
-        """Returns the bytes on rank 0: a group of tensors as kept, and in float32 those of a file not yet full."""
+        """Of a rank that writes files: a group of tensors as they are kept, and a block of one as it is written."""
         plan, lora = self._plan, self._plan.lora
-        kept = FLOAT_BYTES if lora is None else ITEM_BYTES[compute_dtype(plan.config)]
-        largest = FLOAT_BYTES * max(math.prod(spec.shape) for spec in plan.train.specs)
-        whole = FLOAT_BYTES * num_parameters(plan.model)
-        export = self._largest_group * kept + min(whole, max(MAX_SHARD_BYTES, largest) + largest)
+        dtype: Dtype = "float32" if lora is None else compute_dtype(plan.config)
+        shards = plan_shards(in_model_order(plan.train), MAX_SHARD_BYTES)
+        ranks = min(len(shards), plan.world_size)
+        layout = spread(plan.train, shards, ranks, plan.world_size, dtype)
+        groups = [bucket_size(layout, int(rank), dtype) for rank in layout.mesh.array.flat]
+        copied = [
+            FLOAT_BYTES * math.prod(spec.shape)
+            for spec in plan.train.specs
+            if dtype != "float32" or is_transposed(spec.name, len(spec.shape))
+        ]
+        export = max(groups) * ITEM_BYTES[dtype] + min(BLOCK_BYTES, max(copied))
         if lora is not None:
-            # Whole adapters, and a tensor of narrow weights on its way to float32.
+            # All adapters, where one rank writes.
             sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))
-            export += FLOAT_BYTES * sum(sizes) + (largest if kept != FLOAT_BYTES else 0)
+            export += FLOAT_BYTES * sum(sizes)
         return export
 
     def _bucket_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Keeps a batch with a number that is not finite in a folder: all that its update was made of, to make it again.
 
-batch.json, batch.safetensors, config_resolved.yaml and, where asked for, the weights as hf/. A folder is there whole
-or not at all, and none is overwritten.
+The folder has batch.json, batch.safetensors, config_resolved.yaml and, where asked for, the weights as hf/. It is
+complete or not there at all, and none is overwritten.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Dump:
 
 
 def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
-    """On the rank that writes; the folder `weights` is moved into it."""
+    """Writes a folder, on one rank; the folder `weights` is moved into it. Raises OSError."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -88,11 +88,11 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
 
 
 def read(folder: Path) -> Dump:
-    """Raises UserError."""
+    """Reads a folder that `write` has made. Raises UserError."""
     missing = [name for name in (BATCH, ARRAYS, CONFIG) if not (folder / name).is_file()]
     if missing:
         raise UserError(
-            f"'{folder}' is no dump of a batch: {missing[0]} is not there; name one of a run's dumps/step_* folders."
+            f"'{folder}' is not a dump of a batch: {missing[0]} is not there; name one of a run's dumps/step_* folders."
         )
     try:
         about = About.model_validate(json.loads((folder / BATCH).read_text("utf-8")))

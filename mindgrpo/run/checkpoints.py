@@ -1,7 +1,8 @@
-"""When a run is saved, what of it, and which checkpoints stay. All ranks make the same calls.
+"""Saves a run's state and resumes from it: what is saved, when, which checkpoints stay, and what fills the roles again.
 
-A checkpoint is complete only once its step's row is written, so it is begun before and committed after. One
-that cannot be written ends no run: that is told, counted, and the earlier one stays.
+All ranks make the same calls. A checkpoint is complete only once its step's row is written, so it is begun before and
+committed after. One that cannot be written ends no run: that is reported and counted, and the earlier one stays. One
+that turns out damaged is passed over for the one before, unless the user named it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.folders import check_seen, to_delete
-from mindgrpo.checkpoint.format import Best, Identity, Manifest, RunState, StoredAdapters
-from mindgrpo.checkpoint.save import NotWritten, Saver
+from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
+from mindgrpo.checkpoint.format import (
+    Best,
+    DamagedCheckpoint,
+    Identity,
+    Manifest,
+    RunState,
+    StoredAdapters,
+)
+from mindgrpo.checkpoint.load import check_tensors, load_role
+from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.checkpoint.unfinished import stored_groups
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
@@ -25,13 +35,14 @@ from mindgrpo.health.rank_health import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.resume import saved_roles
+from mindgrpo.run.start import compare
+from mindgrpo.weights.local_weights import Weights
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class RunCheckpoints:
-    """`first` is the state that the run goes on from, None at its beginning. The best checkpoint is one on disk."""
+    """Saves one run; `first` is the state that it continues from, None at its beginning."""
 
     def __init__(
         self,
@@ -48,7 +59,7 @@ class RunCheckpoints:
         self._backend = roles.backend
         self._saved = saved_roles(config, roles)
         self._saver = Saver(record.directory, self._backend)
-        # A run that goes on in another folder has none of the earlier one's.
+        # A run that continues in another folder has none of the earlier one's.
         self._newest = first.step if first is not None and self._is_there(first.step) else 0
         best = first.best if first is not None else None
         self._best = best if best is not None and self._is_there(best.step) else None
@@ -60,12 +71,12 @@ class RunCheckpoints:
 
     @property
     def newest(self) -> int:
-        """The step of the newest checkpoint, 0 where there is none."""
+        """Returns the step of the newest checkpoint, 0 where there is none."""
         return self._newest
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The reward, score, step and path of the best checkpoint; None where none was asked for, or there is none."""
+        """Returns the reward, score, step and path of the best checkpoint on disk; None where there is none."""
         if self._best is None:
             return None
         path = folders.folder_of(self._record.directory, self._best.step)
@@ -116,9 +127,9 @@ class RunCheckpoints:
         row: dict[str, Any] | None = None,
         in_background: bool = True,
     ) -> dict[str, Any]:
-        """Saves the state at the end of `step`, all but its name; figures for the step's row.
+        """Saves the state at the end of `step`, all but its name; returns metrics for the step's row.
 
-        `prompts` had been taken by then, and `unfinished` groups go on in the next step; `row` has the figures of a
+        `prompts` had been taken by then, and `unfinished` groups continue in the next step; `row` has the metrics of a
         step whose evaluation is still to be made.
         """
         self.commit()
@@ -163,7 +174,7 @@ class RunCheckpoints:
         self._roles.enter("reference" if role == "reference" else "update")
 
     def step_done(self) -> dict[str, Any]:
-        """Between steps: gives a checkpoint that was written meanwhile its name; figures for the next row."""
+        """Names a checkpoint that was written between steps; returns metrics for the next row."""
         if self._saver.pending is not None:
             written = self._backend.world.gather_objects(self._saver.is_written)
             if all(written):
@@ -200,7 +211,7 @@ class RunCheckpoints:
 
     @property
     def safe(self) -> str:
-        """Part of a sentence: what there is to go on from, and how."""
+        """Returns part of a sentence: what there is to resume from, and how."""
         if self._newest:
             folder = folders.folder_of(self._record.directory, self._newest)
             saved = f"the checkpoint of step {self._newest} is safe: {folder}"
@@ -210,7 +221,7 @@ class RunCheckpoints:
         return "no checkpoint was asked for (rl_config.save_ckpt_interval is 0)"
 
     def _best_with(self, step: int) -> Best | None:
-        """The best checkpoint once that of `step` is on disk."""
+        """Returns the best checkpoint once that of `step` is on disk."""
         better = self._better
         return better if better is not None and better.step == step else self._best
 
@@ -236,3 +247,77 @@ class RunCheckpoints:
         self._record.console.line(
             f"  warning: the checkpoint of step {step} was not written: {reason}; {kept}"
         )
+
+
+def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
+    """Returns all weights that a run changes, by the name that they have in a checkpoint."""
+    policy = roles.policy
+    trained = "policy" if policy.adapters is None else "adapters"
+    saved = {
+        trained: policy.masters,
+        "first_moments": policy.optimizer.first,
+        "second_moments": policy.optimizer.second,
+    }
+    if config.ref_config.sync_ref_model and roles.reference is not None:
+        saved["reference"] = roles.reference.weights
+    return saved
+
+
+def unsaved_digests(config: Config, roles: Roles) -> dict[str, str]:
+    """Digests the weights that the run only reads, which must still be on the device; all ranks together."""
+    digests = {}
+    if roles.policy.adapters is not None:
+        digests["base"] = values_digest(roles.policy.weights, roles.backend)
+    if roles.reference is not None and not config.ref_config.sync_ref_model:
+        digests["reference"] = values_digest(roles.reference.weights, roles.backend)
+    return digests
+
+
+def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
+    """Returns the roles that a checkpoint fills, so that their first weights need not be read."""
+    if start is None or not start.candidates:
+        return ()
+    whole = () if config.actor_config.lora.rank is not None else ("policy",)
+    return (*whole, "reference") if config.ref_config.sync_ref_model else whole
+
+
+def restore(
+    start: Start, config: Config, roles: Roles, now: Identity, say: Callable[[str], None]
+) -> Candidate | None:
+    """Fills the roles from the newest undamaged candidate; None where there is no candidate. Raises UserError."""
+    if not start.candidates:
+        return None
+    saved = saved_roles(config, roles)
+    reasons: list[str] = []
+    for candidate in start.candidates:
+        compare(candidate, config, now)
+        reason = _load(candidate, saved, roles.backend)
+        if reason is None:
+            state = candidate.manifest.state
+            roles.policy.updates, roles.policy.version = state.updates, state.weights_version
+            roles.policy.masters_changed()
+            return candidate
+        if start.only:
+            raise UserError(reason)
+        reasons.append(reason)
+        say(f"  passed over: {reason}")
+    raise UserError(f"No checkpoint in {start.source} is whole; the newest: {reasons[0]}")
+
+
+def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) -> str | None:
+    """Loads a checkpoint or returns why it cannot be used, on all ranks alike. Raises UserError for another run's."""
+    folder, manifest = candidate.folder, candidate.manifest
+    check_tensors(folder, manifest, saved)
+    error = None
+    try:
+        for role, weights in saved.items():
+            load_role(folder, manifest, role, weights)
+    except DamagedCheckpoint as damaged:
+        error = str(damaged)
+    error = next((message for message in backend.world.gather_objects(error) if message), None)
+    if error is not None:
+        return error
+    for role, weights in saved.items():
+        if values_digest(weights, backend) != manifest.sums.get(role):
+            return f"{folder} does not hold the values of {role} that were saved; use an earlier checkpoint."
+    return None

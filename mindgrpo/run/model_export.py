@@ -1,20 +1,60 @@
-"""Writes the model that a run has trained, with its tokenizer, and its adapters."""
+"""Writes the policy's weights, with the tokenizer, as a Hugging Face directory that other libraries load.
+
+The files are shared out to ranks that see the directory. Each gathers the parameters of its own through memory, a
+group at a time, and writes them in float32 as they arrive. A directory that already holds weights is refused. What
+cannot be written there is a CannotWrite on all ranks.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
+from safetensors.numpy import save
+
+from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.checkpoint.folders import ranks_that_see
 from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
-from mindgrpo.errors import writing
-from mindgrpo.grpo.roles import Roles
-from mindgrpo.weight_sync.hf_export import export_adapters, export_policy
+from mindgrpo.errors import UserError, writing
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.lora_specs import LoraSettings
+from mindgrpo.models.shard import Adapters
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.weight_sync.execute import Resharder
+from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.stream import TensorStream, bucket_size, in_model_order, spread
+from mindgrpo.weights.host_tensors import HostTensors
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import MAX_SHARD_BYTES, SafetensorsWriter, plan_shards
+
+if TYPE_CHECKING:
+    from mindgrpo.grpo.roles import Roles
+
+# What a model directory holds beside weights and config.json.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+ALONE = Mesh(1, 1, 1)
 
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Writes the policy of `roles` with its tokenizer."""
+    """Writes the policy of `roles` with the tokenizer, and its adapters."""
 
     roles: Roles
     tokenizer: Tokenizer
@@ -45,3 +85,115 @@ class ModelExport:
             source = roles.plan.config.actor_config.load
             adapters, memory = roles.policy.adapters, roles.residency
             export_adapters(adapters, roles.backend, source, adapter_target, memory)
+
+
+def export_policy(
+    weights: Weights,
+    backend: Backend,
+    source: str,
+    target: Path,
+    memory: Residency,
+    adapters: Adapters | None = None,
+) -> None:
+    """Writes the whole model, adapters added in; all ranks together, with the policy's weights on the device.
+
+    A rank has one group of tensors in memory at a time (HostPlan counts it). Names and contents of the files depend on
+    the model alone. `source` is the directory that the run started from.
+    """
+    shapes = in_model_order(weights.layout)
+    shards = plan_shards(shapes, MAX_SHARD_BYTES)
+
+    def prepare() -> None:
+        with writing(target):
+            SafetensorsWriter(target, shapes, MAX_SHARD_BYTES)
+
+    on_first_rank(backend, prepare)
+    ranks = min(len(shards), backend.world_size)
+    if ranks > 1:
+        target, seen = ranks_that_see(target, backend)
+        ranks = ranks if all(seen) else 1
+    layout = spread(weights.layout, shards, ranks, backend.world_size, weights.dtype)
+    pool = backend.host_pool(bucket_size(layout, backend.rank, weights.dtype), dtype=weights.dtype)
+    files = _Files(pool, SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, joins=True))
+
+    def finish() -> None:
+        with writing(target):
+            files.writer.close()
+            write_companions(Path(source), target, "float32")
+
+    try:
+        stream = TensorStream(weights, adapters, layout, backend, files)
+        with memory.temporary_host("export_copy", stream.host_copies):
+            stream.run()
+        for error in backend.world.gather_objects(files.error):
+            if error is not None:
+                raise error
+        on_first_rank(backend, finish)
+    except BaseException:
+        files.writer.discard()
+        raise
+
+
+class _Files:
+    """A TensorSink that writes each group of tensors to this rank's share of the files."""
+
+    def __init__(self, pool: Pool, writer: SafetensorsWriter) -> None:
+        self.pool, self.writer = pool, writer
+        self.error: UserError | None = None
+
+    @property
+    def host_copies(self) -> Sequence[Pool]:
+        return [self.pool]
+
+    def take(self, tensors: HostTensors) -> None:
+        """Keeps what cannot be written in `error`: the other ranks are in the middle of the transfer."""
+        if self.error is not None:
+            return
+        try:
+            for name, values in tensors.hf_views.items():
+                self.writer.add(name, values)
+        except UserError as error:
+            self.error = error
+
+
+def export_adapters(
+    adapters: Adapters, backend: Backend, source: str, target: Path, memory: Residency
+) -> None:
+    """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
+    own = adapters.weights
+    full = Weights(own.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True)
+    with memory.temporary_host("export_copy", [full.pool]):
+        Resharder(plan_reshard(own.layout, full.layout), own, full, backend).run()
+        on_first_rank(backend, lambda: _write_adapters(full, adapters.settings, source, target))
+
+
+def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
+    tensors = {
+        f"base_model.model.{spec.name}": np.ascontiguousarray(full.arrays.hf_views[spec.name])
+        for spec in full.layout.specs
+    }
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "target_modules": list(settings.targets),
+    }
+    with writing(target):
+        target.mkdir(parents=True)
+        (target / "adapter_model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+        (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def write_companions(source: Path, target: Path, dtype: str) -> None:
+    config = dict(read_config(source).raw)
+    config.pop("dtype", None)
+    config["torch_dtype"] = dtype
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)

@@ -21,11 +21,10 @@ from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.partial import PartialGroup
-from mindgrpo.run.checkpoints import RunCheckpoints
+from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
 from mindgrpo.run.preflight import Inputs, Reward, prepare
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.resume import restore, unsaved_digests
 from mindgrpo.run.start import check_same_start, find_start, identity_of
 from mindgrpo.run.stop_signals import Stop, Stopping
 from mindgrpo.run.watch import Watch

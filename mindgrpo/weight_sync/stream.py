@@ -1,7 +1,8 @@
-"""Gives the policy's weights to a receiver that takes named tensors, a group at a time through one bucket.
+"""Gives the policy's weights to receivers that take named tensors, a group at a time through one bucket.
 
-A group is a decoder layer, what comes before the layers, or what comes after them. Ranks of the receiver's layout have
-its tensors whole; all ranks take part.
+A group is a decoder layer, what comes before the layers, or what comes after them; for receivers that `spread` lays
+out, tensors of one file of at most GROUP_BYTES. The ranks of a receiver's layout have its tensors complete; all ranks
+take part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Protocol
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.models.lora import merge
+from mindgrpo.models.lora_specs import adapter_names
 from mindgrpo.models.shard import Adapters
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
@@ -22,6 +25,10 @@ from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.checksum import box_sum
 from mindgrpo.weights.host_tensors import HostTensors, aligned_size
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import plan_shards
+
+# Of tensors that a rank gathers at once to write them to files.
+GROUP_BYTES = 128 << 20
 
 
 class TensorSink(Protocol):
@@ -37,19 +44,61 @@ class TensorSink(Protocol):
         """A whole group, in `pool`, which the next one overwrites."""
 
 
+def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters as their files have them: before the layers, layer by layer, after them."""
+    ends = {"first": -1, "first_and_last": -1, "last": layout.stage_layers[-1].stop}
+
+    def number(spec: ParameterSpec) -> int:
+        return spec.position if isinstance(spec.position, int) else ends[spec.position]
+
+    return {spec.name: spec.shape for spec in sorted(layout.specs, key=number)}
+
+
 def groups_of(layout: Layout) -> list[Layout]:
-    """The layout of each group, in the order of the model."""
+    """Returns the layout of each group, in the order of the model; the stages' n-th groups are one."""
     groups: dict[int, list[ParameterSpec]] = {}
     num_layers = layout.stage_layers[-1].stop
     for spec in layout.specs:
-        at_the_ends = num_layers if spec.position == "last" else -1
-        number = spec.position if isinstance(spec.position, int) else at_the_ends
+        number = num_layers if spec.position == "last" else -1
+        if isinstance(spec.position, int):
+            (stage,) = layout.stages_of(spec.name)
+            number = spec.position - layout.stage_layers[stage].start
         groups.setdefault(number, []).append(spec)
     return [replace(layout, specs=tuple(groups[number])) for number in sorted(groups)]
 
 
+def spread(
+    layout: Layout,
+    files: Sequence[Sequence[str]],
+    num_ranks: int,
+    world_size: int,
+    dtype: Dtype,
+) -> Layout:
+    """Lays the parameters of `files` out on `num_ranks` ranks of the world, each parameter complete on one rank.
+
+    A rank has those of files that follow each other. Each group of at most GROUP_BYTES, or of one larger tensor, has
+    the place of a layer, and each rank that of a pipeline stage.
+    """
+    groups: list[list[str]] = []
+    stages = []
+    for rank in range(num_ranks):
+        first = len(groups)
+        share = (len(files) * rank // num_ranks, len(files) * (rank + 1) // num_ranks)
+        for names in files[slice(*share)]:
+            shapes = {name: layout.by_name[name].shape for name in names}
+            groups += plan_shards(shapes, GROUP_BYTES, dtype)
+        stages.append(range(first, len(groups)))
+    specs = [
+        replace(layout.by_name[name], position=number)
+        for number, names in enumerate(groups)
+        for name in names
+    ]
+    mesh = Mesh(1, 1, num_ranks, spacing=world_size // num_ranks)
+    return Layout(mesh, tuple(specs), tuple(stages))
+
+
 def bucket_size(layout: Layout, rank: int, dtype: Dtype) -> int:
-    """Elements of a pool with room for any one group of `layout` on `rank`."""
+    """Returns the elements of a pool with room for any one group of `layout` on `rank`."""
     groups = [group.held_by(rank).values() for group in groups_of(layout)]
     return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in boxes) for boxes in groups)
 
@@ -72,13 +121,18 @@ class TensorStream:
         self._groups: list[tuple[HostTensors, Resharder]] = []
         for group in groups_of(layout):
             tensors = HostTensors(group, backend.rank, sink.pool)
-            held = replace(source.layout, specs=group.specs)
+            specs = [source.layout.by_name[spec.name] for spec in group.specs]
+            held = replace(source.layout, specs=tuple(specs))
             plan = plan_reshard(held, group, source.pool.itemsize)
             self._groups.append((tensors, Resharder(plan, source, tensors, backend)))
         self.host_copies: list[Pool] = [*sink.host_copies]
         if adapters is not None:
             own = adapters.weights
-            whole = replace(layout, specs=own.layout.specs)
+            positions = {
+                name: spec.position for spec in layout.specs for name in adapter_names(spec.name)
+            }
+            specs = [replace(s, position=positions[s.name]) for s in own.layout.specs]
+            whole = replace(layout, specs=tuple(specs))
             self._copy = Weights(whole, backend.rank, backend, "adapters_copy", on_host_only=True)
             self.host_copies.append(self._copy.pool)
             self._low_rank = Resharder(plan_reshard(own.layout, whole), own, self._copy, backend)

@@ -1,4 +1,4 @@
-"""Whether the generator computes with the policy's weights, bit for bit, and replicas with the same ones.
+"""Checks that the generator computes with the policy's weights, bit for bit, and replicas with the same ones.
 
 Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
 generator's own before it draws.
@@ -17,7 +17,7 @@ from mindgrpo.weights.local_weights import Weights
 
 
 class WeightsDiffer(RuntimeError):
-    """Weights that have to be equal are not."""
+    """Raised where weights that have to be equal are not."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Kept:
 
 
 class WeightCheck:
-    """`adapted`: parameters that the generator has with adapters added in, whose bits are not the policy's.
+    """Compares sums of weights, except those of `adapted`, which the generator has with adapters added in.
 
     With `interval` n, steps n, 2n, ... and the first are checked; None checks none.
     """
@@ -43,11 +43,11 @@ class WeightCheck:
         self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
 
     def lacks(self, version: int) -> bool:
-        """Whether sums of `version` are needed and not kept yet."""
+        """Tells whether sums of `version` are needed and not kept yet."""
         return self.is_due and (self._kept is None or self._kept.version != version)
 
     def keep(self, policy: Sequence[Weights], version: int) -> None:
-        """Sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
+        """Keeps sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
         if self.lacks(version):
             first, *others = policy
             self._kept = _Kept(version, self._totals(first.layout, part_sums(first), "policy's"))
@@ -55,7 +55,7 @@ class WeightCheck:
                 self._totals(weights.layout, part_sums(weights), "policy's")
 
     def check(self, received: WeightTransfer, version: int) -> None:
-        """What the generator has received against the policy's weights of `version`; all ranks together."""
+        """Compares what the generator has received with the policy's weights of `version`; all ranks together."""
         if not self.is_due:
             return
         if self._kept is None or self._kept.version != version:

@@ -13,12 +13,12 @@ import numpy as np
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import ParameterSpec
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.mindformers_names import (
+from mindgrpo.weights.mindspore_files import (
     are_mindformers,
     check_not_concatenated,
+    open_ckpt,
     to_huggingface,
 )
-from mindgrpo.weights.mindspore_ckpt import open_ckpt
 from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
@@ -33,7 +33,7 @@ def open_weights(directory: str | Path) -> ModelFiles:
     if not are_mindformers(files.names):
         return files
     check_not_concatenated(files.names, str(directory))
-    return ModelFiles(folder, {to_huggingface(name): t for name, t in files.tensors.items()})
+    return ModelFiles(folder, {to_huggingface(name): one for name, one in files.slices.items()})
 
 
 def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
@@ -66,10 +66,15 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
 
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
-    files = check_tensors(directory, weights.layout.specs)
+    """Loads a model directory, of the same names, shapes and readable dtypes. Raises UserError."""
+    fill(weights, check_tensors(directory, weights.layout.specs))
+
+
+def fill(weights: Weights, files: ModelFiles) -> None:
+    """Reads this rank's slices. Raises UserError."""
     with weights.on_host(write=True) as host:
         for name, part in host.hf_views.items():
-            part[...] = files.read(name, weights.boxes[name])
+            files.read_into(part, name, weights.boxes[name])
 
 
 def generator_of(name: str, seed: int) -> np.random.Generator:

@@ -208,7 +208,7 @@ def warm_up() -> None:
     """Everything that a case imports, so that the fork of it costs little."""
     for name in (
         "mindgrpo.run.preflight",
-        "mindgrpo.weight_sync.hf_export",
+        "mindgrpo.run.model_export",
         "mindgrpo.cli.score",
         "mindgrpo.cli.plan",
         "pyarrow",

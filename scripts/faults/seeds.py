@@ -46,15 +46,16 @@ def make_models(folder: Path) -> None:
     """A model in one file and in shards."""
     from mindgrpo.models.decoder_config import decoder_config
     from mindgrpo.models.parameters import parameter_specs
-    from mindgrpo.weights.safetensors_writer import SafetensorsWriter
+    from mindgrpo.weights.model_files import SafetensorsWriter
 
     for name, most in (("model", 1 << 30), ("sharded", 4000)):
         model = folder / name
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(RAW))
-        with SafetensorsWriter(model, most) as writer:
-            for spec in parameter_specs(decoder_config(RAW, "here")):
-                writer.add(spec.name, np.zeros(spec.shape, np.float32))
+        shapes = {s.name: s.shape for s in parameter_specs(decoder_config(RAW, "here"))}
+        with SafetensorsWriter(model, shapes, most) as writer:
+            for tensor, shape in shapes.items():
+                writer.add(tensor, np.zeros(shape, np.float32))
         for path in MODEL.iterdir():
             if path.name not in ("config.json", "model.safetensors"):
                 shutil.copy(path, model / path.name)
@@ -158,7 +159,7 @@ def make_texts(folder: Path) -> None:
 def make_checkpoint(folder: Path) -> None:
     """As a run of the configuration would have written it, from the folder that it works in."""
     from mindgrpo.checkpoint.format import Manifest, RunState, StoredTensor, write_manifest
-    from mindgrpo.checkpoint.shards import Chunk, write_shard
+    from mindgrpo.checkpoint.save import Chunk, write_shard
     from mindgrpo.config import load_config
     from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.parallel.sharding import Box
@@ -179,7 +180,7 @@ def make_checkpoint(folder: Path) -> None:
     shard = write_shard(
         folder / STEP / "rank_00000.safetensors",
         chunks,
-        lambda chunk: np.zeros(chunk.box.shape, "<f4"),
+        (np.zeros(chunk.box.shape, "<f4") for chunk in chunks),
     )
     tensors = {
         chunk.name: StoredTensor(shape=chunk.box.shape, dtype="F32", chunks=[stored])

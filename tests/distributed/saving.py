@@ -12,8 +12,7 @@ import numpy as np
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.format import Identity, Manifest, RunState, read_manifest
 from mindgrpo.checkpoint.load import load_role
-from mindgrpo.checkpoint.save import Saver
-from mindgrpo.checkpoint.shards import values_digest
+from mindgrpo.checkpoint.save import Saver, values_digest
 from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 
