@@ -28,7 +28,7 @@ from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.training.buckets import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
-from mindgrpo.weight_sync.stream import bucket_size, in_model_order, spread
+from mindgrpo.weight_sync.stream import in_model_order, spread
 from mindgrpo.weights.local_weights import is_transposed
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
 
@@ -262,19 +262,18 @@ class HostPlan:
 
     @property
     def export_bytes(self) -> int:
-        """Of a rank that writes files: a group of tensors as they are kept, and a block of one as it is written."""
+        """Returns what a rank that writes files holds: a group of tensors as they are kept, and a block of one."""
         plan, lora = self._plan, self._plan.lora
         dtype: Dtype = "float32" if lora is None else compute_dtype(plan.config)
         shards = plan_shards(in_model_order(plan.train), MAX_SHARD_BYTES)
         ranks = min(len(shards), plan.world_size)
         layout = spread(plan.train, shards, ranks, plan.world_size, dtype)
-        groups = [bucket_size(layout, int(rank), dtype) for rank in layout.mesh.array.flat]
         copied = [
             FLOAT_BYTES * math.prod(spec.shape)
             for spec in plan.train.specs
             if dtype != "float32" or is_transposed(spec.name, len(spec.shape))
         ]
-        export = max(groups) * ITEM_BYTES[dtype] + min(BLOCK_BYTES, max(copied))
+        export = _largest_group(layout) * ITEM_BYTES[dtype] + min(BLOCK_BYTES, max(copied))
         if lora is not None:
             # All adapters, where one rank writes.
             sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))
@@ -285,12 +284,12 @@ class HostPlan:
         """Returns the bytes of the largest group of tensors in vLLM's dtype, and in the run's where that differs."""
         config = self._plan.config
         dtypes = {engine_dtype(config), compute_dtype(config)}
-        return self._largest_group * sum(ITEM_BYTES[dtype] for dtype in dtypes)
+        return _largest_group(self._plan.train) * sum(ITEM_BYTES[dtype] for dtype in dtypes)
 
-    @property
-    def _largest_group(self) -> int:
-        """Returns the elements of a layer, or of the parameters before or after the layers, whichever is most."""
-        groups: Counter[object] = Counter()
-        for spec in self._plan.train.specs:
-            groups[spec.position] += math.prod(spec.shape)
-        return max(groups.values())
+
+def _largest_group(layout: Layout) -> int:
+    """Returns the most elements that have one position: of a layer, or of what is before or after the layers."""
+    groups: Counter[object] = Counter()
+    for spec in layout.specs:
+        groups[spec.position] += math.prod(spec.shape)
+    return max(groups.values())

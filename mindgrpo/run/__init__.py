@@ -1,4 +1,4 @@
-"""Keeps what a run has besides its steps: output folder, recorder, checkpoints, resume, signals, skipped updates.
+"""Keeps what a run has besides its steps: output folder, recorder, checkpoints, export, signals, skipped updates.
 
 `preflight.py` reads and checks everything a run is given; `session.py` goes from the first step to the last.
 The steps themselves are in grpo/, the figures' files in monitor/.
