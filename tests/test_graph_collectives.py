@@ -22,10 +22,10 @@ from mindgrpo.backend.cpu.host import LocalRanks
 from mindgrpo.backend.cpu.shared_group import (
     KINDS,
     NativeGroup,
+    PythonSum,
     SharedGroup,
     shared_group,
 )
-from mindgrpo.backend.group_cells import PythonSum
 
 SMALL_BUFFER = 1000
 

@@ -29,7 +29,9 @@ from small_generators import (
 
 from mindgrpo.algorithm.sample import Request
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.rollout import LocalModelShape
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -196,7 +198,9 @@ def test_memory_that_is_planned_is_memory_that_is_taken(
 ) -> None:
     settings = SamplingParams(max_tokens=MAX_TOKENS, repetition_penalty=1.1)
     made = generator_with(weights, backend, kernels_named("native"), settings)
-    planned = KVCacheSizes.of(room_of(16, GROUP), 2, 32, 48, (4, 2, 8), VOCAB, True)
+    vocabulary = Vocabulary(0, VOCAB, VOCAB)
+    shape = LocalModelShape(2, 32, 48, Heads(4, 2, 8), vocabulary, 1e-6, tp_size=1, tp_rank=0)
+    planned = KVCacheSizes.of(room_of(16, GROUP), shape, True)
     num_bytes = planned.num_bytes("float32")
     assert sum(pool.num_bytes for pool in made.pools["kv_cache"]) == num_bytes
     assert made.memory_bytes() == num_bytes + made.weights.num_bytes

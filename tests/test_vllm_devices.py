@@ -18,6 +18,7 @@ from small_generators import CONFIG, LAYOUT, SETTINGS, room_of
 
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.host_cpu import HostCpu
+from mindgrpo.backend.group_cells import AloneGroup
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
@@ -77,7 +78,7 @@ def started(
         layout = Layout(mesh, parameter_specs(CONFIG), (range(2),))
         backend.rank, backend.world_size = rank, mesh.size
         # Of its other ranks there are no processes here.
-        backend._name_of = lambda ranks: ""  # type: ignore[method-assign]
+        backend.group = lambda ranks: AloneGroup(rank)  # type: ignore[method-assign]
     engine = make_engine(config, CONFIG, layout, backend, SETTINGS, room_of(4, 2))
     with pytest.raises(EngineFailed, match="lacks"):
         engine.publish(lambda: None, 1)  # type: ignore[arg-type, return-value]

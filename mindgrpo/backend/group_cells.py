@@ -1,7 +1,4 @@
-"""What groups offer inside graphs: the sum over the members and the gathering of what each has, as cells.
-
-A cell for each transport; the same contract for all.
-"""
+"""The group of one rank, and the cells of groups that are no transport's own: sums and gathers inside graphs."""
 
 from __future__ import annotations
 
@@ -11,19 +8,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup
-from mindgrpo.backend.kernels.native import library as native_library
+from mindgrpo.backend.contract import Group
 
 # Elements; above, the bytes of a gather over several members take longer than a second transfer.
 MOST_GATHERED = 16 << 10
-
-
-def _same(x: Any) -> Any:
-    return x
-
-
-def _same_as_first(x: Any, group: Any) -> Any:
-    return x
 
 
 class AloneSum(nn.Cell):
@@ -36,49 +24,26 @@ class AloneGather(nn.Cell):
         return ops.expand_dims(x, 0)
 
 
-class NativeSum(nn.Cell):
-    """Through the C library, which finds the group by its number."""
+class AloneGroup(Group):
+    """One rank, which communicates with nobody."""
 
-    def __init__(self, group: NativeGroup) -> None:
-        super().__init__()
-        self.group = Tensor([group.kernel_id], ms.int32)
-        self.call = native_library.operation("shared_sum", _same_as_first, _same_as_first)
+    def __init__(self, rank: int) -> None:
+        self.ranks, self.index = (rank,), 0
 
-    def construct(self, x: Any) -> Any:
-        return self.call(x, self.group)
+    def sum_cell(self) -> nn.Cell:
+        return AloneSum()
 
+    def gather_cell(self) -> nn.Cell:
+        return AloneGather()
 
-class NativeGather(nn.Cell):
-    def __init__(self, group: NativeGroup) -> None:
-        super().__init__()
-        self.group = Tensor([group.kernel_id], ms.int32)
-        size = len(group.ranks)
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return array
 
-        def stacked(x: Any, group: Any) -> Any:
-            return [size, *x]
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
 
-        self.call = native_library.operation("shared_gather", stacked, _same_as_first)
-
-    def construct(self, x: Any) -> Any:
-        return self.call(x, self.group)
-
-
-class PythonSum(nn.Cell):
-    """Without a C compiler: a Python call on numpy arrays."""
-
-    def __init__(self, group: SharedGroup) -> None:
-        super().__init__()
-
-        def call(x: np.ndarray) -> np.ndarray:
-            source = np.ascontiguousarray(x)
-            out = np.empty_like(source)
-            group.sum_into(source.reshape(-1), out.reshape(-1))
-            return out
-
-        self.call = ops.Custom(call, out_shape=_same, out_dtype=_same, func_type="pyfunc")
-
-    def construct(self, x: Any) -> Any:
-        return self.call(x)
+    def barrier(self) -> None:
+        """Nobody to wait for."""
 
 
 class MindSporeSum(nn.Cell):

@@ -200,15 +200,13 @@ class RunPlan:
     def _embedded_cache_bytes(self) -> int:
         """Returns the bytes of keys, values and the kernels' work space; plain operations keep prompts in all slots."""
         shape = self._generator_shape
-        heads = (shape.heads.queries, shape.heads.kv, shape.heads.dim)
         dtype = compute_dtype(self.config)
         if not self.keeps_slots:
             # As rollout/embedded/plain.py has it.
             plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
-            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
+            return KVCacheSizes.plain(self.cache_config, shape.layers, shape.heads).num_bytes(plain)
         penalty = self.config.generate_config.sampling_config.repetition_penalty
-        sizes = (shape.layers, shape.hidden, shape.inner, heads, shape.vocabulary.width)
-        return KVCacheSizes.of(self.cache_config, *sizes, penalty != 1.0).num_bytes(dtype)
+        return KVCacheSizes.of(self.cache_config, shape, penalty != 1.0).num_bytes(dtype)
 
     def _packed_bytes(self) -> int:
         """Returns the bytes of matrices that the embedded generator packs for bfloat16 products, beside its weights."""

@@ -14,9 +14,8 @@ from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
-from mindgrpo.backend import group_cells
 from mindgrpo.backend.contract import (
     Backend,
     CompileLog,
@@ -26,8 +25,9 @@ from mindgrpo.backend.contract import (
     Pool,
 )
 from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, job_name, own_rank
-from mindgrpo.backend.cpu.shared_group import NativeGroup, SharedGroup, shared_group
+from mindgrpo.backend.cpu.shared_group import shared_group
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, Dtype
+from mindgrpo.backend.group_cells import AloneGroup
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
@@ -44,44 +44,6 @@ SPINS_WITH_A_CORE_EACH = 2000
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-class CpuGroup(Group):
-    def __init__(self, ranks: Sequence[int], index: int, shared: SharedGroup | None) -> None:
-        self.ranks = tuple(ranks)
-        self.index = index
-        self._shared = shared
-        if isinstance(shared, NativeGroup):
-            self.kernel_id = shared.kernel_id
-
-    def sum_cell(self) -> nn.Cell:
-        if self._shared is None:
-            return group_cells.AloneSum()
-        if isinstance(self._shared, NativeGroup):
-            return group_cells.NativeSum(self._shared)
-        return group_cells.PythonSum(self._shared)
-
-    def gather_cell(self) -> nn.Cell:
-        if self._shared is None:
-            return group_cells.AloneGather()
-        if isinstance(self._shared, NativeGroup):
-            return group_cells.NativeGather(self._shared)
-        return group_cells.GatherBySum(self.sum_cell(), self.index, self.size)
-
-    def sum_array(self, array: np.ndarray) -> np.ndarray:
-        if self._shared is not None:
-            whole = np.ascontiguousarray(array)
-            self._shared.sum_into(whole.reshape(-1), whole.reshape(-1))
-            if whole is not array:
-                array[...] = whole
-        return array
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] if self._shared is None else self._shared.gather_objects(value)
-
-    def barrier(self) -> None:
-        if self._shared is not None:
-            self._shared.barrier()
 
 
 class CpuGraph(Graph):
@@ -154,7 +116,7 @@ class CpuBackend(Backend):
         self.kernels = self._choose_kernels(compiled, num_parts)
         self.notices = _notices()
         self._host = self._make_host(environment)
-        self._groups: dict[tuple[int, ...], CpuGroup] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._num_links: Counter[int] = Counter()
 
     def _choose_core(self) -> set[int]:
@@ -197,13 +159,12 @@ class CpuBackend(Backend):
             job_name(environment), self.rank, self.world_size, library, spins, self.health
         )
 
-    def group(self, ranks: Sequence[int]) -> CpuGroup:
+    def group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
         if key not in self._groups:
-            shared = None
-            if len(key) > 1:
-                shared = shared_group(self._host, key, GROUP_BUFFER_BYTES)
-            self._groups[key] = CpuGroup(key, key.index(self.rank), shared)
+            is_alone = len(key) == 1
+            shared = None if is_alone else shared_group(self._host, key, GROUP_BUFFER_BYTES)
+            self._groups[key] = shared or AloneGroup(self.rank)
         return self._groups[key]
 
     def link(self, peer: int, shape: Sequence[int]) -> CpuLink:
@@ -240,10 +201,7 @@ class CpuBackend(Backend):
                 os.sched_setaffinity(0, self._cores)
 
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        readable = shared and self.world_size > 1
-        pool = SharedPool(size, dtype) if readable else HostPool(size, dtype)
-        self.live_pools.add(pool)
-        return pool
+        return self.host_pool(size, shared and self.world_size > 1, dtype)
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerPool]:
         if self.world_size == 1:

@@ -9,13 +9,18 @@ from __future__ import annotations
 import ctypes
 import pickle
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
+from mindspore import Tensor, nn, ops
 
+from mindgrpo.backend.contract import Group
 from mindgrpo.backend.cpu.host import LocalRanks, SharedSegment
+from mindgrpo.backend.group_cells import GatherBySum
+from mindgrpo.backend.kernels.native.library import as_first, operation
 
 SMALL_BYTES = 32 * 1024
 # The enums of native/collective.h and .c.
@@ -23,7 +28,51 @@ KINDS = {"float32": 0, "float64": 1, "int32": 2, "int64": 3}
 OUT_OF_STEP, LOST, BUSY = 2, 3, 4
 
 
-class SharedGroup(ABC):
+class NativeSum(nn.Cell):
+    """Through the C library, which finds the group by its number."""
+
+    def __init__(self, kernel_id: int) -> None:
+        super().__init__()
+        self.group = Tensor([kernel_id], ms.int32)
+        self.call = operation("shared_sum", as_first, as_first)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x, self.group)
+
+
+class NativeGather(nn.Cell):
+    def __init__(self, kernel_id: int, size: int) -> None:
+        super().__init__()
+        self.group = Tensor([kernel_id], ms.int32)
+
+        def stacked(x: Any, group: Any) -> Any:
+            return [size, *x]
+
+        self.call = operation("shared_gather", stacked, as_first)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x, self.group)
+
+
+class PythonSum(nn.Cell):
+    """Without a C compiler: a Python call on numpy arrays."""
+
+    def __init__(self, group: SharedGroup) -> None:
+        super().__init__()
+
+        def call(x: np.ndarray) -> np.ndarray:
+            source = np.ascontiguousarray(x)
+            out = np.empty_like(source)
+            group.sum_into(source.reshape(-1), out.reshape(-1))
+            return out
+
+        self.call = ops.Custom(call, out_shape=as_first, out_dtype=as_first, func_type="pyfunc")
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x)
+
+
+class SharedGroup(Group):
     def __init__(self, host: LocalRanks, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(host.rank)
@@ -33,8 +82,18 @@ class SharedGroup(ABC):
     def _segment_name(self) -> str:
         return "group-" + "_".join(map(str, self.ranks))
 
-    @abstractmethod
-    def barrier(self) -> None: ...
+    def sum_cell(self) -> nn.Cell:
+        return PythonSum(self)
+
+    def gather_cell(self) -> nn.Cell:
+        return GatherBySum(self.sum_cell(), self.index, self.size)
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        dense = np.ascontiguousarray(array)
+        self.sum_into(dense.reshape(-1), dense.reshape(-1))
+        if dense is not array:
+            array[...] = dense
+        return array
 
     @abstractmethod
     def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
@@ -54,7 +113,7 @@ class SharedGroup(ABC):
 
 
 class NativeGroup(SharedGroup):
-    """`kernel_id` is what a graph's kernel finds this group by, in this process."""
+    """Leaves the work and the waits to the C library, by which graphs reach the same group."""
 
     def __init__(self, host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
@@ -79,6 +138,12 @@ class NativeGroup(SharedGroup):
             raise RuntimeError("more groups than the C library has places for")
         # The segment lives as long as the library may look into it.
         weakref.finalize(self, _forget, self._library, self.kernel_id, segment)
+
+    def sum_cell(self) -> nn.Cell:
+        return NativeSum(self.kernel_id)
+
+    def gather_cell(self) -> nn.Cell:
+        return NativeGather(self.kernel_id, self.size)
 
     def _done(self, status: int) -> None:
         if status == LOST:

@@ -19,7 +19,7 @@ from mindgrpo.backend.contract import Backend, CompileLog, Graph, Group, Link, P
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.pool import DevicePool
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.group_cells import AgreedSum, AloneGather, AloneSum, MindSporeSum
+from mindgrpo.backend.group_cells import AgreedSum, AloneGroup, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.targets import ranks_per_host
 from mindgrpo.errors import UserError
@@ -27,7 +27,7 @@ from mindgrpo.health.rank_health import RankHealth
 
 
 class DeviceGroup(Group):
-    """`name` is MindSpore's of the group; empty for a rank alone."""
+    """Several ranks; `name` is MindSpore's of the group."""
 
     def __init__(
         self, ranks: Sequence[int], index: int, name: str, hardware: Hardware, health: RankHealth
@@ -36,31 +36,24 @@ class DeviceGroup(Group):
         self._name, self._hardware, self._health = name, hardware, health
 
     def sum_cell(self) -> nn.Cell:
-        if not self._name:
-            return AloneSum()
         scatter = self._hardware.scatter_sum_cell(self._name, self.index, self.size)
         return AgreedSum(scatter, self.gather_cell(), self.size)
 
     def quick_sum_cell(self) -> nn.Cell:
-        return MindSporeSum(self._name) if self._name else AloneSum()
+        return MindSporeSum(self._name)
 
     def gather_cell(self) -> nn.Cell:
-        if not self._name:
-            return AloneGather()
         return self._hardware.gather_cell(self._name, self.index, self.size)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        if self._name:
-            # By way of all members' arrays: in rank order, and in the dtype that they have.
-            arrays = self.gather_objects(array)
-            array[...] = arrays[0]
-            for other in arrays[1:]:
-                array += other
+        # By way of all members' arrays: in rank order, and in the dtype that they have.
+        arrays = self.gather_objects(array)
+        array[...] = arrays[0]
+        for other in arrays[1:]:
+            array += other
         return array
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if not self._name:
-            return [value]
         payload = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
         sizes = np.zeros(self.size, np.int32)
         sizes[self.index] = payload.size
@@ -71,8 +64,7 @@ class DeviceGroup(Group):
         return [pickle.loads(row[:n].data) for row, n in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
-        if self._name:
-            self._sum(np.zeros(1, np.int32))
+        self._sum(np.zeros(1, np.int32))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
         """Of int32, which every member has zeros in for what is the others'."""
@@ -156,21 +148,21 @@ class DeviceBackend(Backend):
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
         self._environment = environment
-        self._groups: dict[tuple[int, ...], DeviceGroup] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._names: dict[tuple[int, ...], str] = {}
 
-    def group(self, ranks: Sequence[int]) -> DeviceGroup:
+    def group(self, ranks: Sequence[int]) -> Group:
         key = tuple(ranks)
         if key not in self._groups:
-            name = self._name_of(key)
-            index = key.index(self.rank)
-            self._groups[key] = DeviceGroup(key, index, name, self._hardware, self.health)
+            self._groups[key] = AloneGroup(self.rank) if len(key) == 1 else self._device_group(key)
         return self._groups[key]
 
+    def _device_group(self, ranks: tuple[int, ...]) -> DeviceGroup:
+        index, name = ranks.index(self.rank), self._name_of(ranks)
+        return DeviceGroup(ranks, index, name, self._hardware, self.health)
+
     def _name_of(self, ranks: tuple[int, ...]) -> str:
-        """MindSpore's name of the group of these ranks, which is made at the first call; empty for one rank."""
-        if len(ranks) == 1:
-            return ""
+        """MindSpore's name of the group of these ranks, which is made at the first call."""
         if len(ranks) == self.world_size:
             return str(GlobalComm.WORLD_COMM_GROUP)
         if ranks not in self._names:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
-from mindgrpo.backend.kernels.rollout import KVCacheLayout
+from mindgrpo.backend.kernels.rollout import KVCacheLayout, LocalModelShape
+from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.decoder_config import DecoderConfig
 
 # Rooms are whole vectors of the kernels.
@@ -101,24 +102,16 @@ class KVCacheSizes:
 
     @classmethod
     def of(
-        cls,
-        cache_config: KVCacheConfig,
-        layers: int,
-        hidden: int,
-        inner: int,
-        heads: tuple[int, int, int],
-        vocabulary: int,
-        penalised: bool,
+        cls, cache_config: KVCacheConfig, shape: LocalModelShape, penalised: bool
     ) -> KVCacheSizes:
-        """`heads` are (queries, keys, dim), `inner` and `vocabulary` the widths of this rank; `penalised` where tokens
-        that were seen have a penalty."""
-        queries, kv, dim = heads
+        """Of the slots in C; `penalised` where tokens that were seen have a penalty."""
+        heads, hidden, vocabulary = shape.heads, shape.hidden, shape.vocabulary.width
         slots = cache_config.slots
         rows = padded(max(slots, cache_config.prompt_rows))
-        attention = (queries + 2 * kv) * dim + max(queries * dim, hidden)
-        layers_need = rows * (3 * hidden + max(attention, 2 * inner))
+        attention = heads.width + max(heads.queries * heads.dim, hidden)
+        layers_need = rows * (3 * hidden + max(attention, 2 * shape.inner))
         return cls(
-            cache=2 * layers * kv * dim * cache_config.positions,
+            cache=2 * shape.layers * heads.kv * heads.dim * cache_config.positions,
             scratch=max(layers_need, slots * (3 * hidden + vocabulary)),
             inputs=slots * hidden,
             starts=cache_config.max_prefix_blocks * hidden,
@@ -127,23 +120,10 @@ class KVCacheSizes:
         )
 
     @classmethod
-    def plain(
-        cls, cache_config: KVCacheConfig, layers: int, heads: tuple[int, int, int]
-    ) -> KVCacheSizes:
-        """Of the plain decoder: a whole cache for every slot."""
-        _, kv, dim = heads
-        return cls(
-            2
-            * layers
-            * kv
-            * dim
-            * cache_config.slots
-            * (cache_config.max_prompt + cache_config.max_tokens),
-            0,
-            0,
-            0,
-            0,
-        )
+    def plain(cls, cache_config: KVCacheConfig, layers: int, heads: Heads) -> KVCacheSizes:
+        """Of the plain decoder: a cache of the full length for every slot."""
+        positions = cache_config.slots * (cache_config.max_prompt + cache_config.max_tokens)
+        return cls(2 * layers * heads.kv * heads.dim * positions, 0, 0, 0, 0)
 
     @property
     def beside_cache(self) -> tuple[int, ...]:

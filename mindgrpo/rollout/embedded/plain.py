@@ -173,8 +173,7 @@ class PlainDecoder:
         shape = (cache_config.slots * shard.kv_heads * self._length, shard.config.head_dim)
         size = shape[0] * shape[1]
         count = 2 * len(shard.layers)
-        heads = (shard.query_heads, shard.kv_heads, shard.config.head_dim)
-        sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
+        sizes = KVCacheSizes.plain(cache_config, len(shard.layers), shard.heads())
         # Processors have no operations that attend in bfloat16.
         dtype: Dtype = "float32" if backend.shares_memory else backend.compute_dtype
         cache = backend.pool(sizes.cache, dtype=dtype)

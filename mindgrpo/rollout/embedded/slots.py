@@ -124,17 +124,8 @@ class SlotDecoder:
     ) -> None:
         self._cache_config = cache_config
         model_shape = _model_shape(shard)
-        heads = (model_shape.heads.queries, model_shape.heads.kv, model_shape.heads.dim)
         penalised = sampling.repetition_penalty != 1.0
-        sizes = KVCacheSizes.of(
-            cache_config,
-            model_shape.layers,
-            model_shape.hidden,
-            model_shape.inner,
-            heads,
-            model_shape.vocabulary.width,
-            penalised,
-        )
+        sizes = KVCacheSizes.of(cache_config, model_shape, penalised)
         cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
         work = backend.pool(sum(sizes.beside_cache))
         self.pools: list[Pool] = [cache, work]
