@@ -16,9 +16,9 @@ import pytest
 import small_runs
 from small_generators import CONFIG, LAYOUT, SETTINGS, room_of
 
+from mindgrpo.backend.contract import AloneGroup
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.host_cpu import HostCpu
-from mindgrpo.backend.group_cells import AloneGroup
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
-from mindspore import nn
+from mindspore import nn, ops
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, MatmulPrecision
 from mindgrpo.backend.host_memory import SparePages
@@ -23,7 +23,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.health.rank_health import RankHealth
 
 if TYPE_CHECKING:
-    from mindspore import nn
+    from mindspore import nn, ops
 
 
 class PeerLost(RuntimeError):
@@ -70,6 +70,38 @@ class Group(ABC):
 
     @abstractmethod
     def barrier(self) -> None: ...
+
+
+class _AloneSum(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return x
+
+
+class _AloneGather(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return ops.expand_dims(x, 0)
+
+
+class AloneGroup(Group):
+    """One rank, which communicates with nobody."""
+
+    def __init__(self, rank: int) -> None:
+        self.ranks, self.index = (rank,), 0
+
+    def sum_cell(self) -> nn.Cell:
+        return _AloneSum()
+
+    def gather_cell(self) -> nn.Cell:
+        return _AloneGather()
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
 
 
 class Link(ABC):
@@ -181,9 +213,23 @@ class Backend(ABC):
     unmet: Sequence[str] = ()
     has_device_profile: bool = False
 
-    @abstractmethod
+    def _join(self, environment: dict[str, str]) -> None:
+        """Sets up what all backends have, once `rank` and `world_size` are known and the device is open."""
+        self.compile_log, self.live_pools = CompileLog(), WeakSet()
+        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
+        self.compile_log.span = self.health.compiling
+        self._groups: dict[tuple[int, ...], Group] = {}
+
     def group(self, ranks: Sequence[int]) -> Group:
         """The group of exactly these ranks; made on first use, by all its members alike."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = self._several(key) if len(key) > 1 else AloneGroup(self.rank)
+        return self._groups[key]
+
+    @abstractmethod
+    def _several(self, ranks: tuple[int, ...]) -> Group:
+        """Makes the group of several ranks."""
 
     @abstractmethod
     def link(self, peer: int, shape: Sequence[int]) -> Link:
@@ -263,8 +309,9 @@ class Backend(ABC):
     def world(self) -> Group:
         return self.group(range(self.world_size))
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Returns when all ranks have come to their end."""
+        self.world.barrier()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The group of one rank, and the cells of groups that are no transport's own: sums and gathers inside graphs."""
+"""Sums and gathers over the ranks of a group inside graphs, as cells, made of MindSpore's own or of each other."""
 
 from __future__ import annotations
 
@@ -8,42 +8,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Group
-
 # Elements; above, the bytes of a gather over several members take longer than a second transfer.
 MOST_GATHERED = 16 << 10
-
-
-class AloneSum(nn.Cell):
-    def construct(self, x: Any) -> Any:
-        return x
-
-
-class AloneGather(nn.Cell):
-    def construct(self, x: Any) -> Any:
-        return ops.expand_dims(x, 0)
-
-
-class AloneGroup(Group):
-    """One rank, which communicates with nobody."""
-
-    def __init__(self, rank: int) -> None:
-        self.ranks, self.index = (rank,), 0
-
-    def sum_cell(self) -> nn.Cell:
-        return AloneSum()
-
-    def gather_cell(self) -> nn.Cell:
-        return AloneGather()
-
-    def sum_array(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
 
 
 class MindSporeSum(nn.Cell):

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -27,14 +26,12 @@ from mindgrpo.backend.contract import (
 from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import shared_group
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, Dtype
-from mindgrpo.backend.group_cells import AloneGroup
 from mindgrpo.backend.host_pool import HostPool, PeerPool, SharedPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import open_device
 from mindgrpo.errors import UserError
-from mindgrpo.health.rank_health import RankHealth
 
 # Larger ones are no faster: what a group's members add at a time should stay in the caches.
 GROUP_BUFFER_BYTES = 512 << 10
@@ -100,23 +97,17 @@ class CpuBackend(Backend):
         num_parts: int | None = None,
     ) -> None:
         """`num_parts`: see NativeKernels."""
-        self.compile_log = CompileLog()
-        self.live_pools = WeakSet()
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
-        self.rank = 0
-        if self.world_size > 1:
-            self.rank = own_rank(environment, self.world_size)
+        self.rank = own_rank(environment, self.world_size) if self.world_size > 1 else 0
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         self._cores = os.sched_getaffinity(0)
         self._own_core = self._choose_core()
         self._share_cores()
         open_device("CPU")
-        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.health.compiling
+        self._join(environment)
         self.kernels = self._choose_kernels(compiled, num_parts)
         self.notices = _notices()
         self._host = self._make_host(environment)
-        self._groups: dict[tuple[int, ...], Group] = {}
         self._num_links: Counter[int] = Counter()
 
     def _choose_core(self) -> set[int]:
@@ -159,13 +150,8 @@ class CpuBackend(Backend):
             job_name(environment), self.rank, self.world_size, library, spins, self.health
         )
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        key = tuple(ranks)
-        if key not in self._groups:
-            is_alone = len(key) == 1
-            shared = None if is_alone else shared_group(self._host, key, GROUP_BUFFER_BYTES)
-            self._groups[key] = shared or AloneGroup(self.rank)
-        return self._groups[key]
+    def _several(self, ranks: tuple[int, ...]) -> Group:
+        return shared_group(self._host, ranks, GROUP_BUFFER_BYTES)
 
     def link(self, peer: int, shape: Sequence[int]) -> CpuLink:
         # Both ends count alike, so that a second link between them has a name of its own.
@@ -217,6 +203,3 @@ class CpuBackend(Backend):
         pool = SharedPool(size, dtype) if shared else HostPool(size, dtype)
         self.live_pools.add(pool)
         return pool
-
-    def close(self) -> None:
-        self.world.barrier()

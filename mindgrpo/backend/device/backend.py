@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import mindspore as ms
 import numpy as np
@@ -19,7 +18,7 @@ from mindgrpo.backend.contract import Backend, CompileLog, Graph, Group, Link, P
 from mindgrpo.backend.device.hardware import Hardware
 from mindgrpo.backend.device.pool import DevicePool
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.group_cells import AgreedSum, AloneGroup, MindSporeSum
+from mindgrpo.backend.group_cells import AgreedSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.targets import ranks_per_host
 from mindgrpo.errors import UserError
@@ -135,8 +134,6 @@ class DeviceBackend(Backend):
         self.name = f"{hardware.name}, {hardware.communication}"
         self.kernels = hardware.kernels
         self.has_device_profile = hardware.has_profile
-        self.compile_log = CompileLog()
-        self.live_pools = WeakSet()
         self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
         hardware.open(self.world_size)
@@ -145,19 +142,11 @@ class DeviceBackend(Backend):
             self.rank, self.world_size = get_rank(), get_group_size()
         # Not earlier: the device is opened by then.
         self.device_memory_bytes = hardware.memory_bytes
-        self.health = RankHealth.of_process(self.rank, self.world_size, environment)
-        self.compile_log.span = self.health.compiling
+        self._join(environment)
         self._environment = environment
-        self._groups: dict[tuple[int, ...], Group] = {}
         self._names: dict[tuple[int, ...], str] = {}
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        key = tuple(ranks)
-        if key not in self._groups:
-            self._groups[key] = AloneGroup(self.rank) if len(key) == 1 else self._device_group(key)
-        return self._groups[key]
-
-    def _device_group(self, ranks: tuple[int, ...]) -> DeviceGroup:
+    def _several(self, ranks: tuple[int, ...]) -> Group:
         index, name = ranks.index(self.rank), self._name_of(ranks)
         return DeviceGroup(ranks, index, name, self._hardware, self.health)
 
@@ -235,6 +224,3 @@ class DeviceBackend(Backend):
 
     def device_mark(self, name: str) -> AbstractContextManager[None]:
         return self._hardware.mark(name)
-
-    def close(self) -> None:
-        self.world.barrier()
