@@ -93,6 +93,7 @@ def tried() -> dict[str, Any]:
 
 
 def tried_in_words() -> str:
+    """Names the versions that were run, for messages."""
     rows = tried()["tried"]
     return " or ".join(
         f"{row['distribution']} {row['vllm']} with torch {row['torch']} on {row['system']} {row['machine']}, "
@@ -131,7 +132,7 @@ def find_python(
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether an install into it was begun and not ended. What a user made without install.py counts as whole."""
+    """Whether an install into it was begun and not ended. What a user made without install.py counts as complete."""
     try:
         return DIGEST.fullmatch((folder / MARK).read_text(errors="replace")) is None
     except OSError:
@@ -147,7 +148,7 @@ def _named_python(value: str, origin: str, environment: Mapping[str, str]) -> Pa
     inside = Path(path) / "bin" / "python"
     remedy = f"set it to {inside}" if inside.is_file() else "set it to a Python that has vLLM"
     raise UserError(
-        f"{origin} is '{value}', which is no program that can be run; {remedy}, or unset it and run {INSTALL}."
+        f"{origin} is '{value}', which is not a program that can be run; {remedy}, or unset it and run {INSTALL}."
     )
 
 
@@ -179,32 +180,19 @@ def read_versions(python: Path) -> Versions:
             f"{python} (Python {versions['python']}) has no vLLM; install it there, set {KEY} or {VARIABLE} to a "
             f"Python that has it, or run {INSTALL}."
         )
-    torch, transformers, vllm_ascend, vllm_mindspore = (versions.get(name) for name in optional)
-    return Versions(
-        distribution=names[0],
-        vllm=versions[names[0]],
-        torch=torch,
-        transformers=transformers,
-        vllm_ascend=vllm_ascend,
-        vllm_mindspore=vllm_mindspore,
-        python=versions["python"],
-        system=versions["system"],
-        machine=versions["machine"],
-    )
+    others: dict[str, Any] = {
+        field.name: versions.get(field.name.replace("_", "-")) for field in fields(Versions)[2:]
+    }
+    return Versions(names[0], versions[names[0]], **others)
 
 
 def untried(versions: Versions) -> str | None:
     """The warning for versions that were never run with mindgrpo; None for those that were."""
-    own = {
-        "distribution": versions.distribution,
-        "vllm": versions.vllm,
-        "torch": (versions.torch or "").partition("+")[0],
-        "system": versions.system,
-        "machine": versions.machine,
-    }
+    own = vars(versions) | {"torch": (versions.torch or "").partition("+")[0]}
     is_plain = versions.vllm_ascend is None and versions.vllm_mindspore is None
-    if is_plain and any(own.items() <= row.items() for row in tried()["tried"]):
-        return None
+    for row in tried()["tried"] if is_plain else []:
+        if all(own.get(key, value) == value for key, value in row.items()):
+            return None
     return (
         f"{versions} was never tried with mindgrpo (tried: {tried_in_words()}): compare the generator's and the "
         "trainer's log-probabilities in the first steps."

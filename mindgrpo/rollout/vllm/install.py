@@ -1,4 +1,4 @@
-"""Makes the environment with vLLM: a folder, Python's venv and the versions of the lock file; whole or not usable.
+"""Makes the environment with vLLM: a folder, Python's venv and the versions of the lock file; complete or not usable.
 
 Runs on a bare Python with the standard library: pip is that of the environment which is made.
 """
@@ -17,11 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mindgrpo.errors import UserError
-from mindgrpo.rollout.vllm.environment import (
-    MARK,
-    child_environment,
-    tried,
-)
+from mindgrpo.rollout.vllm.environment import MARK, child_environment, tried
 
 LOCK = Path(__file__).with_name(tried()["lock"]["file"])
 # Free bytes that are asked for: the packages take 1.8 GB with torch's small build, several with another one.
@@ -114,7 +110,7 @@ def _check_target(target: Path) -> None:
             return
         reason = "holds something else than an environment that this command made"
     elif target.exists() or target.is_symlink():
-        reason = "is no folder"
+        reason = "is not a folder"
     else:
         return
     raise UserError(f"{target} {reason}: move it away, or give another folder with --target.")

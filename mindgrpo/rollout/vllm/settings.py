@@ -44,26 +44,6 @@ BLOCK_TOKENS = 128
 BLOCK_MULTIPLE = 32
 
 
-@dataclass(frozen=True)
-class CacheNeed:
-    """`samples` at a time of `tokens` each, prompt included, or one of `max_model_len`, in blocks of `block` tokens."""
-
-    samples: int
-    tokens: int
-    max_model_len: int
-    block: int = BLOCK_TOKENS
-
-    def num_bytes(
-        self, num_layers: int, kv_heads: int, head_dim: int, itemsize: int, tp_size: int
-    ) -> int:
-        """Of one of `tp_size` workers; heads that are fewer than workers are repeated."""
-        blocks = max(
-            self.samples * -(-self.tokens // self.block), -(-self.max_model_len // self.block)
-        )
-        per_token = 2 * num_layers * max(1, kv_heads // tp_size) * head_dim * itemsize
-        return (blocks + SPARE_BLOCKS) * self.block * per_token
-
-
 # Of a device, where the configuration says nothing; what vLLM itself takes.
 DEVICE_SHARE = 0.9
 
@@ -105,19 +85,19 @@ def engine_bytes(
 def worker_cache_bytes(
     config: Config, model: DecoderConfig, mesh: Mesh, cache: KVCacheConfig
 ) -> int:
-    """Of a worker's KV cache: as large as the configuration says, or as the largest batch needs."""
+    """Bytes of a worker's KV cache: what the configuration says, or what the largest batch needs, in blocks of tokens:
+    `cache.slots` samples at a time, or one of the longest."""
     generate, tp_size = config.generate_config, mesh.model_parallel
     if generate.vllm.kv_cache_memory is not None:
         return memory_bytes(generate.vllm.kv_cache_memory) // tp_size
-    need = CacheNeed(
-        cache.slots,
-        min(cache.max_prompt + cache.max_tokens, generate.longest),
-        generate.longest,
-        generate.block_size or BLOCK_TOKENS,
-    )
+    block = generate.block_size or BLOCK_TOKENS
+    tokens = min(cache.max_prompt + cache.max_tokens, generate.longest)
+    blocks = max(cache.slots * -(-tokens // block), -(-generate.longest // block))
+    # Heads that are fewer than workers are repeated.
+    heads = max(1, model.num_key_value_heads // tp_size)
     itemsize = ITEM_BYTES[engine_dtype(config)]
-    heads = model.num_key_value_heads, model.head_dim
-    return need.num_bytes(model.num_hidden_layers, *heads, itemsize, tp_size)
+    per_token = 2 * model.num_hidden_layers * heads * model.head_dim * itemsize
+    return (blocks + SPARE_BLOCKS) * block * per_token
 
 
 def vllm_settings(
