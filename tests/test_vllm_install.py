@@ -221,7 +221,7 @@ def test_folders_that_this_command_did_not_make_are_left_alone(
     (target / "thesis.tex").touch()
     assert "holds something else" in refused(target, lock, {})
     assert (target / "thesis.tex").exists()
-    assert "is no folder" in refused(target / "thesis.tex", lock, {})
+    assert "is not a folder" in refused(target / "thesis.tex", lock, {})
     monkeypatch.setattr(installer, "SMALL_ROOM", 0)
     assert "cannot be written" in refused(Path("/proc/engine"), lock, {})
 

@@ -8,55 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, slow_products
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.backend.targets import Target, open_device
+from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
 
 
 def keeps_slots(target: Target) -> bool:
-    """Whether its kernels keep the generator's slots (rollout.py), as far as can be told without it."""
+    """Returns whether its kernels keep the generator's slots (kernels/rollout.py), as far as is known unopened."""
     return target.backend == "shared_memory" and native_library.may_build()
 
 
 def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]:
-    """What makes the backend of (environment, settings)."""
-    if target.backend == "device":
-        return partial(_device_backend, target.device)
-    return _cpu_backend
+    """Imports what `target` needs; returns what makes its backend of an environment and settings."""
+    if target == SHARED_MEMORY:
+        from mindgrpo.backend.cpu.backend import CpuBackend
 
-
-def _cpu_backend(environment: dict[str, str], settings: RuntimeSettings) -> Backend:
-    from mindgrpo.backend.cpu.backend import CpuBackend
-
-    num_parts = num_product_parts(settings.compute_dtype, settings.matmul_precision)
-    return CpuBackend(environment, settings.compiled, num_parts)
-
-
-def _device_backend(device: str, environment: dict[str, str], settings: RuntimeSettings) -> Backend:
+        return lambda environment, own: CpuBackend(
+            environment, own.compiled, num_product_parts(own.compute_dtype, own.matmul_precision)
+        )
     from mindgrpo.backend.device.backend import DeviceBackend
 
-    if device == "Ascend":
+    if target.device == "Ascend":
         from mindgrpo.backend.device.ascend import Ascend
 
-        # float32, which fused attention does not take, has none.
-        dtype = settings.compute_dtype
-        fused = None if dtype == "float32" or not settings.flash_attention else dtype
-        return DeviceBackend(Ascend(fused), environment, settings.compiled)
+        def on_ascend(environment: dict[str, str], own: RuntimeSettings) -> Backend:
+            # float32, which fused attention does not take, has none.
+            dtype = own.compute_dtype
+            fused = None if dtype == "float32" or not own.flash_attention else dtype
+            return DeviceBackend(Ascend(fused), environment, own.compiled)
+
+        return on_ascend
     from mindgrpo.backend.device.host_cpu import HostCpu
 
-    return DeviceBackend(HostCpu(), environment, settings.compiled)
+    return lambda environment, own: DeviceBackend(HostCpu(), environment, own.compiled)
 
 
 def connect(
     target: Target, environment: dict[str, str], runtime: RuntimeSettings | None = None
 ) -> Backend:
-    """The backend of this process, joined to the other ranks that `environment` (msrun's) tells of.
+    """Makes the backend of this process, joined to the other ranks that `environment` (msrun's) names.
 
-    msrun's scheduler process does not return from here: it ends once the ranks have no more need of it.
+    msrun's scheduler process does not return from here: it ends when the ranks no longer need it.
     """
     if environment.get("MS_ROLE") == "MS_SCHED" and not target.needs_cluster:
         raise SystemExit(0)
@@ -93,7 +88,7 @@ class RuntimeSettings:
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
-    """Sets up this process for `target`; what the device cannot do, a sentence each. Raises UserError."""
+    """Sets up this process for `target`; returns what the device cannot do, a sentence each. Raises UserError."""
     import mindspore as ms
 
     open_device(target)

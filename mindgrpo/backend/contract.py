@@ -53,7 +53,7 @@ class Group(ABC):
         """
 
     def quick_sum_cell(self) -> nn.Cell:
-        """As sum_cell, in one transfer wherever that is possible; last bits may differ between members."""
+        """Returns a cell as sum_cell, in one transfer where that is possible; last bits may differ between members."""
         return self.sum_cell()
 
     @abstractmethod
@@ -168,7 +168,7 @@ class Pool(ABC):
     def release(self) -> None: ...
 
     def take_turns(self, spare: SparePages, is_empty: bool) -> None:
-        """From now on a pool may leave the memory that it gives up to others that take turns with it.
+        """Lets the pool leave the memory that it gives up to others that take turns with it.
 
         `is_empty`: nothing is in it yet.
         """
@@ -181,11 +181,11 @@ class PeerView(HostArrays, Protocol):
     num_bytes: int
 
     def forget(self) -> None:
-        """What was read need not be kept at hand."""
+        """Drops what was read from this process's memory."""
 
 
 class Backend(ABC):
-    """What one rank can ask of its device and of the other ranks."""
+    """Offers one rank its device and the other ranks."""
 
     name: str
     rank: int
@@ -195,7 +195,7 @@ class Backend(ABC):
     live_pools: WeakSet[Pool]
     # Where this rank is, and where the others are.
     health: RankHealth
-    # What the user should hear of how this device computes.
+    # Notes for the user on how this device computes.
     notices: tuple[str, ...] = ()
     # True where the device's memory is the host's own, and ranks read each other's.
     shares_memory: bool
@@ -221,7 +221,7 @@ class Backend(ABC):
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """The group of exactly these ranks; made on first use, by all its members alike."""
+        """Returns the group of exactly these ranks; made on first use, by all its members alike."""
         key = tuple(ranks)
         if key not in self._groups:
             self._groups[key] = self._several(key) if len(key) > 1 else AloneGroup(self.rank)
@@ -233,11 +233,11 @@ class Backend(ABC):
 
     @abstractmethod
     def link(self, peer: int, shape: Sequence[int]) -> Link:
-        """To neighbour `peer`, for activations [shape]; both ends make their links in one order."""
+        """Makes the link to neighbour `peer`, for activations [shape]; both ends make their links in one order."""
 
     @abstractmethod
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        """Of `size` elements. `shared`: other ranks may want to read it (`peer_pools`)."""
+        """Makes a pool of `size` elements. `shared`: other ranks may want to read it (`peer_pools`)."""
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerView]:
         """The pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
@@ -258,7 +258,7 @@ class Backend(ABC):
 
     @abstractmethod
     def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        """A pool of the host's memory, of `size` elements, on any device, that no graph works on.
+        """Makes a pool of the host's memory, of `size` elements, on any device, that no graph works on.
 
         `shared`: other processes can read it, through its `descriptor`.
         """
@@ -298,11 +298,11 @@ class Backend(ABC):
     def device_profile(
         self, folder: Path, settings: ProfileSettings
     ) -> AbstractContextManager[None]:
-        """The device's own profile of what runs inside, written into `folder`, where it has one."""
+        """Writes the device's own profile of what runs inside into `folder`, where it has one."""
         return nullcontext()
 
     def device_mark(self, name: str) -> AbstractContextManager[None]:
-        """What runs inside, marked as a range in the device's own profile, where it has one."""
+        """Marks what runs inside as a range in the device's own profile, where it has one."""
         return nullcontext()
 
     @property
@@ -310,7 +310,7 @@ class Backend(ABC):
         return self.group(range(self.world_size))
 
     def close(self) -> None:
-        """Returns when all ranks have come to their end."""
+        """Waits until all ranks are here: none is needed any more by another."""
         self.world.barrier()
 
 
@@ -330,7 +330,7 @@ class ProfileSettings:
 class CompileLog:
     """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends.
 
-    `span` surrounds each. Where graphs are not compiled at all (`compiles` False), there is nothing to tell.
+    `span` surrounds each. Where graphs are not compiled at all (`compiles` False), nothing is reported.
     """
 
     compiles = True

@@ -53,7 +53,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
-    """What `asked` means on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
+    """Resolves `asked` on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
 
     `has_kernels` says whether C kernels of ours can be made here.
     """
@@ -72,12 +72,12 @@ def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> M
 
 
 def packed_bytes(k: int, n: int, num_parts: int) -> int:
-    """At most, of a matrix [k, n] that is packed for products of bfloat16: whole blocks of 32 x 64."""
+    """Bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64."""
     return 2 * num_parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
 
 
 def has_amx(environment: Mapping[str, str]) -> bool:
-    """Whether oneDNN multiplies bfloat16 by the processor's AMX."""
+    """Returns whether oneDNN multiplies bfloat16 by the processor's AMX."""
     return _uses(AMX_FLAG, ("AMX",), environment)
 
 
@@ -102,7 +102,7 @@ def slow_products(
 
 
 def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether the processor has it, and ONEDNN_MAX_CPU_ISA, if set, has one of these in its name."""
+    """Returns whether the processor has it, and ONEDNN_MAX_CPU_ISA, if set, has one of these in its name."""
     limit = environment.get(ISA_LIMIT, "").upper()
     if limit not in ("", "DEFAULT") and not any(name in limit for name in names):
         return False
@@ -124,7 +124,7 @@ def resolve_compute_dtype(
     precision: str,
     key: str = DTYPE_KEY,
 ) -> Dtype:
-    """What `asked` means on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
+    """Resolves `asked` on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
 
     `compiled` says whether graphs are, `has_kernels` whether C kernels of ours can be made here; `precision` is
     context.float32_matmul_precision; `key` is where it was asked.
@@ -162,5 +162,5 @@ def resolve_compute_dtype(
 
 
 def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
-    """Of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
+    """Returns of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
     return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)

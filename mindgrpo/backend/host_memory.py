@@ -26,7 +26,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def private_pages(num_bytes: int) -> mmap.mmap:
-    # Python's default is shared pages: given up, they would leave the process and still be kept by the system.
+    # Python's default is shared pages: released, they would leave the process and still be kept by the system.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= HUGE_BYTES:
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -50,13 +50,13 @@ def move_pages(source: mmap.mmap, start: int, target: mmap.mmap, to: int, num_by
 
 
 def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Where whole chunks of huge pages begin."""
+    """Offsets at which chunks of huge pages begin."""
     first = -address_of(pages) % HUGE_BYTES
     return list(range(first, num_bytes - CHUNK_BYTES + 1, CHUNK_BYTES))
 
 
 def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Those of which the system has given out every page."""
+    """Offsets of the chunks of which the system has handed out every page."""
     has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
     address, answer = ctypes.c_void_p(address_of(pages)), ctypes.c_void_p(has_page.ctypes.data)
     if _libc.mincore(address, ctypes.c_size_t(num_bytes), answer) != 0:
@@ -106,7 +106,7 @@ class SparePages:
                 np.frombuffer(pages, np.uint8, CHUNK_BYTES, start).fill(0)
 
     def give_up(self) -> None:
-        """To the system."""
+        """Returns all pages to the system."""
         self._kept.clear()
 
 

@@ -143,5 +143,5 @@ class PeerPool:
         return _view(self._pages, self._dtype, offset, shape)
 
     def forget(self) -> None:
-        """What was read no longer counts as this process's memory; it is read again when it is wanted."""
+        """Drops what was read from this process's memory; it is read again when it is needed."""
         self._pages.madvise(mmap.MADV_DONTNEED)

@@ -62,7 +62,7 @@ SHARED_MEMORY = Target("CPU", "shared_memory")
 
 
 def choose_target(device_target: str | None, backend: str | None) -> Target:
-    """What `context.device_target` and `context.backend` mean here. Raises UserError for what does not exist.
+    """Resolves `context.device_target` and `context.backend` here. Raises UserError for what does not exist.
 
     Without a device, the one that is available: Ascend where the host has one.
     """
@@ -98,17 +98,17 @@ def check_hosts(target: Target, environment: Mapping[str, str], world_size: int)
 
 
 def _has_ascend() -> bool:
-    """Whether the host's driver shows an Ascend device."""
+    """Returns whether the host's driver shows an Ascend device."""
     return any(DEVICE_FILES.glob("davinci[0-9]*"))
 
 
 def rank_variables() -> dict[str, str]:
-    """What ranks of this host have in their environment for its devices; what a user sets wins."""
+    """Variables that ranks of this host get for its devices; what a user sets wins."""
     return dict(HCCL_SECONDS) if _has_ascend() else {}
 
 
 def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
-    """What runs compute on here without a `context.device_target`, and the remedy where they cannot; else ""."""
+    """Names what runs compute on here without a `context.device_target`, and the remedy where they cannot; else ""."""
     if not _has_ascend():
         return "runs compute on the CPU: no Ascend device (/dev/davinci*) is here", ""
     if not any(environment.get(name) for name in CANN_FOLDERS):

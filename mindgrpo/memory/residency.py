@@ -167,19 +167,19 @@ class Residency:
         return self.ledger.peak_by_phase | self.ledger.measured_by_phase
 
     def planned_peaks(self) -> dict[str, int]:
-        """By phase, of the roles that were on the device, those that only stay among them, with what graphs take."""
+        """Bytes by phase: of the roles that were on the device, even if they only stayed, and of what graphs take."""
         planned = self.ledger.peak_by_phase
         return {phase: size + self._reserved.get(phase, 0) for phase, size in planned.items()}
 
     def _measure(self) -> None:
-        """What was allocated since the last call was in the phase that is about to end, or goes on."""
+        """Counts what was allocated since the last call to the current phase, which is about to end or continues."""
         peak = self._take_peak()
         if peak is not None and self.phase:
             measured = self.ledger.measured_by_phase
             measured[self.phase] = max(peak, measured.get(self.phase, 0))
 
     def _fits(self) -> bool:
-        """Whether what is on the device may stay there, beside what the phase brings."""
+        """Returns whether what is on the device may stay there, beside what the phase brings."""
         if not self._keeps:
             return False
         needed = PHASES[self.phase]

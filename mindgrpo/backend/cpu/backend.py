@@ -111,7 +111,7 @@ class CpuBackend(Backend):
         self._num_links: Counter[int] = Counter()
 
     def _choose_core(self) -> set[int]:
-        """Where several ranks share each core, and all as many: the one of this rank; otherwise none."""
+        """Returns this rank's core where several ranks share each core, and all as many; otherwise none."""
         cores = sorted(self._cores)
         is_shared = self.world_size > len(cores) and self.world_size % len(cores) == 0
         return {cores[self.rank % len(cores)]} if is_shared else set()
@@ -173,7 +173,7 @@ class CpuBackend(Backend):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """On the rank's own core, if it has one: ranks that wait for each other in every layer are slow where the
+        """Runs on the rank's own core, if it has one: ranks that wait for each other in every layer are slow where the
         system has three of them on one core and one on the other. Outside, as the programs that it starts, on all.
         """
         moves = bool(self._own_core) and os.sched_getaffinity(0) != self._own_core

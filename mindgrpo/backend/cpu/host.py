@@ -1,6 +1,6 @@
 """The ranks of one host: how one finds the others, maps memory with them, waits for them and learns of their end.
 
-Shared memory is nameless (memfd): a rank tells on the job's board what it offers and the others open it through
+Shared memory is nameless (memfd): a rank writes on the job's board what it offers, and the others open it through
 /proc, so that /dev/shm needs no room and nothing is left behind by a crash. The board itself, a few pages, has a
 name until all have mapped it.
 """
@@ -37,7 +37,7 @@ from mindgrpo.health.processes import is_alive
 from mindgrpo.health.rank_health import RankHealth
 
 PAGE_BYTES = 4096
-# Ranks import for a while before they come to the board; none is known by its process before.
+# Ranks import for a while before they open the board; none is known by its process before.
 MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
 STALE_SECONDS = 3600.0
@@ -198,7 +198,7 @@ class Joined:
 
 
 class Board(Joined):
-    """What each rank offers to the others: (hash of a name, descriptor), in the order of offering."""
+    """Lists what each rank offers to the others: (hash of a name, descriptor), in the order of offering."""
 
     def __init__(self, host: LocalRanks) -> None:
         self._deadline = time.monotonic() + MEET_SECONDS
@@ -272,7 +272,7 @@ def _hash(name: str) -> int:
 
 
 def _is_own(file: os.stat_result) -> bool:
-    """Whether only this user can have written it. Its folder is everybody's, and its name no secret."""
+    """Returns whether only this user can have written it. Its folder is everybody's, and its name no secret."""
     others = stat.S_IRWXG | stat.S_IRWXO
     return stat.S_ISREG(file.st_mode) and file.st_uid == os.geteuid() and not file.st_mode & others
 

@@ -1,4 +1,4 @@
-"""What only an Ascend NPU can prove: HCCL's transfers, the device's memory, its fused kernels and its profile.
+"""An Ascend NPU, with all that only one can prove: HCCL, the device's memory, its fused kernels and its profile.
 
 Written from MindSpore 2.9's documentation and not run on hardware: no such device was within reach. Whatever else an
 NPU runs is backend.py and its neighbours, which tests run on CPU.
@@ -60,7 +60,7 @@ class Ascend(Hardware):
     @property
     def memory_bytes(self) -> int | None:
         # 0 before the first operation, where no communication has opened the device. `hal` goes after MindSpore 2.9,
-        # which has nothing else that tells.
+        # which has nothing else for it.
         self.zeros((1,), "float32").asnumpy()
         return int(ms.hal.get_device_properties(0).total_memory) or None
 

@@ -66,7 +66,7 @@ class DeviceGroup(Group):
         self._sum(np.zeros(1, np.int32))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
-        """Of int32, which every member has zeros in for what is the others'."""
+        """Sums int32 over the group; every member has zeros where the others have theirs."""
         with waiting(self._health):
             total = Tensor(array)
             ops.communication.all_reduce(total, group=self._name)
@@ -102,7 +102,7 @@ def waiting(health: RankHealth) -> Iterator[None]:
 
 
 class DeviceGraph(Graph):
-    """Refuses to run on parameters whose memory was given up: the device would compute with what is there now."""
+    """Refuses to run on parameters whose memory was released: the device would compute with what is there now."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the devices of one backend differ in."""
+"""Declares what the devices of one backend differ in."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Hardware(ABC):
 
         Compiled graphs that used the parameter refer to the memory until they run again: it is taken from under them.
         """
-        # Of `data`, which is made anew: a Parameter goes on returning the storage that it returned first.
+        # Of `data`, which is made anew: a Parameter keeps returning the storage that it returned first.
         parameter.data.untyped_storage().resize_(0)
 
     def empty_cache(self) -> None:
@@ -76,7 +76,7 @@ class Hardware(ABC):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the device, once ranks are connected; None where it has no limit of its own."""
+        """Bytes of the device, once ranks are connected; None where it has no limit of its own."""
         return None
 
     def take_peak(self) -> int | None:
@@ -84,9 +84,9 @@ class Hardware(ABC):
         return None
 
     def profile(self, folder: Path, settings: ProfileSettings) -> AbstractContextManager[None]:
-        """The device's own profile of what runs inside, written into `folder`, where it has one."""
+        """Writes the device's own profile of what runs inside into `folder`, where it has one."""
         return nullcontext()
 
     def mark(self, name: str) -> AbstractContextManager[None]:
-        """What runs inside, marked as a range in that profile."""
+        """Marks what runs inside as a range in that profile."""
         return nullcontext()

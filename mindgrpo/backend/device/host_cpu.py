@@ -1,7 +1,7 @@
 """The host's processors as a device: MCCL between ranks, and memory that is kept apart from the host's arrays.
 
 What the code for NPUs is proved on. A transfer is a sum over two ranks, of which the receiver gives zeros: MCCL's only
-operation between two ranks, and one that returns on neither before both have come.
+operation between two ranks, and one that returns on neither before both have called it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HostCpu(Hardware):
         # One order on all ranks: each transfer waits for both of its ends.
         for source, target in sorted(transfers, key=lambda ends: (min(ends), max(ends), ends)):
             group = pair(min(source, target), max(source, target))
-            # As integers: a sum with zero keeps every bit, of -0.0 and of what is no number as well.
+            # As integers: a sum with zero keeps every bit, of -0.0 and of NaN as well.
             if source == rank:
                 outgoing = _bits(sends[target])
                 ops.communication.all_reduce(outgoing, group=group)
@@ -102,5 +102,5 @@ def _bits(tensor: Any) -> Any:
 
 
 def _values(bits: Any, dtype: Dtype) -> Any:
-    whole = bits if dtype == "float32" else bits.astype(ms.int16)
-    return whole.view(mindspore_dtype(dtype))
+    narrow = bits if dtype == "float32" else bits.astype(ms.int16)
+    return narrow.view(mindspore_dtype(dtype))

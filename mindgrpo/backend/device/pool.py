@@ -34,7 +34,7 @@ class _Flat:
 class DevicePool(Pool):
     """Nothing is on the device until `load` or the first writing on the host.
 
-    `count` hears of bytes that pass between device and host.
+    `count` is called with the bytes that pass between device and host.
     """
 
     is_host_memory = False

@@ -50,7 +50,7 @@ class AscendOps:
     swiglu: FusedOp = ops.swiglu
 
 
-# `sparse_mode`: the whole mask is used, and no score is left out because of where it stands.
+# `sparse_mode`: all of the mask is used, and no score is left out because of its position.
 WHOLE_MASK = 1
 # `inner_precise`: log-probs of the generator are compared with the trainer's.
 HIGH_PRECISION = 0
@@ -108,7 +108,7 @@ class RopeAndHidden(RopeAndMask):
 
 
 class _FusedAttention(HeadAttention):
-    """Of any attention: fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
+    """Adds fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
 
     def fuse(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         check_heads(heads)
@@ -160,7 +160,7 @@ class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
 
 
 class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
-    """Of caches as FlashPrefillAttention fills them."""
+    """Reads caches as FlashPrefillAttention fills them."""
 
     def __init__(
         self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any

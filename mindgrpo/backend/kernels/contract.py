@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Kernels:
-    """In MindSpore's own operations, on whole rows with a mask, whatever the samples' lengths.
+    """Computes in MindSpore's own operations, on rows of the full length with a mask, whatever the samples' lengths.
 
     Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
 
@@ -81,7 +81,7 @@ class Kernels:
         """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
 
         A span is (first column of a shared prefix, its length, first column of the token's own run): a token sees
-        the prefix, and its run from the first column up to itself. A run with a prefix stands after it, and between
+        the prefix, and its run from the first column up to itself. A run with a prefix comes after it, and between
         them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin.
         """
         return mindspore_ops.RopeAndMask(rotary)

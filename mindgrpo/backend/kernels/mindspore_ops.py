@@ -58,7 +58,7 @@ class RopeAndMask(nn.Cell):
 
 
 class HeadAttention(nn.Cell):
-    """What the three have in common: heads of a projection, and the mixing of values of whole rows."""
+    """Base of the three: splits a projection into heads, and mixes values of rows of the full length."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class PlainCachedAttention(HeadAttention):
         return self.mixed_with_cache(queries, keys, values, mask)
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
-        """`queries` [B, queries, D] against the whole cache [B kv S, D] -> mixed [B, queries D]"""
+        """`queries` [B, queries, D] against all of the cache [B kv S, D] -> mixed [B, queries D]"""
         slots, length = mask.shape[0], mask.shape[2]
         keys = keys.reshape(slots * self.kv, length, self.dim)
         values = values.reshape(slots * self.kv, length, self.dim)

@@ -1,4 +1,4 @@
-"""What the generator and a backend's kernels hand to each other where samples are decoded in slots, without a graph.
+"""The values that the generator and kernels hand to each other where samples are decoded in slots, without a graph.
 
 native/rollout.py keeps the slots; rollout/embedded/slots.py brings them work.
 """
@@ -45,7 +45,7 @@ class LocalModelShape:
         return self.layers * layer + [(hidden, self.vocabulary.width)]
 
     def packed_bytes(self, num_parts: int | None) -> int:
-        """Of all matrices as the generator keeps them for products of bfloat16; 0 for those of float32."""
+        """Bytes of all matrices as the generator keeps them for products of bfloat16; 0 for those of float32."""
         return sum(packed_bytes(k, n, num_parts) for k, n in self.matrices) if num_parts else 0
 
 

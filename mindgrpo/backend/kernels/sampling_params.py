@@ -1,4 +1,4 @@
-"""How tokens are drawn: numbers only, so that a configuration is checked without a device."""
+"""Declares how tokens are drawn, in numbers only, so that a configuration is checked without a device."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class SamplingParams:
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """The factor of the logits."""
         return 1.0 / self.trainer_temperature

@@ -14,11 +14,11 @@ from mindgrpo.backend.kernels.rollout import KVCacheLayout, LocalModelShape
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.decoder_config import DecoderConfig
 
-# Rooms are whole vectors of the kernels.
+# Positions are counted in full vectors of the kernels.
 LANES = 16
 # Prompt tokens that one call takes.
 PROMPT_ROWS = 512
-# And one of the plain decoder's, which takes whole prompts.
+# And one of the plain decoder's, which takes prompts whole.
 PREFILL_TOKENS = 1024
 # With fewer slots than samples, prompts of the next samples are brought in while the last ones of others still run.
 PREFIXES_AHEAD = 3
@@ -32,7 +32,7 @@ def padded(count: int) -> int:
 class KVCacheConfig:
     """For `slots` samples at a time of `group` a prompt, `prompts` of them in a rollout (None: no limit).
 
-    With `goes_on` a sample that has ended may go on from its keys, after tokens that others wrote.
+    With `goes_on` a sample that has ended may continue from its keys, after tokens that others wrote.
     """
 
     slots: int
@@ -49,12 +49,12 @@ class KVCacheConfig:
 
     @property
     def max_prefix_blocks(self) -> int:
-        """Of any batch's layout."""
+        """Prefix blocks of any batch's layout, at most."""
         return max(self.prefix_blocks, 2 * self.slots)
 
     @property
     def positions(self) -> int:
-        """Of keys and values in each layer. A prompt's last token is the first input of its samples instead."""
+        """Positions of keys and values in each layer, without a prompt's last token: the first input of its samples."""
         return self.slots * padded(self.max_tokens) + self.prefix_blocks * padded(
             self.max_prompt - 1
         )
@@ -65,7 +65,7 @@ class KVCacheConfig:
 
     @property
     def prompts_at_once(self) -> int:
-        """Of the plain decoder's prompt graph."""
+        """Prompts of one call of the plain decoder's prompt graph."""
         return max(1, min(self.slots // self.group, PREFILL_TOKENS // self.max_prompt))
 
     def partition(
@@ -104,7 +104,7 @@ class KVCacheSizes:
     def of(
         cls, cache_config: KVCacheConfig, shape: LocalModelShape, penalised: bool
     ) -> KVCacheSizes:
-        """Of the slots in C; `penalised` where tokens that were seen have a penalty."""
+        """Sizes for the slots in C; `penalised` where tokens that were seen have a penalty."""
         heads, hidden, vocabulary = shape.heads, shape.hidden, shape.vocabulary.width
         slots = cache_config.slots
         rows = padded(max(slots, cache_config.prompt_rows))
@@ -121,7 +121,7 @@ class KVCacheSizes:
 
     @classmethod
     def plain(cls, cache_config: KVCacheConfig, layers: int, heads: Heads) -> KVCacheSizes:
-        """Of the plain decoder: a cache of the full length for every slot."""
+        """Sizes for the plain decoder: a cache of the full length for every slot."""
         positions = cache_config.slots * (cache_config.max_prompt + cache_config.max_tokens)
         return cls(2 * layers * heads.kv * heads.dim * positions, 0, 0, 0, 0)
 
@@ -134,7 +134,10 @@ class KVCacheSizes:
 
 
 def missing_options(config: DecoderConfig) -> list[str]:
-    """What the model's block has and the loop does not, in words; empty where the loop computes the model."""
+    """Names what the model's block has and the decode loop in C lacks; empty where the loop computes the model.
+
+    The loop is written apart from models/decoder.py. For what it lacks, generation runs plain.py, the decoder's own.
+    """
     family = config.family
     norms = family.norms
     options = {
@@ -151,7 +154,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
 
 
 def notices(config: DecoderConfig) -> list[str]:
-    """At most one sentence for the user."""
+    """At most one sentence for the user, on why generation is slow."""
     missing = missing_options(config)
     if not missing:
         return []

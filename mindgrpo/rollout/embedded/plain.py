@@ -1,4 +1,4 @@
-"""The generator in plain operations: every slot has a whole cache, and the groups of free slots are refilled in Python.
+"""The generator in plain operations: every slot has a full cache, and groups of free slots are refilled in Python.
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
 samples enter together, so that it is computed once.
@@ -103,7 +103,7 @@ class Decode(nn.Cell):
 
 
 class Prefill(nn.Cell):
-    """Keys and values of whole prompts [P, T] into the cache.
+    """Writes keys and values of prompts [P, T] into the cache.
 
     `source` int32 [C] says which prompt each of C slots gets; `cache_rows` int32 [C * K * T] where it goes.
     """

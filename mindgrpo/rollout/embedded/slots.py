@@ -54,7 +54,7 @@ class ResumedBatch:
     known: np.ndarray
 
     def give(self, target: GenerationBatch) -> None:
-        """What was drawn, to the batch that was asked for."""
+        """Copies what was drawn to the batch that was asked for."""
         for i, known in enumerate(self.known.tolist()):
             count = int(self.batch.lengths[i]) - known
             for name in ("tokens", "logps"):
@@ -66,7 +66,7 @@ class ResumedBatch:
 def resumed(
     kept: Mapping[int, KeptSample], batch: GenerationBatch, slot_size: int
 ) -> ResumedBatch | None:
-    """None unless every sample of the batch goes on from its keys, has room, and that is the cheaper way."""
+    """Returns None unless every sample of the batch continues from its keys, has room, and that is the cheaper way."""
     rows: list[KeptRow] = []
     for i, sample in enumerate(batch.samples):
         one, prompt = kept.get(sample), batch.prompts[batch.prompt_of[i]]
@@ -90,14 +90,14 @@ def resumed(
 
 
 def fits(batch: GenerationBatch, layout: KVCacheLayout) -> bool:
-    """Whether every sample had a slot, and every prompt a prefix block, that no other one took later."""
+    """Returns whether every sample had a slot, and every prompt a prefix block, that no other one took later."""
     return len(batch.limits) <= layout.slots and len(batch.prompts) <= layout.prefix_blocks
 
 
 def kept_after(
     batch: GenerationBatch, rows: list[KeptRow], target: GenerationBatch
 ) -> dict[int, KeptSample]:
-    """By sample, after `rows` have drawn `target`; their `own` is made up for the tokens of the batch."""
+    """Returns the kept samples by number, after `rows` have drawn `target`, with `own` counted anew."""
     samples = {}
     for i, sample in enumerate(batch.samples):
         prompt = batch.prompts[batch.prompt_of[i]]
@@ -108,7 +108,7 @@ def kept_after(
     return samples
 
 
-# Tokens that one call makes of every slot, at most: in between one hears of signals and shows how far it is.
+# Tokens that one call makes of every slot, at most: in between, signals are handled and progress is shown.
 DECODE_STEPS = 8
 
 
@@ -149,7 +149,7 @@ class SlotDecoder:
         )
         self._shard = shard
         self._progress = partial(backend.health.progress, "samples")
-        # By number, the samples that may go on from their keys, in slots of `_kept_slot_size`.
+        # By number, the samples that may continue from their keys, in slots of `_kept_slot_size`.
         self._kept: dict[int, KeptSample] = {}
         self._kept_slot_size = 0
 
@@ -168,7 +168,7 @@ class SlotDecoder:
             return self._resume(again, batch)
         lengths = [len(prompt) for prompt in batch.prompts]
         groups = np.bincount(batch.prompt_of, minlength=len(batch.prompts))
-        # What goes on stays in its slot, where there is one for each.
+        # Samples that continue stay in their slots, where there is one for each.
         stays = self._cache_config.goes_on and len(batch.limits) <= self._cache_config.slots
         longest = sampling.max_tokens if stays else int(batch.limits.max())
         layout = self._cache_config.partition(lengths, groups.tolist(), longest)

@@ -1,6 +1,6 @@
-"""vLLM as a RolloutEngine: the first rank of each generating replica owns one engine process, the others hear from it.
+"""vLLM as a RolloutEngine: the first rank of each generating replica owns one engine process and shares its answers.
 
-The process keeps its weights between steps. They come to it as named tensors, group by group, through a bucket of
+The process keeps its weights between steps. They reach it as named tensors, group by group, through a bucket of
 memory that both see; a publish is a transaction, and the engine draws by the version that it was asked for or not at
 all.
 """
@@ -230,7 +230,7 @@ class VllmEngine:
 def _generation(
     requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
 ) -> Message:
-    """What the process is asked for: a seed of its own for every sample, the same under every layout."""
+    """The request for completions: a seed of its own for every sample, the same under every layout."""
     rows = []
     for request in requests:
         limits = request.max_tokens or (sampling.max_tokens,) * len(request.samples)

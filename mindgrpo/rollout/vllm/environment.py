@@ -63,7 +63,7 @@ class NotInstalled(UserError):
 
 @dataclass(frozen=True)
 class Versions:
-    """What an environment has; None: not installed. `distribution` is the name that vLLM is installed under."""
+    """What an environment has installed; None: nothing. `distribution` is the name that vLLM is installed under."""
 
     distribution: str
     vllm: str
@@ -132,7 +132,7 @@ def find_python(
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether an install into it was begun and not ended. What a user made without install.py counts as complete."""
+    """Returns whether an install into it was begun and not ended; what a user made by hand counts as complete."""
     try:
         return DIGEST.fullmatch((folder / MARK).read_text(errors="replace")) is None
     except OSError:

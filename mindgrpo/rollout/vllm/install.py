@@ -92,7 +92,7 @@ def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _python_version(path: str, environment: Mapping[str, str]) -> str | None:
-    """Of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
+    """The version of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
     command = [path, "-I", "-c", ASK_PYTHON]
     try:
         ended = subprocess.run(
@@ -218,7 +218,7 @@ def _run(command: list[str], environment: Mapping[str, str], problem: str, remed
     """Standard output. Raises UserError with `problem`, the last error that was printed, and `remedy`."""
     ended = subprocess.run(
         command,
-        # Modules of the present folder do not stand in for those that are installed.
+        # Modules of the present folder must not replace those that are installed.
         env={**_plain(environment), "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -118,7 +118,7 @@ class EngineProcess:
         raise EngineFailed(f"vLLM's engine failed in {kind}: {reply['error']}")
 
     def start(self, message: Message) -> Message:
-        """As `request`, for the first one; notes what an engine that is killed would leave behind."""
+        """Sends the first request, as `request`; notes what an engine that is killed would leave behind."""
         reply = self.request(message)
         self._socket.settimeout(self._max_silence)
         self._left_behind = [f"{IN_MEMORY}{name}" for name in reply.get("shared_memory", ())]
@@ -173,7 +173,7 @@ class EngineProcess:
         """The process and what it started, and what these have left in shared memory."""
         self._is_ending = True
         atexit.unregister(self._kill)
-        # An engine that never was ready has not told what it has there.
+        # An engine that never was ready has not reported what it has there.
         self._left_behind += shared_files_of(_members(self._process.pid))
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

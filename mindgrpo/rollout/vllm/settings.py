@@ -54,7 +54,7 @@ def engine_dtype(config: Config) -> Dtype:
 
 
 def device_share(config: Config) -> float | None:
-    """Of each device, what vLLM takes; None where processors compute, or where the size of its cache is given."""
+    """Share of each device that vLLM takes; None where processors compute, or where the size of its cache is given."""
     generate = config.generate_config
     if config.context.target.keeps_weights_on_host or generate.vllm.kv_cache_memory is not None:
         return None
@@ -69,7 +69,7 @@ def engine_bytes(
     weight_bytes: int,
     device_bytes: int | None,
 ) -> dict[str, int]:
-    """What a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by role.
+    """Bytes that a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by role.
 
     `device_bytes` is a device's memory, None where it is not known: then at least what its samples need.
     """
@@ -109,7 +109,7 @@ def vllm_settings(
     host_memory: int | None,
     device_bytes: int | None = None,
 ) -> VllmSettings:
-    """Of an engine whose workers have `weight_bytes` of weights each. Raises UserError where there is no vLLM.
+    """Makes the settings of engines whose workers have `weight_bytes` of weights each. Raises UserError without vLLM.
 
     `host_memory` is the bytes of a host whose processors the engines share; None where each has devices of its own, of
     `device_bytes` each, None where that is not known.

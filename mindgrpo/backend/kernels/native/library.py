@@ -1,7 +1,7 @@
 """Compiles the C kernels of this folder once for this machine, loads them, and calls them in and outside graphs.
 
 Compiled where they run, so that they use what the processor has, and kept in the user's cache. Without a C compiler
-there is no library, and the callers go on with MindSpore's own operations.
+there is no library, and the callers continue with MindSpore's own operations.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library.
+    """Returns whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library.
 
     False as well before MindSpore, whose oneDNN it is, has been imported.
     """
@@ -185,7 +185,7 @@ def operation(
 
 
 def kernel_error() -> Exception | None:
-    """What the first kernel that failed in a graph since the last call of this has to say (see `_error`). A graph
+    """Returns the error of the first kernel that failed in a graph since the last call of this (see `_error`). A graph
     itself ends with a number only."""
     loaded = library()
     sentence = ctypes.create_string_buffer(SENTENCE_BYTES)

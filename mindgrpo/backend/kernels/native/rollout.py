@@ -359,8 +359,10 @@ class Slots:
         call_kernel("rollout_prompts", tokens, self._number)
 
     def decode(self, tokens: int) -> int:
-        """Up to so many tokens of every slot, which the next sample takes when it becomes free; gives the number of
-        samples that are running or waiting."""
+        """Draws up to so many tokens of every slot, which the next sample takes when it becomes free.
+
+        Returns the number of samples that are running or waiting.
+        """
         left = np.zeros(1, np.int32)
         call_kernel("rollout_decode", np.array([*self._number, tokens], np.int32), left)
         return int(left[0])

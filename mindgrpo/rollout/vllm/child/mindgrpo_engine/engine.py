@@ -95,7 +95,7 @@ class _WithoutChatTemplates(logging.Filter):
 
 
 class Engine:
-    """What the process can do once it has started."""
+    """vLLM's engine and the requests that the process answers once it has started."""
 
     def __init__(self, request: Message, memory: int) -> None:
         forks = can_fork(request["tensor_parallel"])

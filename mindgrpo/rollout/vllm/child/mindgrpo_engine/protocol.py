@@ -1,4 +1,4 @@
-"""What an engine's process and the one that drives it agree on: messages, checksums, and the process's variables.
+"""Defines what an engine's process and the one that drives it share: messages, checksums, and the process's variables.
 
 A message is 4 bytes big-endian length, then a JSON object in UTF-8. Standard library only: both sides import this file.
 """
@@ -29,7 +29,7 @@ class EngineFailure(Exception):
 
 
 class UserFailure(EngineFailure):
-    """What the user asked for cannot be done."""
+    """A request that failed because what the user asked for cannot be done."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, "user")
@@ -54,7 +54,7 @@ DEFAULT_VARIABLES = {
 
 
 def engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What an engine's process needs beside `environment`, where an empty variable counts as not set."""
+    """Variables that an engine's process needs beside `environment`, where an empty variable counts as not set."""
     defaults = {
         name: value for name, value in DEFAULT_VARIABLES.items() if not environment.get(name)
     }

@@ -19,7 +19,7 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Shapes by Hugging Face name; tied names are second names of another tensor, and need not come."""
+    """Shapes by Hugging Face name; tied names are second names of another tensor, and need not be sent."""
 
     shapes: Shapes
     tied: frozenset[str]
@@ -85,13 +85,13 @@ class SharedTensor:
 
 @dataclass
 class Publish:
-    """The tensors of one publish that are still to come."""
+    """The tensors of one publish that are still due."""
 
     version: int
     due: Shapes
 
     def take(self, tensors: list[SharedTensor]) -> None:
-        """Notes that these tensors come now."""
+        """Notes that these tensors arrive now."""
         for tensor in tensors:
             shape = self.due.pop(tensor.name, None)
             if shape is None:

@@ -1,8 +1,8 @@
-"""What the engine asks of each of vLLM's workers: loading weights, the temperature's scale, memory.
+"""Answers what the engine asks of each of vLLM's workers: loading weights, the temperature's scale, memory.
 
 vLLM mixes `EngineWorker` into its worker's class (`worker_extension_cls`) and calls its methods by name on all workers.
 It keeps weights packed for its kernels. Its layerwise reload, which packs each layer as soon as all its tensors have
-come, is done in three steps here, so that the weights may come in chunks and a publish may be given up.
+come, is done in three steps here, so that the weights may arrive in chunks and a publish may be abandoned.
 """
 
 from __future__ import annotations

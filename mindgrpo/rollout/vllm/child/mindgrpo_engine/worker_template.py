@@ -1,4 +1,4 @@
-"""What the workers are copies of: imported in the process that forks them, see forked_workers.py."""
+"""Imports what workers need in the process that forks them, see process.py."""
 
 from __future__ import annotations
 
