@@ -15,6 +15,9 @@ from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, s
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
 
+# What the host's processors do anyway.
+HOST_PRECISION = "must_keep_origin_dtype"
+
 
 def keeps_slots(target: Target) -> bool:
     """Returns whether its kernels keep the generator's slots (kernels/rollout.py), as far as is known unopened."""
@@ -63,10 +66,6 @@ def connect(
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend
-
-
-# What the host's processors do anyway.
-HOST_PRECISION = "must_keep_origin_dtype"
 
 
 @dataclass(frozen=True)

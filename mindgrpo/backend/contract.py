@@ -25,6 +25,13 @@ from mindgrpo.health.rank_health import RankHealth
 if TYPE_CHECKING:
     from mindspore import nn, ops
 
+# The graph that makes a token of every slot.
+DECODE = "decode"
+# In both phases MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs. In
+# that of decoding a device may launch kernels in other ways, and then refuses graphs of several streams, as others are.
+PHASES = {DECODE: "increment"}
+OTHER_PHASE = "prefill"
+
 
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
@@ -353,14 +360,6 @@ class CompileLog:
         if self.listener:
             self.listener(name, seconds)
         return result
-
-
-# The graph that makes a token of every slot.
-DECODE = "decode"
-# In both phases MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs. In
-# that of decoding a device may launch kernels in other ways, and then refuses graphs of several streams, as others are.
-PHASES = {DECODE: "increment"}
-OTHER_PHASE = "prefill"
 
 
 class Graph:

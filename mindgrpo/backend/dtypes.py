@@ -21,6 +21,15 @@ from mindgrpo.errors import UserError
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+MatmulPrecision = Literal["highest", "high", "medium"]
+PRECISION_KEY = "context.float32_matmul_precision"
+# Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
+NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
+# oneDNN's own variable, and the processor's flags.
+ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
+CPU_INFO = Path("/proc/cpuinfo")
+DTYPE_KEY = "context.compute_dtype"
+WITHOUT = f"; set {DTYPE_KEY} to float32."
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype:
@@ -41,15 +50,6 @@ def mindspore_dtype(dtype: Dtype) -> Any:
 def bits_of(array: np.ndarray) -> np.ndarray:
     """The same memory as unsigned integers of the elements' size."""
     return array.view(f"u{array.itemsize}")
-
-
-MatmulPrecision = Literal["highest", "high", "medium"]
-PRECISION_KEY = "context.float32_matmul_precision"
-# Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
-NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
-# oneDNN's own variable, and the processor's flags.
-ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
@@ -110,10 +110,6 @@ def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bo
         return flag in CPU_INFO.read_text().split()
     except OSError:
         return False
-
-
-DTYPE_KEY = "context.compute_dtype"
-WITHOUT = f"; set {DTYPE_KEY} to float32."
 
 
 def resolve_compute_dtype(

@@ -35,6 +35,17 @@ from mindgrpo.backend.kernels.shapes import Activation, Heads
 from mindgrpo.errors import UserError
 
 FusedOp = Callable[..., Any]
+# `sparse_mode`: all of the mask is used, and no score is left out because of its position.
+WHOLE_MASK = 1
+# `inner_precise`: log-probs of the generator are compared with the trainer's.
+HIGH_PRECISION = 0
+# `mode`: both halves of a head turn alike.
+HALVES = 0
+# Of flash_attention_score and incre_flash_attention.
+DIM_STEP, MAX_DIM = 16, 512
+MAX_QUERIES, MAX_GROUP = 256, 64
+AttentionDtype = Literal["float16", "bfloat16"]
+ATTENTION_DTYPES: dict[str, ms.Type] = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,18 +59,6 @@ class AscendOps:
     # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments.
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
-
-
-# `sparse_mode`: all of the mask is used, and no score is left out because of its position.
-WHOLE_MASK = 1
-# `inner_precise`: log-probs of the generator are compared with the trainer's.
-HIGH_PRECISION = 0
-# `mode`: both halves of a head turn alike.
-HALVES = 0
-
-# Of flash_attention_score and incre_flash_attention.
-DIM_STEP, MAX_DIM = 16, 512
-MAX_QUERIES, MAX_GROUP = 256, 64
 
 
 def check_heads(heads: Heads) -> None:
@@ -184,10 +183,6 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
             inner_precise=HIGH_PRECISION,
         )
         return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
-
-
-AttentionDtype = Literal["float16", "bfloat16"]
-ATTENTION_DTYPES: dict[str, ms.Type] = {"float16": ms.float16, "bfloat16": ms.bfloat16}
 
 
 class _FusedAddRmsNorm(nn.Cell):

@@ -16,6 +16,12 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Heads, Vocabulary
 
+# Elements of an array that the host works on at once.
+PIECE = 1 << 18
+# Rows, a power of two, that tokens of other shards are spread over.
+SPREAD = 256
+SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
+
 
 class RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
@@ -185,13 +191,6 @@ class PlainCachedAttention(HeadAttention):
         scores = scores.reshape(slots, self.queries, length).astype(ms.float32) + mask
         weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, length)
         return self.mix(weights.astype(values.dtype), values).reshape(slots, -1)
-
-
-# Elements of an array that the host works on at once.
-PIECE = 1 << 18
-# Rows, a power of two, that tokens of other shards are spread over.
-SPREAD = 256
-SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
 class AddRmsNorm(nn.Cell):

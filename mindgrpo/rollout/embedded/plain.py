@@ -29,6 +29,10 @@ from mindgrpo.rollout.embedded.sampling import GumbelNoise, Sampler
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
 
+# Tokens that one call of the decoding graph makes where a call copies between device and host.
+DECODE_STEPS = 4
+IDLE = -1
+
 
 class Decode(nn.Cell):
     """(tokens int32 [B], positions int32 [B], keys int32 [T, B, 2], banned float32 [T, B]) -> the next T tokens of
@@ -152,11 +156,6 @@ def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
     shard = shard.sharing_cells()
     pairs = zip(shard.layers, attends, strict=True)
     return nn.CellList([Layer(shard, index, attend) for index, attend in pairs])
-
-
-# Tokens that one call of the decoding graph makes where a call copies between device and host.
-DECODE_STEPS = 4
-IDLE = -1
 
 
 class PlainDecoder:

@@ -35,6 +35,8 @@ from mindgrpo.rollout.engine import RolloutStats
 # A decode step of fewer rows takes as long as one of so many, and a row of it as long as a token of a prompt
 # (scripts/bench/conversations.py).
 FULL_STEP_ROWS = 32
+# Tokens that one call makes of every slot, at most: in between, signals are handled and progress is shown.
+DECODE_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,6 @@ def kept_after(
         own = len(context) - shared - 1
         samples[sample] = KeptSample(KeptRow(row.slot, row.prefix, shared, own), context)
     return samples
-
-
-# Tokens that one call makes of every slot, at most: in between, signals are handled and progress is shown.
-DECODE_STEPS = 8
 
 
 class SlotDecoder:

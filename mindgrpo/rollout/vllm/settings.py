@@ -16,6 +16,15 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.vllm.environment import find_python
 
+# vLLM keeps one block to itself.
+SPARE_BLOCKS = 1
+# vLLM's own choice for processors, where the configuration names none; for devices it chooses smaller ones.
+BLOCK_TOKENS = 128
+# Its attention for processors takes blocks of so many tokens, or of a multiple.
+BLOCK_MULTIPLE = 32
+# Of a device, where the configuration says nothing; what vLLM itself takes.
+DEVICE_SHARE = 0.9
+
 
 @dataclass(frozen=True)
 class VllmSettings:
@@ -34,18 +43,6 @@ class VllmSettings:
     max_silence_seconds: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
-
-
-# vLLM keeps one block to itself.
-SPARE_BLOCKS = 1
-# vLLM's own choice for processors, where the configuration names none; for devices it chooses smaller ones.
-BLOCK_TOKENS = 128
-# Its attention for processors takes blocks of so many tokens, or of a multiple.
-BLOCK_MULTIPLE = 32
-
-
-# Of a device, where the configuration says nothing; what vLLM itself takes.
-DEVICE_SHARE = 0.9
 
 
 def engine_dtype(config: Config) -> Dtype:

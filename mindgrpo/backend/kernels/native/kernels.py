@@ -24,6 +24,9 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
 from mindgrpo.errors import UserError
 
+# Elements whose squares native/optimizer.c adds up first.
+SQUARES_AT_ONCE = 1 << 15
+
 
 def _float32_twice(*types: Any) -> Any:
     return ms.float32, ms.float32
@@ -146,10 +149,6 @@ class _MatMulGradient(nn.Cell):
 
     def construct(self, x: Any, dy: Any) -> Any:
         return self.run(x, dy, self.num_parts)
-
-
-# Elements whose squares native/optimizer.c adds up first.
-SQUARES_AT_ONCE = 1 << 15
 
 
 # Outputs' shapes and dtypes from the inputs', as library.as_first, of one kernel each.

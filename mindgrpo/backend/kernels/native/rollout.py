@@ -35,6 +35,11 @@ DTYPES = {
     "float": np.float32,
     "double": np.float64,
 }
+# native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
+FIRST, BINS = 6, 256
+NOTHING = np.zeros(1, np.float32)
+# What the kernels fill in of each sample.
+BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
 
 class _CField(ctypes.Structure):
@@ -119,13 +124,6 @@ class RolloutTable:
 def _forget(native: ctypes.CDLL, number: int, memory: np.ndarray) -> None:
     """Takes the memory, which must not be freed before."""
     native.rollout_forget(number)
-
-
-# native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
-FIRST, BINS = 6, 256
-NOTHING = np.zeros(1, np.float32)
-# What the kernels fill in of each sample.
-BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
 
 class Slots:

@@ -26,6 +26,7 @@ FIXED: dict[str, Any] = {
 }
 OF_THE_MESSAGE = ("model", "dtype", "tensor_parallel_size", "max_model_len", "seed")
 DEFAULT_BATCHED_TOKENS = 4096
+PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
 def llm_arguments(request: Message, device_type: str) -> dict[str, Any]:
@@ -82,9 +83,6 @@ def _refuse_wrong_names(arguments: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, known)
             hint = f": did you mean {' or '.join(near)}?" if near else ""
             raise UserFailure(f"vLLM has no engine argument {name}{hint}")
-
-
-PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
 
 
 class _WithoutChatTemplates(logging.Filter):

@@ -23,6 +23,7 @@ from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
+TEMPLATE = "mindgrpo_engine.worker_template"
 
 
 def end_with_parent() -> None:
@@ -85,9 +86,6 @@ def end_at_once(names: Iterable[str], folder: Path) -> None:
         child.kill()
     remove_traces([*names, *open_names], folder)
     os._exit(1)
-
-
-TEMPLATE = "mindgrpo_engine.worker_template"
 
 
 def built_for_processors() -> bool:

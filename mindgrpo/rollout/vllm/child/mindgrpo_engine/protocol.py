@@ -15,6 +15,23 @@ from typing import Any
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct(">I")
+# What the engine's process depends on. The engine and its only worker run in the process itself: what is done to them
+# is done by calls. Other workers are spawned: forked ones would hold the parent's socket open.
+FIXED_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# What a user sets wins.
+DEFAULT_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks and engines share the cores
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the reload of vLLM 0.32 was tried with its first model runner only
+    "TORCHDYNAMO_DISABLE": "1",  # else the first generation compiles for 15 s
+    "HF_HUB_OFFLINE": "1",
+    # By default oneDNN keeps 1,024 products, each with memory of its own: 150 MB more in 100 steps.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+}
+SAMPLE_BYTES = 1 << 16
 
 
 class EngineFailure(Exception):
@@ -33,24 +50,6 @@ class UserFailure(EngineFailure):
 
     def __init__(self, sentence: str) -> None:
         super().__init__(sentence, "user")
-
-
-# What the engine's process depends on. The engine and its only worker run in the process itself: what is done to them
-# is done by calls. Other workers are spawned: forked ones would hold the parent's socket open.
-FIXED_VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-# What a user sets wins.
-DEFAULT_VARIABLES = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks and engines share the cores
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the reload of vLLM 0.32 was tried with its first model runner only
-    "TORCHDYNAMO_DISABLE": "1",  # else the first generation compiles for 15 s
-    "HF_HUB_OFFLINE": "1",
-    # By default oneDNN keeps 1,024 products, each with memory of its own: 150 MB more in 100 steps.
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-}
 
 
 def engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -96,9 +95,6 @@ def _read(connection: socket.socket, length: int) -> bytearray:
             break
         data += chunk
     return data
-
-
-SAMPLE_BYTES = 1 << 16
 
 
 def checksum(data: memoryview) -> int:

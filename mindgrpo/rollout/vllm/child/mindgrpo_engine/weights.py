@@ -15,6 +15,7 @@ from mindgrpo_engine.protocol import EngineFailure, checksum
 Shapes = dict[str, tuple[int, ...]]
 
 NUM_NAMED = 3
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,6 @@ def _refuse_any(names: list[str], sentence: str) -> None:
         named = ", ".join(names[:NUM_NAMED])
         rest = f", and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
         raise EngineFailure(f"{sentence}: {named}{rest}")
-
-
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
