@@ -29,8 +29,7 @@ from small_generators import (
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, ReleasedMemory
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.device.backend import DeviceBackend
-from mindgrpo.backend.device.host_cpu import HostCpu
+from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -178,13 +177,13 @@ def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
     assert before - psutil.Process().memory_info().rss >= size - 4 * MIB
 
 
-class Unreachable(HostCpu):
-    def exchange(self, *_: Any) -> dict[int, Any]:
+class Unreachable(HostCpuBackend):
+    def _transfer(self, *_: Any) -> dict[int, Any]:
         raise RuntimeError("the link is down")
 
 
 def test_a_rank_that_has_caught_a_failed_exchange_waits_for_nobody() -> None:
-    backend = DeviceBackend(Unreachable(), {})
+    backend = Unreachable({})
     with pytest.raises(RuntimeError, match="the link is down"):
         backend.exchange({}, {1: (1,)}, "float32")
     assert backend.health.heartbeats()[0].waits_since == 0.0
@@ -312,7 +311,7 @@ def test_weights_on_a_device_have_no_arrays_outside_of_on_host(device: Backend) 
 
 
 def test_a_device_of_the_host_has_no_limit_or_profile_of_its_own() -> None:
-    hardware = HostCpu()
-    assert hardware.memory_bytes is None
-    with hardware.mark("anything"):
-        assert not hardware.has_profile
+    backend = HostCpuBackend({})
+    assert backend.device_memory_bytes is None
+    with backend.device_mark("anything"):
+        assert not backend.has_device_profile

@@ -21,10 +21,9 @@ from small_generators import CONFIG, LAYOUT
 from small_runs import make_inputs, run
 
 from mindgrpo.backend.device import backend as device_backend
-from mindgrpo.backend.device.ascend import Ascend
+from mindgrpo.backend.device.ascend import AscendBackend
 from mindgrpo.backend.device.backend import DeviceBackend
-from mindgrpo.backend.device.hardware import Hardware
-from mindgrpo.backend.device.host_cpu import HostCpu
+from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.config import load_config
 from mindgrpo.memory.residency import Residency
@@ -46,10 +45,10 @@ def rss() -> int:
     return psutil.Process().memory_info().rss
 
 
-class Pooled(HostCpu):
+class Pooled(HostCpuBackend):
     """The processors with memory of MindSpore's own allocator, as a device has, which hands out again what it gets."""
 
-    give_up = Hardware.give_up
+    give_up = DeviceBackend.give_up
 
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         zeros = mint.zeros(tuple(shape), dtype=mindspore_dtype(dtype))
@@ -67,7 +66,7 @@ class FirstRow(nn.Cell):
 
 
 def test_memory_that_a_graph_still_refers_to_is_given_back_and_used_again() -> None:
-    backend = DeviceBackend(Pooled(), {})
+    backend = Pooled({})
     pool = backend.pool(LARGE // 4)
     graph = backend.graph(FirstRow(pool.parameter("large", 0, (LARGE // 4,))), "first row")
     pool.load()
@@ -84,18 +83,17 @@ def test_memory_that_a_graph_still_refers_to_is_given_back_and_used_again() -> N
 # -- the size of the device's memory ---------------------------------------------------------------------------------
 
 
-class Sized(HostCpu):
+class Sized(HostCpuBackend):
     """A device that knows its size once it was opened, as an NPU does."""
 
-    def __init__(self, calls: list[str]) -> None:
-        super().__init__()
+    def __init__(self, calls: list[str], environment: dict[str, str]) -> None:
         self.calls = calls
+        super().__init__(environment)
 
-    def open(self, world_size: int) -> None:
+    def _open(self) -> None:
         self.calls.append("open")
 
-    @property
-    def memory_bytes(self) -> int | None:
+    def _memory_bytes(self) -> int | None:
         self.calls.append("size")
         return 64 << 30 if {"open", "connect"} <= {*self.calls} else None
 
@@ -107,7 +105,7 @@ def test_the_size_of_the_memory_is_read_after_the_ranks_are_connected(
     monkeypatch.setattr(device_backend, "init", lambda name: calls.append("connect"))
     monkeypatch.setattr(device_backend, "get_rank", lambda: 0)
     monkeypatch.setattr(device_backend, "get_group_size", lambda: 2)
-    backend = DeviceBackend(Sized(calls), {"MS_WORKER_NUM": "2"})
+    backend = Sized(calls, {"MS_WORKER_NUM": "2"})
     assert calls == ["open", "connect", "size"]
     assert backend.device_memory_bytes == 64 << 30
 
@@ -115,16 +113,16 @@ def test_the_size_of_the_memory_is_read_after_the_ranks_are_connected(
 def test_an_npu_is_used_before_it_is_asked_for_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[bool] = []
 
-    def zeros(self: Ascend, shape: Sequence[int], dtype: Dtype) -> Tensor:
+    def zeros(self: AscendBackend, shape: Sequence[int], dtype: Dtype) -> Tensor:
         used.append(True)
         return Tensor(np.zeros(shape, np.float32))
 
     def properties(device: int) -> SimpleNamespace:
         return SimpleNamespace(total_memory=64 << 30 if used else 0)
 
-    monkeypatch.setattr(Ascend, "zeros", zeros)
+    monkeypatch.setattr(AscendBackend, "zeros", zeros)
     monkeypatch.setattr(ms.hal, "get_device_properties", properties)
-    assert Ascend().memory_bytes == 64 << 30
+    assert AscendBackend({}).device_memory_bytes == 64 << 30
 
 
 # -- what was measured -----------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ def test_metrics_have_the_peak_that_the_device_measured_beside_the_planned_one(
 ) -> None:
     counted = iter(range(1, 1000))
     monkeypatch.setattr(plain, "DECODE_STEPS", 2)
-    monkeypatch.setattr(HostCpu, "take_peak", lambda self: next(counted) * MIB, raising=False)
+    monkeypatch.setattr(HostCpuBackend, "take_device_peak", lambda self: next(counted) * MIB)
     make_inputs(tmp_path)
     words = ("--context.backend", "device", "--rl_config.max_steps", "2")
     first, second = read_metrics(run(tmp_path, tmp_path / "run", *words) / "metrics.jsonl")
@@ -163,7 +161,8 @@ def test_an_npus_peak_is_counted_anew_in_every_phase(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ms.runtime, "max_memory_allocated", lambda: pool.peak)
     monkeypatch.setattr(ms.runtime, "memory_allocated", lambda: pool.now)
     monkeypatch.setattr(ms.runtime, "reset_max_memory_allocated", lambda: setattr(pool, "peak", 0))
-    residency = Residency(take_peak=Ascend().take_peak)
+    monkeypatch.setattr(AscendBackend, "_memory_bytes", lambda self: None)
+    residency = Residency(take_peak=AscendBackend({}).take_device_peak)
     for phase, sizes in (("update", (900, -800)), ("rollout", ()), ("reference", (50, -50))):
         residency.activate(phase)
         for size in sizes:
@@ -184,7 +183,7 @@ def patterns(dtype: Dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_parts_are_written_in_place_bit_for_bit_and_nothing_beside_them(dtype: Dtype) -> None:
-    weights = Weights(LAYOUT, 0, DeviceBackend(HostCpu(), {}), dtype=dtype)
+    weights = Weights(LAYOUT, 0, HostCpuBackend({}), dtype=dtype)
     weights.pool.load()
     unsigned = np.uint32 if dtype == "float32" else np.uint16
     signed = np.int32 if dtype == "float32" else np.int16
@@ -213,7 +212,7 @@ def test_parts_are_written_in_place_bit_for_bit_and_nothing_beside_them(dtype: D
 def test_a_part_is_written_without_a_copy_of_the_tensor_that_it_belongs_to() -> None:
     config = replace(CONFIG, vocab_size=1 << 20)
     layout = replace(LAYOUT, specs=parameter_specs(config))
-    weights = Weights(layout, 0, DeviceBackend(HostCpu(), {}))
+    weights = Weights(layout, 0, HostCpuBackend({}))
     weights.pool.load()
     name = "model.embed_tokens.weight"
     box = Box((7, 0), (9, config.hidden_size))

@@ -17,8 +17,7 @@ import small_runs
 from small_generators import CONFIG, LAYOUT, SETTINGS, room_of
 
 from mindgrpo.backend.contract import AloneGroup
-from mindgrpo.backend.device.backend import DeviceBackend
-from mindgrpo.backend.device.host_cpu import HostCpu
+from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
@@ -36,18 +35,17 @@ VARIABLE, GIB = "ASCEND_RT_VISIBLE_DEVICES", 1 << 30
 ON_NPUS = ("--context.device_target", "Ascend", "--generate_config.use_vllm", "1")
 
 
-class Npu(HostCpu):
+class Npu(HostCpuBackend):
     devices_variable = VARIABLE
 
     def __init__(self, events: list[str]) -> None:
-        super().__init__()
         self._events = events
+        super().__init__(dict(os.environ))
 
-    @property
-    def memory_bytes(self) -> int | None:
+    def _memory_bytes(self) -> int | None:
         return 64 * GIB
 
-    def empty_cache(self) -> None:
+    def make_room(self) -> None:
         self._events.append("emptied")
 
 
@@ -72,7 +70,7 @@ def started(
     """An engine of a run on NPUs, with what its process was started with: request and variables."""
     paths = ("--generate_config.vllm.python", sys.executable, "--actor_config.load", str(folder))
     config = load_config(EXAMPLE, [*ON_NPUS, *paths, *words]).config
-    backend = DeviceBackend(Npu(events), dict(os.environ))
+    backend = Npu(events)
     layout = LAYOUT
     if mesh is not None:
         layout = Layout(mesh, parameter_specs(CONFIG), (range(2),))

@@ -32,21 +32,19 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
         return lambda environment, own: CpuBackend(
             environment, own.compiled, num_product_parts(own.compute_dtype, own.matmul_precision)
         )
-    from mindgrpo.backend.device.backend import DeviceBackend
-
     if target.device == "Ascend":
-        from mindgrpo.backend.device.ascend import Ascend
+        from mindgrpo.backend.device.ascend import AscendBackend
 
         def on_ascend(environment: dict[str, str], own: RuntimeSettings) -> Backend:
             # float32, which fused attention does not take, has none.
             dtype = own.compute_dtype
             fused = None if dtype == "float32" or not own.flash_attention else dtype
-            return DeviceBackend(Ascend(fused), environment, own.compiled)
+            return AscendBackend(environment, own.compiled, fused)
 
         return on_ascend
-    from mindgrpo.backend.device.host_cpu import HostCpu
+    from mindgrpo.backend.device.host_cpu import HostCpuBackend
 
-    return lambda environment, own: DeviceBackend(HostCpu(), environment, own.compiled)
+    return lambda environment, own: HostCpuBackend(environment, own.compiled)
 
 
 def connect(

@@ -135,7 +135,7 @@ class NativeGroup(SharedGroup):
             host.spins,
         )
         if self.kernel_id < 0:
-            raise RuntimeError("more groups than the C library has places for")
+            raise RuntimeError("more groups than the C library has room for")
         # The segment lives as long as the library may look into it.
         weakref.finalize(self, _forget, self._library, self.kernel_id, segment)
 

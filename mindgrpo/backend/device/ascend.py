@@ -6,7 +6,7 @@ NPU runs is backend.py and its neighbours, which tests run on CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.contract import ProfileSettings
-from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels, AttentionDtype
 from mindgrpo.backend.targets import VISIBLE_DEVICES
@@ -44,27 +44,29 @@ class _ScatterSum(nn.Cell):
         return self.call(x).reshape(-1)
 
 
-class Ascend(Hardware):
-    name = "Ascend"
+class AscendBackend(DeviceBackend):
+    name = "Ascend, hccl"
     communication = "hccl"
-    has_profile = True
+    has_device_profile = True
     devices_variable = VISIBLE_DEVICES
 
-    def __init__(self, fused: AttentionDtype | None = None) -> None:
+    def __init__(
+        self,
+        environment: dict[str, str],
+        compiled: bool = True,
+        fused: AttentionDtype | None = None,
+    ) -> None:
         """`fused` is the dtype of fused attention; without, it is MindSpore's other operations."""
         self.kernels = AscendKernels(attention_dtype=fused)
+        super().__init__(environment, compiled)
 
-    def open(self, world_size: int) -> None:
-        """MindSpore has the device already (connect.py)."""
-
-    @property
-    def memory_bytes(self) -> int | None:
+    def _memory_bytes(self) -> int | None:
         # 0 before the first operation, where no communication has opened the device. `hal` goes after MindSpore 2.9,
         # which has nothing else for it.
         self.zeros((1,), "float32").asnumpy()
         return int(ms.hal.get_device_properties(0).total_memory) or None
 
-    def take_peak(self) -> int | None:
+    def take_device_peak(self) -> int | None:
         # The peak starts anew at 0, and what is allocated already counts only once something else is.
         peak = max(ms.runtime.max_memory_allocated(), ms.runtime.memory_allocated())
         ms.runtime.reset_max_memory_allocated()
@@ -79,7 +81,7 @@ class Ascend(Hardware):
     def synchronize(self) -> None:
         ms.runtime.synchronize()
 
-    def empty_cache(self) -> None:
+    def make_room(self) -> None:
         ms.runtime.synchronize()
         ms.runtime.empty_cache()
 
@@ -89,13 +91,8 @@ class Ascend(Hardware):
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return _ScatterSum(group)
 
-    def exchange(
-        self,
-        rank: int,
-        sends: Mapping[int, Any],
-        receives: Mapping[int, Sequence[int]],
-        pair: Callable[[int, int], str],
-        dtype: Dtype,
+    def _transfer(
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
         arrived = {peer: self.zeros(shape, dtype) for peer, shape in receives.items()}
         operation = ops.communication.P2POp
@@ -107,7 +104,7 @@ class Ascend(Hardware):
         return arrived
 
     @contextmanager
-    def profile(self, folder: Path, settings: ProfileSettings) -> Iterator[None]:
+    def device_profile(self, folder: Path, settings: ProfileSettings) -> Iterator[None]:
         from mindspore import profiler
 
         levels = profiler.ProfilerLevel
@@ -134,7 +131,7 @@ class Ascend(Hardware):
             running.stop()
 
     @contextmanager
-    def mark(self, name: str) -> Iterator[None]:
+    def device_mark(self, name: str) -> Iterator[None]:
         from mindspore.profiler import mstx
 
         mark = mstx.range_start(name)

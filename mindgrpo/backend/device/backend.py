@@ -1,23 +1,33 @@
-"""One rank on a device with memory of its own: the same classes on Ascend with HCCL and on CPU with MCCL."""
+"""One rank on a device with memory of its own: the same code on Ascend with HCCL and on CPU with MCCL.
+
+Parameters have memory of their own on the device, and a copy on the host while they are away.
+"""
 
 from __future__ import annotations
 
 import pickle
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group, get_group_size, get_rank, init
 
-from mindgrpo.backend.contract import Backend, CompileLog, Graph, Group, Link, Pool, ProfileSettings
-from mindgrpo.backend.device.hardware import Hardware
-from mindgrpo.backend.device.pool import DevicePool
-from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.contract import (
+    Backend,
+    CompileLog,
+    Graph,
+    Group,
+    Link,
+    Pool,
+    ReleasedMemory,
+)
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
 from mindgrpo.backend.group_cells import AgreedSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool, SharedPool
 from mindgrpo.backend.targets import ranks_per_host
@@ -28,21 +38,19 @@ from mindgrpo.health.rank_health import RankHealth
 class DeviceGroup(Group):
     """Several ranks; `name` is MindSpore's of the group."""
 
-    def __init__(
-        self, ranks: Sequence[int], index: int, name: str, hardware: Hardware, health: RankHealth
-    ) -> None:
-        self.ranks, self.index = tuple(ranks), index
-        self._name, self._hardware, self._health = name, hardware, health
+    def __init__(self, ranks: tuple[int, ...], name: str, backend: DeviceBackend) -> None:
+        self.ranks, self.index = ranks, ranks.index(backend.rank)
+        self._name, self._backend, self._health = name, backend, backend.health
 
     def sum_cell(self) -> nn.Cell:
-        scatter = self._hardware.scatter_sum_cell(self._name, self.index, self.size)
+        scatter = self._backend.scatter_sum_cell(self._name, self.index, self.size)
         return AgreedSum(scatter, self.gather_cell(), self.size)
 
     def quick_sum_cell(self) -> nn.Cell:
         return MindSporeSum(self._name)
 
     def gather_cell(self) -> nn.Cell:
-        return self._hardware.gather_cell(self._name, self.index, self.size)
+        return self._backend.gather_cell(self._name, self.index, self.size)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         # By way of all members' arrays: in rank order, and in the dtype that they have.
@@ -125,30 +133,66 @@ class DeviceGraph(Graph):
 
 
 class DeviceBackend(Backend):
-    shares_memory = False
+    """One kind of device is a subclass, which sets `kernels` first. Tensors are MindSpore's, in the device's memory."""
 
-    def __init__(
-        self, hardware: Hardware, environment: dict[str, str], compiled: bool = True
-    ) -> None:
-        self._hardware = hardware
-        self.name = f"{hardware.name}, {hardware.communication}"
-        self.kernels = hardware.kernels
-        self.has_device_profile = hardware.has_profile
+    shares_memory = False
+    # MindSpore's name of its communication.
+    communication: str
+    # The variable that lists, for other programs, which of the host's devices they see.
+    devices_variable: str | None = None
+
+    def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
         self.rank, self.world_size = 0, int(environment.get("MS_WORKER_NUM", "1"))
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
-        hardware.open(self.world_size)
+        self._open()
         if self.world_size > 1:
-            init(hardware.communication)
+            init(self.communication)
             self.rank, self.world_size = get_rank(), get_group_size()
         # Not earlier: the device is opened by then.
-        self.device_memory_bytes = hardware.memory_bytes
+        self.device_memory_bytes = self._memory_bytes()
         self._join(environment)
         self._environment = environment
         self._names: dict[tuple[int, ...], str] = {}
 
+    def _open(self) -> None:
+        """Sets this process up, after MindSpore has the device and before anything is placed on it."""
+
+    def _memory_bytes(self) -> int | None:
+        """Bytes of the device; None where it has no limit of its own."""
+        return None
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: Dtype) -> Any:
+        """Allocates memory of the device."""
+
+    @abstractmethod
+    def copied(self, array: np.ndarray, dtype: Dtype) -> Any:
+        """Copies `array`, which is of `dtype`, to memory of the device, apart from the host's."""
+
+    def give_up(self, parameter: Any) -> None:
+        """Gives back the memory of a parameter that is about to get another.
+
+        Compiled graphs that used the parameter refer to the memory until they run again: it is taken from under them.
+        """
+        # Of `data`, which is made anew: a Parameter keeps returning the storage that it returned first.
+        parameter.data.untyped_storage().resize_(0)
+
+    @abstractmethod
+    def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        """See contract.Group.gather_cell."""
+
+    @abstractmethod
+    def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        """Makes a cell for use inside graphs: [size, n] -> [n], the sum of what the members have at [index]."""
+
+    @abstractmethod
+    def _transfer(
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
+    ) -> dict[int, Any]:
+        """See contract.Backend.exchange."""
+
     def _several(self, ranks: tuple[int, ...]) -> Group:
-        index, name = ranks.index(self.rank), self._name_of(ranks)
-        return DeviceGroup(ranks, index, name, self._hardware, self.health)
+        return DeviceGroup(ranks, self._name_of(ranks), self)
 
     def _name_of(self, ranks: tuple[int, ...]) -> str:
         """MindSpore's name of the group of these ranks, which is made at the first call."""
@@ -166,18 +210,10 @@ class DeviceBackend(Backend):
         self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
         with waiting(self.health):
-            return self._hardware.exchange(
-                self.rank, sends, receives, lambda low, high: self._name_of((low, high)), dtype
-            )
-
-    def synchronize(self) -> None:
-        self._hardware.synchronize()
-
-    def take_device_peak(self) -> int | None:
-        return self._hardware.take_peak()
+            return self._transfer(sends, receives, dtype)
 
     def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
-        variable = self._hardware.devices_variable
+        variable = self.devices_variable
         if variable is None:
             return {}
         per_host = ranks_per_host(self._environment, self.world_size)
@@ -193,9 +229,6 @@ class DeviceBackend(Backend):
         numbers = [rank % per_host for rank in ranks]
         return {variable: ",".join(visible[i] if visible else str(i) for i in numbers)}
 
-    def make_room(self) -> None:
-        self._hardware.empty_cache()
-
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return DeviceGraph(cell, name, self.compile_log, self._pools_of)
 
@@ -205,7 +238,7 @@ class DeviceBackend(Backend):
         return [pool for pool in pools if any(id(own) in used for own in pool.parameters)]
 
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        pool = DevicePool(size, self._hardware, self._count, dtype)
+        pool = DevicePool(size, self, dtype)
         self.live_pools.add(pool)
         return pool
 
@@ -214,13 +247,118 @@ class DeviceBackend(Backend):
         self.live_pools.add(pool)
         return pool
 
-    def _count(self, num_bytes: int) -> None:
-        self.host_device_bytes += num_bytes
 
-    def device_profile(
-        self, folder: Path, settings: ProfileSettings
-    ) -> AbstractContextManager[None]:
-        return self._hardware.profile(folder, settings)
+class _State(Enum):
+    RELEASED = "released"
+    DEVICE = "on the device"
+    HOST = "on the host"
 
-    def device_mark(self, name: str) -> AbstractContextManager[None]:
-        return self._hardware.mark(name)
+
+class _Flat:
+    """Contract.HostArrays over one array."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
+        count = int(np.prod(shape, dtype=np.int64))
+        return self.array[offset : offset + count].reshape(shape)
+
+
+class DevicePool(Pool):
+    """Nothing is on the device until `load` or the first writing on the host."""
+
+    is_host_memory = False
+
+    def __init__(self, size: int, backend: DeviceBackend, dtype: Dtype = "float32") -> None:
+        """`size` is in elements."""
+        self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
+        self._size = size
+        self._backend = backend
+        self._parameters: list[tuple[Parameter, int, tuple[int, ...]]] = []
+        self._state = _State.RELEASED
+        self._host: np.ndarray | None = None
+
+    def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Parameter:
+        end = offset + int(np.prod(shape, dtype=np.int64))
+        for other, start, taken in self._parameters:
+            if offset < start + int(np.prod(taken, dtype=np.int64)) and start < end:
+                raise ValueError(f"{name} would lie on {other.name}: a range has one parameter")
+        if self._state is not _State.RELEASED:
+            raise ValueError(f"{name} comes too late: its pool is {self._state.value}")
+        parameter = Parameter(Tensor([0.0], mindspore_dtype(self.dtype)), name)
+        self._parameters.append((parameter, offset, tuple(shape)))
+        return parameter
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        return [parameter for parameter, _, _ in self._parameters]
+
+    def require(self, user: str) -> None:
+        if self._state is not _State.DEVICE:
+            name = self._parameters[0][0].name if self._parameters else "a pool"
+            raise ReleasedMemory(
+                f"{user} uses {name}, whose memory is {self._state.value}: its role is not active in this phase"
+            )
+
+    def load(self) -> None:
+        if self._state is _State.DEVICE:
+            return
+        if self._host is not None:
+            self._upload(self._host)
+        else:
+            for parameter, _, shape in self._parameters:
+                self._replace(parameter, self._backend.zeros(shape, self.dtype))
+        self._host = None
+        self._state = _State.DEVICE
+
+    def offload(self) -> None:
+        if self._state is _State.DEVICE:
+            self._host = self._download()
+            self._give_up(_State.HOST)
+
+    def release(self) -> None:
+        self._host = None
+        self._give_up(_State.RELEASED)
+
+    @contextmanager
+    def on_host(self, write: bool = False) -> Iterator[_Flat]:
+        if self._state is _State.HOST and self._host is not None:
+            yield _Flat(self._host)
+            return
+        if not write:
+            self.require("reading on the host")
+        self.load()
+        array = self._download()
+        yield _Flat(array)
+        if write:
+            self._upload(array)
+
+    def _download(self) -> np.ndarray:
+        array = np.zeros(self._size, numpy_dtype(self.dtype))
+        flat = _Flat(array)
+        for parameter, offset, shape in self._parameters:
+            values = parameter.asnumpy()
+            flat.view(offset, shape)[...] = values
+            self._backend.host_device_bytes += values.nbytes
+        return array
+
+    def _upload(self, array: np.ndarray) -> None:
+        flat = _Flat(array)
+        for parameter, offset, shape in self._parameters:
+            values = flat.view(offset, shape)
+            self._replace(parameter, self._backend.copied(values, self.dtype))
+            self._backend.host_device_bytes += values.nbytes
+
+    def _give_up(self, state: _State) -> None:
+        # What was started may still use the memory.
+        self._backend.synchronize()
+        for parameter, _, _ in self._parameters:
+            self._replace(parameter, Tensor([np.nan], mindspore_dtype(self.dtype)))
+        self._state = state
+
+    def _replace(self, parameter: Parameter, tensor: Tensor) -> None:
+        """Gives the parameter the memory of `tensor` and its own back."""
+        if self._state is _State.DEVICE:
+            self._backend.give_up(parameter)
+        parameter.set_data(tensor, slice_shape=True)

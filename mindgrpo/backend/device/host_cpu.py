@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,25 +16,26 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from mindgrpo.backend.device.hardware import Hardware
+from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
 from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum
 from mindgrpo.backend.kernels.contract import Kernels
 
 
-class HostCpu(Hardware):
-    name = "CPU"
+class HostCpuBackend(DeviceBackend):
+    name = "CPU, mccl"
     communication = "mccl"
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
         self.kernels = Kernels()
         # By address: what parameters lie in.
         self._pages: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+        super().__init__(environment, compiled)
 
-    def open(self, world_size: int) -> None:
-        if world_size > 1:
+    def _open(self) -> None:
+        if self.world_size > 1:
             # A rank without a second core to itself has no threads that spin between operations.
-            threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+            threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
@@ -68,21 +69,17 @@ class HostCpu(Hardware):
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return ScatterBySum(MindSporeSum(group), index)
 
-    def exchange(
-        self,
-        rank: int,
-        sends: Mapping[int, Any],
-        receives: Mapping[int, Sequence[int]],
-        pair: Callable[[int, int], str],
-        dtype: Dtype,
+    def _transfer(
+        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
         arrived: dict[int, Any] = {}
-        transfers = [(rank, peer) for peer in sends] + [(peer, rank) for peer in receives]
+        transfers = [(self.rank, peer) for peer in sends]
+        transfers += [(peer, self.rank) for peer in receives]
         # One order on all ranks: each transfer waits for both of its ends.
         for source, target in sorted(transfers, key=lambda ends: (min(ends), max(ends), ends)):
-            group = pair(min(source, target), max(source, target))
+            group = self._name_of((min(source, target), max(source, target)))
             # As integers: a sum with zero keeps every bit, of -0.0 and of NaN as well.
-            if source == rank:
+            if source == self.rank:
                 outgoing = _bits(sends[target])
                 ops.communication.all_reduce(outgoing, group=group)
                 outgoing.reshape(-1)[:1].asnumpy()
