@@ -15,14 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from mindgrpo.backend.contract import (
-    Backend,
-    CompileLog,
-    Graph,
-    Group,
-    Link,
-    Pool,
-)
+from mindgrpo.backend.contract import Backend, CompileLog, Graph, Group, Link, Pool
 from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, job_name, own_rank
 from mindgrpo.backend.cpu.shared_group import shared_group
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, Dtype
@@ -91,10 +84,7 @@ class CpuBackend(Backend):
     shares_memory = True
 
     def __init__(
-        self,
-        environment: dict[str, str],
-        compiled: bool = True,
-        num_parts: int | None = None,
+        self, environment: dict[str, str], compiled: bool = True, num_parts: int | None = None
     ) -> None:
         """`num_parts`: see NativeKernels."""
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))

@@ -127,12 +127,7 @@ class NativeGroup(SharedGroup):
             host, self._segment_name, self.ranks, control + 2 * size * slot_bytes
         )
         self.kernel_id = self._library.group_register(
-            segment.address,
-            slot_bytes,
-            self.index,
-            size,
-            segment.pids_address,
-            host.spins,
+            segment.address, slot_bytes, self.index, size, segment.pids_address, host.spins
         )
         if self.kernel_id < 0:
             raise RuntimeError("more groups than the C library has room for")
@@ -191,14 +186,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.group_control_bytes.restype = number
     library.group_control_bytes.argtypes = [small]
     library.group_lost_pid.restype = number
-    library.group_register.argtypes = [
-        pointer,
-        number,
-        small,
-        small,
-        pointer,
-        ctypes.c_uint32,
-    ]
+    library.group_register.argtypes = [pointer, number, small, small, pointer, ctypes.c_uint32]
     library.group_forget.argtypes = [id_]
     library.group_forget.restype = None
     library.group_barrier.argtypes = [id_]

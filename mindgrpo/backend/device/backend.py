@@ -18,15 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.communication import GlobalComm, create_group, get_group_size, get_rank, init
 
-from mindgrpo.backend.contract import (
-    Backend,
-    CompileLog,
-    Graph,
-    Group,
-    Link,
-    Pool,
-    ReleasedMemory,
-)
+from mindgrpo.backend.contract import Backend, CompileLog, Graph, Group, Link, Pool, ReleasedMemory
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, mindspore_dtype, numpy_dtype
 from mindgrpo.backend.group_cells import AgreedSum, MindSporeSum
 from mindgrpo.backend.host_pool import HostPool, SharedPool

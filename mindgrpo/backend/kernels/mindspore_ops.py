@@ -164,14 +164,7 @@ class PlainCachedAttention(HeadAttention):
         self.cached_keys, self.cached_values = keys, values
 
     def construct(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        mask: Any,
-        angles: Any,
-        cache_rows: Any,
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any, cache_rows: Any
     ) -> Any:
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
         dtype = self.cached_keys.dtype
@@ -376,14 +369,7 @@ class LinearLogProbGrad(nn.Cell):
         self.to_table = kernels.matmul_gradient()
 
     def construct(
-        self,
-        x: Any,
-        table: Any,
-        labels: Any,
-        totals: Any,
-        entropy: Any,
-        dlogp: Any,
-        dentropy: Any,
+        self, x: Any, table: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
     ) -> Any:
         rows, numbers = self.rows, (totals, entropy, dlogp, dentropy)
         # Not before its gradient is there: what is made again is not to be kept from the forward pass on.

@@ -113,10 +113,7 @@ class Prefill(nn.Cell):
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        caches: list[tuple[Parameter, Parameter]],
-        length: int,
+        self, shard: Shard, caches: list[tuple[Parameter, Parameter]], length: int
     ) -> None:
         super().__init__()
         attends = [shard.kernels.prefill_attention(shard.heads(), *cache) for cache in caches]

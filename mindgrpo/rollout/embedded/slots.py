@@ -114,11 +114,7 @@ class SlotDecoder:
     """Runs jobs through the slots that the backend's kernels keep."""
 
     def __init__(
-        self,
-        shard: Shard,
-        backend: Backend,
-        sampling: SamplingParams,
-        cache_config: KVCacheConfig,
+        self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
     ) -> None:
         self._cache_config = cache_config
         model_shape = _model_shape(shard)

@@ -45,13 +45,7 @@ class WeightBucket:
     The bucket has room for the largest group. Weights of another dtype arrive in memory of their own.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        backend: Backend,
-        dtype: Dtype,
-        hand_over: HandOver,
-    ) -> None:
+    def __init__(self, layout: Layout, backend: Backend, dtype: Dtype, hand_over: HandOver) -> None:
         """`dtype` is the engine's."""
         self._hand_over = hand_over
         size = bucket_size(layout, backend.rank, dtype)

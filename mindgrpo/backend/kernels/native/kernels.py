@@ -89,14 +89,7 @@ class _LinearLogProbGrad(_LinearLogProbs):
         self.run = operation("linear_log_prob_grad", shapes, _float32_twice)
 
     def construct(
-        self,
-        x: Any,
-        table: Any,
-        labels: Any,
-        totals: Any,
-        entropy: Any,
-        dlogp: Any,
-        dentropy: Any,
+        self, x: Any, table: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
     ) -> Any:
         numbers = totals, entropy, dlogp, dentropy
         return self.run(x, table, labels, self.sizes, self.scale, self.num_parts, *numbers)
