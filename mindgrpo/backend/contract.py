@@ -54,26 +54,26 @@ class Group(ABC):
 
     @abstractmethod
     def sum_cell(self) -> nn.Cell:
-        """A cell for use inside graphs: tensor -> the sum over the group, the same bits on every member.
+        """Makes a cell for graphs: tensor -> the sum over the group, the same bits on every member.
 
         What reaches weights that several members hold has to be such a sum, in whatever order a transport adds.
         """
 
     def quick_sum_cell(self) -> nn.Cell:
-        """Returns a cell as sum_cell, in one transfer where that is possible; last bits may differ between members."""
+        """Makes a cell as sum_cell, in one transfer where that is possible; last bits may differ between members."""
         return self.sum_cell()
 
     @abstractmethod
     def gather_cell(self) -> nn.Cell:
-        """A cell for use inside graphs: float32 [...] -> [size, ...], member i's at [i], the same on every member."""
+        """Makes a cell for graphs: float32 [...] -> [size, ...], member i's at [i], the same on every member."""
 
     @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        """Sum `array` over the group, in place and between graphs; adds in rank order on every member."""
+        """Sums `array` over the group, in place and between graphs; adds in rank order on every member."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every member's `value`, in the order of `ranks`."""
+        """Returns every member's `value`, in the order of `ranks`."""
 
     @abstractmethod
     def barrier(self) -> None: ...
@@ -126,7 +126,7 @@ class HostArrays(Protocol):
     """Host memory as arrays."""
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        """[shape], in the memory's dtype, starting `offset` elements into it."""
+        """Returns an array [shape], in the memory's dtype, starting `offset` elements into it."""
 
 
 class ReleasedMemory(RuntimeError):
@@ -154,7 +154,7 @@ class Pool(ABC):
 
     @abstractmethod
     def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
-        """The pool's bytes as arrays of the host, valid inside; with `write`, what was written goes to the device."""
+        """Gives the pool's bytes as arrays of the host inside; with `write`, what was written goes to the device."""
 
     @property
     def itemsize(self) -> int:
@@ -247,7 +247,7 @@ class Backend(ABC):
         """Makes a pool of `size` elements. `shared`: other ranks may want to read it (`peer_pools`)."""
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerView]:
-        """The pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
+        """Returns the pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
 
         Raises NotImplementedError unless the backend `shares_memory`.
         """
@@ -278,7 +278,7 @@ class Backend(ABC):
         return None
 
     def take_device_peak(self) -> int | None:
-        """The most bytes that were allocated on the device at a time since the last call; None if it does not count."""
+        """Returns the most bytes allocated on the device at a time since the last call; None if it does not count."""
         return None
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:

@@ -33,7 +33,8 @@ WITHOUT = f"; set {DTYPE_KEY} to float32."
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype:
-    """bfloat16 is MindSpore's own, which numpy rounds to as to any other: to the nearest, ties to even."""
+    """Returns the dtype of arrays: bfloat16 is MindSpore's own, which numpy rounds to as to any other: to the nearest,
+    ties to even."""
     if dtype != "bfloat16":
         return np.dtype(dtype)
     from mindspore.common import np_dtype
@@ -48,7 +49,7 @@ def mindspore_dtype(dtype: Dtype) -> Any:
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """The same memory as unsigned integers of the elements' size."""
+    """Returns the same memory as unsigned integers of the elements' size."""
     return array.view(f"u{array.itemsize}")
 
 
@@ -72,7 +73,7 @@ def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> M
 
 
 def packed_bytes(k: int, n: int, num_parts: int) -> int:
-    """Bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64."""
+    """Returns the bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64."""
     return 2 * num_parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
 
 
@@ -84,7 +85,7 @@ def has_amx(environment: Mapping[str, str]) -> bool:
 def slow_products(
     precision: MatmulPrecision, environment: Mapping[str, str], dtype: str = "float32"
 ) -> list[str]:
-    """A sentence where products of bfloat16 take longer than those of float32 on this host's processors.
+    """Returns a sentence where products of bfloat16 take longer than those of float32 on this host's processors.
 
     `dtype` is context.compute_dtype.
     """

@@ -50,13 +50,13 @@ def move_pages(source: mmap.mmap, start: int, target: mmap.mmap, to: int, num_by
 
 
 def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Offsets at which chunks of huge pages begin."""
+    """Returns the offsets at which chunks of huge pages begin."""
     first = -address_of(pages) % HUGE_BYTES
     return list(range(first, num_bytes - CHUNK_BYTES + 1, CHUNK_BYTES))
 
 
 def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Offsets of the chunks of which the system has handed out every page."""
+    """Returns the offsets of the chunks of which the system has handed out every page."""
     has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
     address, answer = ctypes.c_void_p(address_of(pages)), ctypes.c_void_p(has_page.ctypes.data)
     if _libc.mincore(address, ctypes.c_size_t(num_bytes), answer) != 0:
@@ -140,7 +140,7 @@ _Job = tuple[int, int, int, int, int, int]
 
 
 def _job(target: np.ndarray, source: np.ndarray) -> _Job:
-    """(target, source, runs, bytes a run, bytes between runs of the target, of the source)."""
+    """Returns (target, source, runs, bytes a run, bytes between runs of the target, of the source)."""
     if target.shape != source.shape:
         raise ValueError(f"an array of shape {source.shape} does not fit {target.shape}")
     for first, second in ((target, source), (target.T, source.T)):

@@ -115,13 +115,13 @@ class SharedPool(HostPool):
         return mmap.mmap(self.descriptor, self._length)
 
     def offload(self) -> None:
-        """The pages are the host's already."""
+        """Does nothing: the pages are the host's already."""
 
     def load(self) -> None:
-        """The pages are still there."""
+        """Does nothing: the pages are still there."""
 
     def take_turns(self, spare: SparePages, is_empty: bool) -> None:
-        """They are the file's."""
+        """Does nothing: the pages are the file's."""
 
     def release(self) -> None:
         self._device.madvise(mmap.MADV_REMOVE)

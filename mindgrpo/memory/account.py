@@ -41,7 +41,7 @@ class PhaseMemory:
 
 
 def by_phase(by_role: Mapping[str, int]) -> list[PhaseMemory]:
-    """The table of a run whose roles take `by_role` bytes each."""
+    """Returns the table of a run whose roles take `by_role` bytes each."""
     return [
         PhaseMemory(phase, {role: by_role[role] for role in roles if role in by_role})
         for phase, roles in PHASES.items()

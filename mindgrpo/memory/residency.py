@@ -122,7 +122,7 @@ class Residency:
                 pool.release()
 
     def table(self) -> list[PhaseMemory]:
-        """Bytes on this rank's device by phase, of the roles that it has."""
+        """Returns the bytes on this rank's device by phase, of the roles that it has."""
         on_device = [role for role in self.roles.values() if not role.host_only]
         return by_phase({role.name: role.num_bytes for role in on_device})
 
@@ -162,12 +162,12 @@ class Residency:
         self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
 
     def peaks(self) -> dict[str, int]:
-        """The most bytes on the device by phase so far: measured, or, where the device does not count, of the roles."""
+        """Returns the most bytes on the device by phase so far: measured, or of the roles where it does not count."""
         self._measure()
         return self.ledger.peak_by_phase | self.ledger.measured_by_phase
 
     def planned_peaks(self) -> dict[str, int]:
-        """Bytes by phase: of the roles that were on the device, even if they only stayed, and of what graphs take."""
+        """Returns bytes by phase: of roles that were on the device, even if they only stayed, and of graphs."""
         planned = self.ledger.peak_by_phase
         return {phase: size + self._reserved.get(phase, 0) for phase, size in planned.items()}
 

@@ -107,7 +107,8 @@ class CpuBackend(Backend):
         return {cores[self.rank % len(cores)]} if is_shared else set()
 
     def _share_cores(self) -> None:
-        """MindSpore's own threads: one that runs the graph, and others for large operations, which spin in between.
+        """Limits MindSpore's own threads: one that runs the graph, and others for large operations, which spin in
+        between.
 
         A rank without a second core to itself has none of the others: they took a third of its time from the ranks
         beside it.

@@ -45,13 +45,13 @@ MAX_OFFERS = 1000
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Every rank of one msrun has the same parent, and two runs never share parent and port."""
+    """Names the job: every rank of one msrun has the same parent, and two runs never share parent and port."""
     job = environment.get("MINDGRPO_JOB")
     return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
 
 def own_rank(environment: Mapping[str, str], world_size: int) -> int:
-    """This process's number among the job's ranks. Raises UserError where these are on several hosts."""
+    """Returns this process's number among the job's ranks. Raises UserError where these are on several hosts."""
     rank = environment.get("RANK_ID", "")
     if not rank.isdecimal():
         raise UserError(
@@ -137,8 +137,8 @@ class LocalRanks:
 
 
 def header_bytes(num_ranks: int) -> int:
-    """A counter a rank for whoever uses the memory, another that says "attached", the ranks' process ids and one
-    more: that of the first whose end was noticed."""
+    """Sizes the header: a counter a rank for whoever uses the memory, another that says "attached", the ranks' process
+    ids and one more: that of the first whose end was noticed."""
     used = 2 * num_ranks * LINE + 8 * (num_ranks + 1)
     return -(-used // PAGE_BYTES) * PAGE_BYTES
 
@@ -193,7 +193,7 @@ class Joined:
         return address_of(self.memory) + self._pids_start
 
     def array(self, start: int, num_bytes: int) -> np.ndarray:
-        """uint8 [num_bytes], a view."""
+        """Returns uint8 [num_bytes], a view."""
         return np.frombuffer(self.memory, np.uint8, num_bytes, self._header_bytes + start)
 
 
@@ -254,7 +254,7 @@ class Board(Joined):
         self.counters.post(self._host.rank, self._num_offers)
 
     def take(self, name: str, rank: int) -> int:
-        """A descriptor of our own for what `rank` offers under `name`, as soon as it does."""
+        """Returns a descriptor of our own for what `rank` offers under `name`, as soon as it does."""
         wanted, seen = _hash(name), 0
         while True:
             self.counters.wait([rank], seen + 1, self.check)
@@ -319,7 +319,7 @@ def _remove_stale() -> None:
 
 
 def nameless(name: str, total: int) -> int:
-    """A descriptor of `total` bytes of memory that goes with its last user."""
+    """Returns a descriptor of `total` bytes of memory that goes with its last user."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, total)

@@ -97,14 +97,14 @@ class SharedGroup(Group):
 
     @abstractmethod
     def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
-        """out = the sum of the members' `source`, both contiguous and of one dtype, added in rank order."""
+        """Writes to `out` the sum of the members' `source`, both contiguous and of one dtype, added in rank order."""
 
     @abstractmethod
     def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        """Every member's bytes; `sizes` int64 [members] says how many each gives."""
+        """Returns every member's bytes; `sizes` int64 [members] says how many each gives."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every member's value, pickled through memory between this job's own processes only."""
+        """Returns every member's value, pickled through memory between this job's own processes only."""
         payload = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
         sizes = np.zeros(len(self.ranks), np.int64)
         sizes[self.index] = payload.size

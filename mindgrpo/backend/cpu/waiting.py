@@ -44,7 +44,7 @@ class Counters(ABC):
 
     @abstractmethod
     def _reached(self, index: int, value: int, seconds: float) -> bool:
-        """Whether the counter reaches `value` within some `seconds`; 0: whether it has."""
+        """Returns whether the counter reaches `value` within some `seconds`; 0: whether it has."""
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
         """Returns when every counter of `indices` has reached `value`. Raises what `check` does, which is called at
@@ -63,7 +63,7 @@ class Counters(ABC):
 
 
 def _check(check: Check, reached: Callable[[], bool]) -> None:
-    """A process that has ended may have posted as its last deed."""
+    """Calls `check`, but a process that has ended may have posted as its last deed."""
     try:
         check()
     except PeerLost:

@@ -93,7 +93,7 @@ class DeviceLink(Link):
 
 @contextmanager
 def waiting(health: RankHealth) -> Iterator[None]:
-    """The health of this rank knows since when it waits for others."""
+    """Tells the health of this rank since when it waits for others."""
     health.waits(time.monotonic())
     try:
         yield
@@ -150,7 +150,7 @@ class DeviceBackend(Backend):
         """Sets this process up, after MindSpore has the device and before anything is placed on it."""
 
     def _memory_bytes(self) -> int | None:
-        """Bytes of the device; None where it has no limit of its own."""
+        """Returns the bytes of the device; None where it has no limit of its own."""
         return None
 
     @abstractmethod
@@ -187,7 +187,7 @@ class DeviceBackend(Backend):
         return DeviceGroup(ranks, self._name_of(ranks), self)
 
     def _name_of(self, ranks: tuple[int, ...]) -> str:
-        """MindSpore's name of the group of these ranks, which is made at the first call."""
+        """Returns MindSpore's name of the group of these ranks, which is made at the first call."""
         if len(ranks) == self.world_size:
             return str(GlobalComm.WORLD_COMM_GROUP)
         if ranks not in self._names:

@@ -92,7 +92,7 @@ class HostCpuBackend(DeviceBackend):
 
 
 def _bits(tensor: Any) -> Any:
-    """int32: MCCL sums no integers of two bytes."""
+    """Returns int32: MCCL sums no integers of two bytes."""
     if tensor.dtype == ms.float32:
         return tensor.view(ms.int32)
     return tensor.view(ms.int16).astype(ms.int32)

@@ -117,13 +117,13 @@ class _FusedAttention(HeadAttention):
         self.dtype = dtype
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
-        """[N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
+        """Turns heads [N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
         angles = ops.expand_dims(angles.astype(heads.dtype), 1)
         cos, sin = angles[:, :, :, : self.dim], angles[:, :, :, self.dim :]
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
     def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
-        """`keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]"""
+        """Mixes values: `keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]"""
         mixed = self.attend(
             queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
             keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),

@@ -40,45 +40,48 @@ class Kernels:
     has_slots = False
 
     def matmul(self, transpose_b: bool = False) -> Any:
-        """(x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
+        """Makes a cell: (x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
 
         The weight's may be of its own dtype or float32.
         """
         return ops.MatMul(transpose_b=transpose_b)
 
     def matmul_gradient(self) -> Any:
-        """(x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
+        """Makes a cell: (x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
         return mindspore_ops.MatMulGradient()
 
     def rms_norm(self, eps: float) -> nn.Cell:
-        """(x [N, H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
+        """Makes a cell: (x [N, H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
         return mindspore_ops.RmsNorm(eps)
 
     def add_rms_norm(self, eps: float) -> nn.Cell:
-        """(x [N, H], added [N, H], weight [H]) -> (x + added, the norm of that sum)."""
+        """Makes a cell: (x [N, H], added [N, H], weight [H]) -> (x + added, the norm of that sum)."""
         return mindspore_ops.AddRmsNorm(eps)
 
     def glu(self, activation: Activation) -> nn.Cell:
-        """[N, 2 I], gate then up -> activation(gate) * up [N, I]: SwiGLU or GeGLU (arXiv:2002.05202).
+        """Makes a cell: [N, 2 I], gate then up -> activation(gate) * up [N, I]: SwiGLU or GeGLU (arXiv:2002.05202).
 
         silu(x) = x sigmoid(x); gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         """
         return mindspore_ops.Glu(activation)
 
     def embedding(self, first_token: int) -> nn.Cell:
-        """(tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token + [0, V)."""
+        """Makes a cell: (tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token
+        + [0, V)."""
         return mindspore_ops.PlainEmbedding(first_token)
 
     def exact_embedding(self, first_token: int) -> nn.Cell:
-        """As `embedding`, of a table of weights in a narrow dtype: its gradient is float32."""
+        """Makes a cell: as `embedding`, of a table of weights in a narrow dtype: its gradient is float32."""
         return mindspore_ops.ExactEmbedding(first_token)
 
     def pick(self) -> nn.Cell:
-        """(picks int32 [M], x [N, H]) -> rows [M, H], zero where a pick is -1; x's gradient is summed in float32."""
+        """Makes a cell: (picks int32 [M], x [N, H]) -> rows [M, H], zero where a pick is -1; x's gradient is summed in
+        float32."""
         return mindspore_ops.Pick()
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
-        """(positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention takes.
+        """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention
+        takes.
 
         A span is (first column of a shared prefix, its length, first column of the token's own run): a token sees
         the prefix, and its run from the first column up to itself. A run with a prefix comes after it, and between
@@ -87,7 +90,8 @@ class Kernels:
         return mindspore_ops.RopeAndMask(rotary)
 
     def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
-        """Packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed [N, queries D].
+        """Makes a cell of packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed
+        [N, queries D].
 
         Adds the bias [heads.width], norms queries and keys with weights [D], applies the rotary positions and
         attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.
@@ -95,8 +99,8 @@ class Kernels:
         return mindspore_ops.PlainPackedAttention(heads)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        """Whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles [N, 1, 2 D],
-        source int32 [C], cache_rows int32 [C kv T]) -> mixed [N, queries D].
+        """Makes a cell of whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles
+        [N, 1, 2 D], source int32 [C], cache_rows int32 [C kv T]) -> mixed [N, queries D].
 
         `mask` is 0 where a token sees another and NEVER elsewhere; `angles` are rows of the rotary table. Keys and
         values of prompt source[c] go to the parameters `keys` and `values` [rows, D], at the c-th kv T of
@@ -105,8 +109,8 @@ class Kernels:
         return mindspore_ops.PlainPrefillAttention(heads, keys, values)
 
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
-        """One token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S], angles
-        [B, 1, 2 D], cache_rows int32 [B kv]) -> mixed [B, queries D].
+        """Makes a cell of one token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S],
+        angles [B, 1, 2 D], cache_rows int32 [B kv]) -> mixed [B, queries D].
 
         The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
         `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see.
@@ -125,24 +129,23 @@ class Kernels:
         mindspore_ops.adamw(weight, gradient, first, second, numbers)
 
     def square_sum(self, array: np.ndarray) -> float:
-        """The float64 sum of a float32 array's squares."""
+        """Returns the float64 sum of a float32 array's squares."""
         return float(np.sum(np.square(array, dtype=np.float64)))
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
-        """(logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
-        top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it.
-        """
+        """Makes a cell: (logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
+        top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it."""
         return mindspore_ops.LogProbStats(vocabulary)
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
-        """(logits, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits [M, V].
+        """Makes a cell: (logits, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits [M, V].
 
         dlogp/dl = onehot - p; dH/dl = -p (log p + H).
         """
         return mindspore_ops.LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        """(x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T [M, 4].
+        """Makes a cell: (x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T [M, 4].
 
         The logits of at most `rows` rows are there at a time.
         """
@@ -151,9 +154,8 @@ class Kernels:
     def linear_log_prob_grad(
         self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
     ) -> nn.Cell:
-        """(x, table, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> (dx [M, H], dtable float32
-        [V, H], or [1] of a table that is not trained), likewise.
-        """
+        """Makes a cell: (x, table, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> (dx [M, H], dtable
+        float32 [V, H], or [1] of a table that is not trained), likewise."""
         return mindspore_ops.LinearLogProbGrad(self, vocabulary, rows, is_trained)
 
     def slots(

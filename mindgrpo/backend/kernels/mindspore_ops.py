@@ -49,7 +49,7 @@ class RopeAndMask(nn.Cell):
         return mask, self.angles(positions)
 
     def seen(self, spans: Any) -> Any:
-        """bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
         length = spans.shape[1]
         order = self.order[:length]
         column = order.reshape(1, 1, length)
@@ -78,7 +78,7 @@ class HeadAttention(nn.Cell):
         self.scale = heads.scale
 
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
-        """-> queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
+        """Returns queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
         if self.has_bias:
             qkv = qkv + bias.astype(qkv.dtype)
         heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
@@ -97,11 +97,11 @@ class HeadAttention(nn.Cell):
         return rotated.astype(heads.dtype)
 
     def by_head(self, heads: Any, rows: int, length: int) -> Any:
-        """[R T, kv, D] -> [R, kv, T, D]"""
+        """Transposes [R T, kv, D] to [R, kv, T, D]."""
         return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
 
     def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
-        """`keys` and `values` [N, kv, D] -> mixed [N, queries D]"""
+        """Mixes values: `keys` and `values` [N, kv, D] -> mixed [N, queries D]"""
         length = mask.shape[3]
         keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
         queries = queries.reshape(rows, length, self.kv, self.group, self.dim)
@@ -133,7 +133,7 @@ class PlainPrefillAttention(HeadAttention):
         self.cached_keys, self.cached_values = keys, values
 
     def cache_rows_of(self, heads: Any, rows: int, length: int, source: Any) -> Any:
-        """Of `heads` [N, kv, D] those of the prompts `source`, as rows of the cache, in its dtype."""
+        """Returns of `heads` [N, kv, D] those of the prompts `source`, as rows of the cache, in its dtype."""
         copies = ops.gather(self.by_head(heads, rows, length), source, 0)
         return copies.reshape(-1, self.dim).astype(self.cached_keys.dtype)
 
@@ -175,7 +175,7 @@ class PlainCachedAttention(HeadAttention):
         return self.mixed_with_cache(queries, keys, values, mask)
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
-        """`queries` [B, queries, D] against all of the cache [B kv S, D] -> mixed [B, queries D]"""
+        """Mixes values: `queries` [B, queries, D] against all of the cache [B kv S, D] -> mixed [B, queries D]"""
         slots, length = mask.shape[0], mask.shape[2]
         keys = keys.reshape(slots * self.kv, length, self.dim)
         values = values.reshape(slots * self.kv, length, self.dim)
@@ -227,7 +227,7 @@ class PlainEmbedding(nn.Cell):
         return ops.gather(table, rows, 0) * ops.expand_dims(mine.astype(table.dtype), 1)
 
     def rows_of(self, tokens: Any, count: int) -> Any:
-        """Each token's row of `count`, and whether it is the token's own."""
+        """Returns each token's row of `count`, and whether it is the token's own."""
         local = tokens - self.first
         mine = ops.logical_and(local >= 0, local < count)
         # Not ops.clamp or ops.where, which have no graph in a bprop.

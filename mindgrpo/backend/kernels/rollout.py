@@ -45,7 +45,7 @@ class LocalModelShape:
         return self.layers * layer + [(hidden, self.vocabulary.width)]
 
     def packed_bytes(self, num_parts: int | None) -> int:
-        """Bytes of all matrices as the generator keeps them for products of bfloat16; 0 for those of float32."""
+        """Returns the bytes of all matrices as kept for products of bfloat16; 0 for those of float32."""
         return sum(packed_bytes(k, n, num_parts) for k, n in self.matrices) if num_parts else 0
 
 

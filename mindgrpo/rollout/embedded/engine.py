@@ -73,11 +73,11 @@ class EmbeddedEngine:
         return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
 
     def sleep(self) -> None:
-        """The memory room releases the pools, and so the weights are those of no version."""
+        """Forgets the version: the memory room releases the pools, and so the weights are those of no version."""
         self.version = None
 
     def wake(self) -> None:
-        """The memory room has brought the pools."""
+        """Does nothing: the memory room has brought the pools."""
 
     def transfer_from(
         self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None

@@ -71,7 +71,7 @@ class KVCacheConfig:
     def partition(
         self, prompt_lengths: Sequence[int], groups: Sequence[int], longest: int
     ) -> KVCacheLayout:
-        """For prompts of these lengths with so many samples each: as many slots as leave enough prefix blocks."""
+        """Shares out the memory for prompts of these lengths, so many samples each: slots first, then prefix blocks."""
         slot_size, prefix_block_size = padded(longest), padded(max(prompt_lengths) - 1)
         num_prompts, most = len(prompt_lengths), max(groups)
         for slots in range(min(self.slots, sum(groups)), 0, -1):
@@ -104,7 +104,7 @@ class KVCacheSizes:
     def of(
         cls, cache_config: KVCacheConfig, shape: LocalModelShape, penalised: bool
     ) -> KVCacheSizes:
-        """Sizes for the slots in C; `penalised` where tokens that were seen have a penalty."""
+        """Computes the sizes for the slots in C; `penalised` where tokens that were seen have a penalty."""
         heads, hidden, vocabulary = shape.heads, shape.hidden, shape.vocabulary.width
         slots = cache_config.slots
         rows = padded(max(slots, cache_config.prompt_rows))
@@ -121,7 +121,7 @@ class KVCacheSizes:
 
     @classmethod
     def plain(cls, cache_config: KVCacheConfig, layers: int, heads: Heads) -> KVCacheSizes:
-        """Sizes for the plain decoder: a cache of the full length for every slot."""
+        """Computes the sizes for the plain decoder: a cache of the full length for every slot."""
         positions = cache_config.slots * (cache_config.max_prompt + cache_config.max_tokens)
         return cls(2 * layers * heads.kv * heads.dim * positions, 0, 0, 0, 0)
 
@@ -154,7 +154,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
 
 
 def notices(config: DecoderConfig) -> list[str]:
-    """At most one sentence for the user, on why generation is slow."""
+    """Returns at most one sentence for the user, on why generation is slow."""
     missing = missing_options(config)
     if not missing:
         return []

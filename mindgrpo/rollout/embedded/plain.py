@@ -193,7 +193,7 @@ class PlainDecoder:
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
 
     def weights_changed(self) -> None:
-        """It reads the weights themselves."""
+        """Does nothing: it reads the weights themselves."""
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
         """Numbers of the sampling are part of a graph here: other sampling are another graph."""
@@ -216,7 +216,7 @@ class PlainDecoder:
         return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)
 
     def _groups(self, batch: GenerationBatch) -> list[list[int]]:
-        """Samples that enter together: of one prompt, and no more than the prompt graph copies it to."""
+        """Returns samples that enter together: of one prompt, and no more than the prompt graph copies it to."""
         most = min(self._cache_config.slots, self._cache_config.group)
         groups: list[list[int]] = []
         for prompt in range(len(batch.prompts)):
@@ -271,7 +271,7 @@ class PlainDecoder:
         self._mark(Tensor(marks), Tensor(fresh))
 
     def _decode_some(self, batch: GenerationBatch) -> int:
-        """The next tokens of all samples in slots; how many decode steps were run."""
+        """Draws the next tokens of all samples in slots; returns how many decode steps were run."""
         slots, busy = self._cache_config.slots, np.flatnonzero(self._sample != IDLE)
         samples = self._sample[busy]
         made = batch.lengths[samples] + np.arange(self._steps)[:, None]
@@ -287,7 +287,7 @@ class PlainDecoder:
         return self._steps
 
     def _take(self, batch: GenerationBatch, drawn: np.ndarray, logps: np.ndarray) -> None:
-        """A token of each slot; what ends frees its slot, and later tokens of it count no more."""
+        """Takes a token of each slot; what ends frees its slot, and later tokens of it count no more."""
         busy = np.flatnonzero(self._sample != IDLE)
         samples = self._sample[busy]
         made = batch.lengths[samples]

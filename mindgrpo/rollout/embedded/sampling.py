@@ -34,7 +34,7 @@ from mindgrpo.rollout.noise import TOKEN_STRIDE, TRIPLE32
 
 
 def _signed(number: int) -> int:
-    """The int32 with the bits of a uint32."""
+    """Returns the int32 with the bits of a uint32."""
     return int(np.uint32(number).astype(np.int32))
 
 
@@ -48,7 +48,7 @@ class _Triple32(nn.Cell):
         self.factors = tuple(_signed(factor) for _, factor in TRIPLE32)
 
     def shifted(self, x: Any, shift: int) -> Any:
-        """x >> shift, with zeros from above."""
+        """Returns x >> shift, with zeros from above."""
         return ops.bitwise_and(ops.bitwise_right_shift(x, shift), (1 << (32 - shift)) - 1)
 
     def construct(self, low: Any, high: Any) -> Any:
@@ -72,7 +72,7 @@ class GumbelNoise(nn.Cell):
         self.tokens = _Triple32(np.arange(first, end, dtype=np.uint32))
 
     def bits(self, keys: Any) -> Any:
-        """int32 [B, tokens] with the bits of noise.token_bits."""
+        """Returns int32 [B, tokens] with the bits of noise.token_bits."""
         low, high = keys[:, 0], keys[:, 1]
         pairs = self.pairs(low, high).reshape(keys.shape[0], -1, 1, 16)
         halves = ops.concat((pairs * 65536, ops.bitwise_and(pairs, -65536)), 2)
@@ -85,7 +85,7 @@ class GumbelNoise(nn.Cell):
 
 
 def variates(bits: Any) -> Any:
-    """float32 Gumbel variates of int32 with the bits of uint32, see noise.gumbel_of."""
+    """Returns float32 Gumbel variates of int32 with the bits of uint32, see noise.gumbel_of."""
     is_upper = bits < 0
     # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
     nearest = ops.where(is_upper, -1 - bits, bits)
@@ -169,7 +169,7 @@ class Sampler(nn.Cell):
         return ops.where(logits >= lowest, scores, ops.full_like(scores, NEVER))
 
     def _threshold(self, logits: Any) -> Any:
-        """[B, 1] each: the smallest logit that top-k and top-p keep, and the largest of all."""
+        """Returns [B, 1] each: the smallest logit that top-k and top-p keep, and the largest of all."""
         local, _ = ops.topk(logits, self.candidates)
         ends = local[:, -1:]
         # Logits that equal the smallest candidate are kept with it, and count for top-p.

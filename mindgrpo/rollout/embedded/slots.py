@@ -189,7 +189,7 @@ class SlotDecoder:
         return self._stats(batch, len(again.rows), 0)
 
     def _decode_some(self, batch: GenerationBatch, num_waiting: int) -> int:
-        """Samples that are left, but for those that wait for their prompts."""
+        """Decodes, and returns the samples that are left, but for those that wait for their prompts."""
         left = self._slots.decode(DECODE_STEPS)
         self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
         return left
@@ -281,7 +281,7 @@ def _views(memory: HostArrays, sizes: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def _by_prompt(prompt_of: np.ndarray, num_prompts: int) -> list[tuple[int, list[int]]]:
-    """(prompt, its samples) in the order of the prompts."""
+    """Returns (prompt, its samples) in the order of the prompts."""
     samples: list[list[int]] = [[] for _ in range(num_prompts)]
     for sample, prompt in enumerate(prompt_of.tolist()):
         samples[prompt].append(sample)

@@ -112,7 +112,7 @@ class VllmEngine:
         }
 
     def _ask(self, message: Message, progress: Callable[[Message], None] | None = None) -> Message:
-        """The reply of this rank's process, which is started with the first question; {} without one."""
+        """Returns the reply of this rank's process, which is started with the first question; {} without one."""
         if self._process is None:
             return {}
         if not self.description:
@@ -224,7 +224,7 @@ class VllmEngine:
 def _generation(
     requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
 ) -> Message:
-    """The request for completions: a seed of its own for every sample, the same under every layout."""
+    """Makes the request for completions: a seed of its own for every sample, the same under every layout."""
     rows = []
     for request in requests:
         limits = request.max_tokens or (sampling.max_tokens,) * len(request.samples)

@@ -85,9 +85,8 @@ class Versions:
 
 @cache
 def tried() -> dict[str, Any]:
-    """`tried`: the versions that were run; `others`: packages to name beside vLLM, in the order of Versions; `lock`:
-    the file with every version, the build of torch and the Pythons that it is for.
-    """
+    """Reads tried.json. `tried`: the versions that were run; `others`: packages to name beside vLLM, in the order of
+    Versions; `lock`: the file with every version, the build of torch and the Pythons that it is for."""
     content: dict[str, Any] = json.loads(TRIED.read_text(encoding="utf-8"))
     return content
 
@@ -105,9 +104,9 @@ def tried_in_words() -> str:
 def find_python(
     configured: str | None, environment: Mapping[str, str], folder: Path | None = None
 ) -> Path:
-    """The interpreter of engine processes: `configured` (generate_config.vllm.python), else $MINDGRPO_VLLM_PYTHON, else
-    `.venv-vllm` in `folder` (default: the present one) or in the repository. Raises UserError where there is none.
-    """
+    """Finds the interpreter of engine processes: `configured` (generate_config.vllm.python), else
+    $MINDGRPO_VLLM_PYTHON, else `.venv-vllm` in `folder` (default: the present one) or in the repository. Raises
+    UserError where there is none."""
     for value, origin in ((configured, KEY), (environment.get(VARIABLE), VARIABLE)):
         if value:
             return _named_python(value, origin, environment)
@@ -187,7 +186,7 @@ def read_versions(python: Path) -> Versions:
 
 
 def untried(versions: Versions) -> str | None:
-    """The warning for versions that were never run with mindgrpo; None for those that were."""
+    """Returns the warning for versions that were never run with mindgrpo; None for those that were."""
     own = vars(versions) | {"torch": (versions.torch or "").partition("+")[0]}
     is_plain = versions.vllm_ascend is None and versions.vllm_mindspore is None
     for row in tried()["tried"] if is_plain else []:
@@ -200,7 +199,7 @@ def untried(versions: Versions) -> str | None:
 
 
 def child_environment(environment: Mapping[str, str], python: Path) -> dict[str, str]:
-    """The variables of an engine process: `environment` without what is the parent's own, with vLLM's defaults.
+    """Makes the variables of an engine process: `environment` without what is the parent's own, with vLLM's defaults.
 
     What the user set stays, for vLLM, Hugging Face, drivers and proxies alike; an empty variable counts as not set
     where there is a default. The number of OpenMP threads is the user's or none. The launcher finds the processes of

@@ -70,7 +70,7 @@ def is_installed(target: Path, digest: str) -> bool:
 
 
 def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
-    """An interpreter that the lock file is for, and its version: $PYTHON, this one or one on PATH. Raises UserError."""
+    """Finds an interpreter for the lock file, and its version: $PYTHON, this one or one on PATH. Raises UserError."""
     allowed: list[str] = tried()["lock"]["pythons"]
     asked = environment.get("PYTHON")
     names = [asked] if asked else [sys.executable, *(f"python{one}" for one in allowed), "python3"]
@@ -92,7 +92,7 @@ def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _python_version(path: str, environment: Mapping[str, str]) -> str | None:
-    """The version of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
+    """Returns the version of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
     command = [path, "-I", "-c", ASK_PYTHON]
     try:
         ended = subprocess.run(
@@ -128,7 +128,7 @@ def _check_room(target: Path, needed: int) -> None:
 
 @contextmanager
 def _claimed(target: Path) -> Iterator[Path]:
-    """The emptied folder for one process; what it holds is removed where the caller fails. Raises UserError.
+    """Empties the folder for one process; what it holds is removed where the caller fails. Raises UserError.
 
     A process that is killed leaves a mark without a digest, and its pip the lock of the mark.
     """
@@ -162,7 +162,7 @@ def _claimed(target: Path) -> Iterator[Path]:
 
 
 def _empty(target: Path, mark: Path) -> None:
-    """The mark is left: whoever is interrupted here leaves no folder that looks like a user's."""
+    """Empties the folder but for the mark: whoever is interrupted here leaves no folder that looks like a user's."""
     for path in target.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -171,7 +171,7 @@ def _empty(target: Path, mark: Path) -> None:
 
 
 def _choose_torch(python: Path, environment: Mapping[str, str], lock: Path) -> str | None:
-    """The requirement of torch's small build; None where the index has only another one, which may be large."""
+    """Returns the requirement of torch's small build; None where the index has only another one, which may be large."""
     version, label = _locked_version(lock, "torch"), tried()["lock"]["build"]
     listed = _run(
         [str(python), "-m", "pip", "index", "versions", "torch", *QUIET[1:]],
@@ -215,7 +215,7 @@ def _install_packages(
 
 
 def _run(command: list[str], environment: Mapping[str, str], problem: str, remedy: str) -> str:
-    """Standard output. Raises UserError with `problem`, the last error that was printed, and `remedy`."""
+    """Returns standard output. Raises UserError with `problem`, the last error that was printed, and `remedy`."""
     ended = subprocess.run(
         command,
         # Modules of the present folder must not replace those that are installed.
@@ -241,13 +241,13 @@ def _run(command: list[str], environment: Mapping[str, str], problem: str, remed
 
 
 def _plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what makes a Python another one than its path says."""
+    """Drops what makes a Python another one than its path says."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
     return {name: value for name, value in environment.items() if name not in foreign}
 
 
 def _size(folder: Path) -> int:
-    """Bytes on the disk; files with two names count once."""
+    """Counts bytes on the disk; files with two names count once."""
     sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:

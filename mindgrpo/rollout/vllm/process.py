@@ -94,7 +94,8 @@ class EngineProcess:
     def request(
         self, message: Message, on_progress: Callable[[Message], None] = lambda _: None
     ) -> Message:
-        """The reply. Raises EngineLost, EngineFailed, and UserError for what the engine says is the user's mistake."""
+        """Sends a request and returns the reply. Raises EngineLost, EngineFailed, and UserError for what the engine
+        says is the user's mistake."""
         self._is_asked = True
         kind = message["type"]
         try:
@@ -170,7 +171,7 @@ class EngineProcess:
         self._kill()
 
     def _kill(self) -> None:
-        """The process and what it started, and what these have left in shared memory."""
+        """Kills the process and what it started, and removes what these have left in shared memory."""
         self._is_ending = True
         atexit.unregister(self._kill)
         # An engine that never was ready has not reported what it has there.
@@ -184,7 +185,7 @@ class EngineProcess:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of a process group."""
+    """Returns the processes of a process group."""
     members = []
     for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()):
         with suppress(OSError):
@@ -194,7 +195,7 @@ def _members(group: int) -> list[int]:
 
 
 def _open_log(health: RankHealth) -> IO[bytes]:
-    """Beside the ranks' logs; without a launcher a file that nobody else sees."""
+    """Opens a log beside the ranks' logs; without a launcher a file that nobody else sees."""
     if health.folder is None:
         return tempfile.TemporaryFile()
     return (health.folder.parent / f"engine_{health.rank}.log").open("ab")

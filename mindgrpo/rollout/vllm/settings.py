@@ -51,7 +51,8 @@ def engine_dtype(config: Config) -> Dtype:
 
 
 def device_share(config: Config) -> float | None:
-    """Share of each device that vLLM takes; None where processors compute, or where the size of its cache is given."""
+    """Returns the share of each device that vLLM takes; None where processors compute, or where the size of its cache
+    is given."""
     generate = config.generate_config
     if config.context.target.keeps_weights_on_host or generate.vllm.kv_cache_memory is not None:
         return None
@@ -66,7 +67,8 @@ def engine_bytes(
     weight_bytes: int,
     device_bytes: int | None,
 ) -> dict[str, int]:
-    """Bytes that a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by role.
+    """Returns the bytes that a worker with `weight_bytes` of weights takes of its rank's memory while it is awake, by
+    role.
 
     `device_bytes` is a device's memory, None where it is not known: then at least what its samples need.
     """
@@ -82,8 +84,8 @@ def engine_bytes(
 def worker_cache_bytes(
     config: Config, model: DecoderConfig, mesh: Mesh, cache: KVCacheConfig
 ) -> int:
-    """Bytes of a worker's KV cache: what the configuration says, or what the largest batch needs, in blocks of tokens:
-    `cache.slots` samples at a time, or one of the longest."""
+    """Returns the bytes of a worker's KV cache: what the configuration says, or what the largest batch needs, in blocks
+    of tokens: `cache.slots` samples at a time, or one of the longest."""
     generate, tp_size = config.generate_config, mesh.model_parallel
     if generate.vllm.kv_cache_memory is not None:
         return memory_bytes(generate.vllm.kv_cache_memory) // tp_size

@@ -49,7 +49,7 @@ def cache_directory() -> Path:
 
 
 def make_cache_directory() -> Path:
-    """The same folder, which only this user can write to: what is kept there is run. Raises OSError."""
+    """Makes the same folder, which only this user can write to: what is kept there is run. Raises OSError."""
     folder = cache_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(folder):
@@ -67,7 +67,7 @@ def compiler() -> str | None:
 
 
 def may_build() -> bool:
-    """True where a library is wanted and a compiler is there; it may still fail."""
+    """Returns True where a library is wanted and a compiler is there; it may still fail."""
     return os.environ.get("MINDGRPO_NATIVE") != "0" and compiler() is not None
 
 
@@ -96,7 +96,7 @@ class Unavailable(Exception):
 
 @cache
 def library_path() -> Path | None:
-    """The compiled library; None where there is no compiler or it fails."""
+    """Returns the compiled library; None where there is no compiler or it fails."""
     try:
         return build()
     except Unavailable:
@@ -105,7 +105,7 @@ def library_path() -> Path | None:
 
 @cache
 def build() -> Path:
-    """The library, compiled now if it is not there yet. Raises Unavailable."""
+    """Returns the library, compiled now if it is not there yet. Raises Unavailable."""
     if os.environ.get("MINDGRPO_NATIVE") == "0":
         raise Unavailable("the C kernels are switched off by MINDGRPO_NATIVE=0", "unset it")
     program = compiler()
@@ -155,7 +155,7 @@ def _run(command: list[str]) -> None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """For calls outside graphs: the same image that graphs call into, so both see one memory."""
+    """Loads the library for calls outside graphs: the same image that graphs call into, so both see one memory."""
     path = library_path()
     return None if path is None else ctypes.CDLL(str(path))
 
@@ -175,7 +175,7 @@ def operation(
     out_dtype: Callable[..., Any],
     bprop: Callable[..., Any] | None = None,
 ) -> Any:
-    """A graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library."""
+    """Makes a graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library."""
     from mindspore import ops
 
     path = library_path()
@@ -194,7 +194,7 @@ def kernel_error() -> Exception | None:
 
 
 def _error(kind: int, sentence: Any) -> Exception:
-    """UserError where memory is used up, RuntimeError for a call that the kernel refused."""
+    """Returns a UserError where memory is used up, RuntimeError for a call that the kernel refused."""
     text = sentence.value.decode(errors="replace") or f"a kernel ended with {kind}"
     if kind == OUT_OF_MEMORY:
         return UserError(

@@ -58,7 +58,7 @@ class _Field(NamedTuple):
 
 
 def _read_fields(native: ctypes.CDLL) -> tuple[dict[str, _Field], int]:
-    """The fields by name, and the table's bytes."""
+    """Returns the fields by name, and the table's bytes."""
     described = ctypes.pointer(_CField.in_dll(native, "rollout_fields"))
     fields: dict[str, _Field] = {}
     for index in range(1000):
@@ -110,11 +110,11 @@ class RolloutTable:
         self._values[name] = value
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The array, or for a number an array [1] of it."""
+        """Returns the array, or for a number an array [1] of it."""
         return self._values[name]
 
     def check_complete(self) -> None:
-        """RuntimeError if a field of rollout.h has never been given a value."""
+        """Raises RuntimeError if a field of rollout.h has never been given a value."""
         if missing := self._fields.keys() - self._values.keys():
             raise RuntimeError(
                 f"native/rollout.h has fields without a value: {', '.join(sorted(missing))}"
@@ -246,7 +246,7 @@ class Slots:
         return sampling.top_k if not sampling.greedy and 0 < sampling.top_k < vocab else 0
 
     def _candidates_of(self, sampling: SamplingParams) -> int:
-        """Any of the k largest of all is among the k largest of its own rank."""
+        """Returns the candidates of each rank: any of the k largest of all is among the k largest of its own rank."""
         return min(self._top_k_of(sampling), self._model_shape.vocabulary.width)
 
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None:
@@ -303,7 +303,7 @@ class Slots:
         table.check_complete()
 
     def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
-        """Slot and prefix of each sample, once all have ended."""
+        """Returns slot and prefix of each sample, once all have ended."""
         columns = (
             self._table[name][: len(batch.limits)] for name in ("sample_slot", "sample_prefix")
         )
@@ -311,7 +311,7 @@ class Slots:
         return list(zip(slots, prefixes, strict=True))
 
     def _take(self, batch: GenerationBatch, first_drawn: np.ndarray) -> None:
-        """The job's arrays, by sample."""
+        """Puts the job's arrays into the table, by sample."""
         count = len(batch.limits)
         lengths = np.array([len(prompt) for prompt in batch.prompts], np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -332,7 +332,7 @@ class Slots:
             self._table[name] = array
 
     def enqueue(self, sample: int, prefix: int) -> None:
-        """The sample takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
+        """Queues the sample, which takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
         tail = self._table["queue_tail"]
         self._table["queue_sample"][tail[0]] = sample
         self._table["queue_prefix"][tail[0]] = prefix
@@ -346,9 +346,9 @@ class Slots:
         seen: np.ndarray,
         start_prefixes: np.ndarray,
     ) -> None:
-        """Tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which see as
-        many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples of
-        `start_prefixes` int32 [m]."""
+        """Computes tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which
+        see as many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples
+        of `start_prefixes` int32 [m]."""
         table = self._table
         table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
         table["prompt_row_seen"][: len(prefix_blocks)] = seen

@@ -46,7 +46,7 @@ class EngineServer:
         self._shared_memory: list[str] = []
 
     def run(self) -> int:
-        """The process's exit status."""
+        """Returns the process's exit status."""
         threading.Thread(target=self._read, daemon=True, name="requests").start()
         while True:
             request = self._requests.get()
@@ -113,7 +113,7 @@ class EngineServer:
 
 
 def _error(error: Exception) -> Message:
-    """The reply to a request that failed; what the engine is to blame for goes to stderr in full."""
+    """Returns the reply to a request that failed; what the engine is to blame for goes to stderr in full."""
     failure = error if isinstance(error, EngineFailure) else EngineFailure(sentence(error))
     if failure.kind == "engine":
         traceback.print_exc()

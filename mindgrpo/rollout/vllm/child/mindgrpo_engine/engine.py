@@ -51,7 +51,7 @@ def llm_arguments(request: Message, device_type: str) -> dict[str, Any]:
 
 
 def _whole_prompts(arguments: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """No prompt is cut in two on processors.
+    """Sees to it that no prompt is cut in two on processors.
 
     vLLM (0.32) sets the noise of a sample whose prompt is cut back by an offset, and generators of processors have
     none: "CPU Generator does not use offset" ends the engine.
@@ -127,7 +127,7 @@ class Engine:
         self._try_out()
 
     def _try_out(self) -> None:
-        """One token with the weights that vLLM made up: some kernels refuse a model's sizes only when they run."""
+        """Makes a token with the weights that vLLM made up: some kernels refuse a model's sizes only when they run."""
         from mindgrpo_engine.generator import Generation
 
         request = {"prompt": [0], "samples": [{"seed": 0, "max_tokens": 1}]}
@@ -248,7 +248,7 @@ class Engine:
             raise EngineFailure("vLLM did not reset its prefix cache: requests are still running")
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """The answers of all workers."""
+        """Returns the answers of all workers."""
         answers = self._llm.collective_rpc(method, args=arguments)
         errors = [sentence for _, sentence in answers if sentence is not None]
         if errors:
@@ -257,7 +257,7 @@ class Engine:
 
 
 def _import_plugins() -> list[str]:
-    """Names of what extends vLLM here; vllm_mindspore replaces parts of vLLM, so it is imported first."""
+    """Returns names of what extends vLLM here; vllm_mindspore replaces parts of vLLM, so it is imported first."""
     names = []
     if importlib.util.find_spec("vllm_mindspore") is not None:
         importlib.import_module("vllm_mindspore")

@@ -60,7 +60,7 @@ class Completion:
 
 
 def logits_factor(sampling: Message) -> float:
-    """The factor of the logits; greedy samples are reported at temperature 1."""
+    """Returns the factor of the logits; greedy samples are reported at temperature 1."""
     temperature = sampling["temperature"]
     if temperature < 0:
         raise UserFailure(f"temperature {temperature} is negative")

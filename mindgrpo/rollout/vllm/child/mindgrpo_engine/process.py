@@ -27,12 +27,12 @@ TEMPLATE = "mindgrpo_engine.worker_template"
 
 
 def end_with_parent() -> None:
-    """The kernel sends SIGKILL when the thread that started this process ends."""
+    """Has the kernel send SIGKILL when the thread that started this process ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def own_temporary_folder() -> Path:
-    """A folder for everything that vLLM and torch put into the temporary directory: theirs may stay behind."""
+    """Makes a folder for everything that vLLM and torch put into the temporary directory: theirs may stay behind."""
     folder = Path(tempfile.mkdtemp(prefix=f"mindgrpo_engine_{os.getpid()}_"))
     os.environ["TMPDIR"] = str(folder)
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
@@ -41,7 +41,7 @@ def own_temporary_folder() -> Path:
 
 
 def shared_memory_names(pids: Iterable[int]) -> list[str]:
-    """Names in /dev/shm that these processes have open or mapped: of one engine all, and of no other engine any."""
+    """Returns names in /dev/shm that these processes have open or mapped: all of one engine, none of another."""
     start = f"{SHARED_MEMORY}/"
     targets: set[str] = set()
     for pid in pids:
@@ -64,7 +64,7 @@ def _links(folder: Path) -> set[str]:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Memory that these processes hold, pages that two of them share counted in both."""
+    """Counts the memory that these processes hold, pages that two of them share counted in both."""
     total = 0
     for pid in pids:
         with suppress(OSError):

@@ -61,7 +61,7 @@ def engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sentence(error: BaseException) -> str:
-    """The error in one line: the first lines of its text that say something."""
+    """Words the error in one line: the first lines of its text that say something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([f"{type(error).__name__}:", *lines[:3]]) if lines else type(error).__name__
 
@@ -72,7 +72,7 @@ def send(connection: socket.socket, message: Message) -> None:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; None where the other side has closed between two of them."""
+    """Returns the next message; None where the other side has closed between two of them."""
     head = _read(connection, _LENGTH.size)
     if not head:
         return None
@@ -87,7 +87,7 @@ def receive(connection: socket.socket) -> Message | None:
 
 
 def _read(connection: socket.socket, length: int) -> bytearray:
-    """That many bytes, or fewer where the other side has closed."""
+    """Reads that many bytes, or fewer where the other side has closed."""
     data = bytearray()
     while len(data) < length:
         chunk = connection.recv(min(length - len(data), 1 << 20))
@@ -98,7 +98,7 @@ def _read(connection: socket.socket, length: int) -> bytearray:
 
 
 def checksum(data: memoryview) -> int:
-    """CRC-32 of the first and the last 64 KiB of a tensor, or of all where it is not longer."""
+    """Computes the CRC-32 of the first and the last 64 KiB of a tensor, or of all where it is not longer."""
     if data.nbytes <= 2 * SAMPLE_BYTES:
         return zlib.crc32(data)
     return zlib.crc32(data[-SAMPLE_BYTES:], zlib.crc32(data[:SAMPLE_BYTES]))

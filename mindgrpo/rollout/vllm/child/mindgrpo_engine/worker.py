@@ -85,7 +85,7 @@ def is_tied(model: Any) -> bool:
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters in the form in which they are loaded; 0 where vLLM does not know."""
+    """Returns the bytes of the parameters in the form in which they are loaded; 0 where vLLM does not know."""
     if not LAYERWISE:
         return 0
     total = 0
@@ -102,7 +102,7 @@ Answer = tuple[Any, str | None]
 
 
 def answered(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """The method with its result and, in place of an exception, a sentence.
+    """Returns the method with its result and, in place of an exception, a sentence.
 
     vLLM reads the workers' answers in turn and stops at the first exception: the others' would be taken for those of
     the next call.
@@ -203,7 +203,7 @@ class EngineWorker:
 
     @answered
     def engine_memory(self) -> tuple[int, int]:
-        """Bytes of the weights, as a checkpoint would have this worker's, and of the KV cache."""
+        """Returns the bytes of the weights, as a checkpoint would have this worker's, and of the KV cache."""
         caches = sum(storage.nbytes() for storage in storages(self.model_runner.kv_caches))
         return weight_bytes(self.model_runner.get_model()), caches
 
@@ -216,7 +216,7 @@ def view_of(mapping: mmap.mmap, tensor: SharedTensor, dtype: torch.dtype) -> tor
 
 
 def storages(caches: Iterable[Any]) -> list[torch.UntypedStorage]:
-    """The storages of these tensors, each once; a layer's cache may be a list of tensors."""
+    """Returns the storages of these tensors, each once; a layer's cache may be a list of tensors."""
     by_address: dict[int, torch.UntypedStorage] = {}
     for cache in caches:
         for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
