@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -21,9 +21,6 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, MatmulPrecision
 from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.health.rank_health import RankHealth
-
-if TYPE_CHECKING:
-    from mindspore import nn, ops
 
 # The graph that makes a token of every slot.
 DECODE = "decode"
@@ -108,7 +105,7 @@ class AloneGroup(Group):
         return [value]
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Does nothing: there is nobody to wait for."""
 
 
 class Link(ABC):
@@ -220,7 +217,7 @@ class Backend(ABC):
     unmet: Sequence[str] = ()
     has_device_profile: bool = False
 
-    def _join(self, environment: dict[str, str]) -> None:
+    def _set_up(self, environment: dict[str, str]) -> None:
         """Sets up what all backends have, once `rank` and `world_size` are known and the device is open."""
         self.compile_log, self.live_pools = CompileLog(), WeakSet()
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
@@ -231,11 +228,11 @@ class Backend(ABC):
         """Returns the group of exactly these ranks; made on first use, by all its members alike."""
         key = tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = self._several(key) if len(key) > 1 else AloneGroup(self.rank)
+            self._groups[key] = self._make_group(key) if len(key) > 1 else AloneGroup(self.rank)
         return self._groups[key]
 
     @abstractmethod
-    def _several(self, ranks: tuple[int, ...]) -> Group:
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
         """Makes the group of several ranks."""
 
     @abstractmethod
@@ -285,7 +282,7 @@ class Backend(ABC):
         return Graph(cell, name, self.compile_log)
 
     def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
-        """Variables with which another program of this host sees the devices of `ranks` alone.
+        """Returns the variables with which another program of this host sees the devices of `ranks` alone.
 
         None where processors compute. Raises UserError for ranks of several hosts.
         """
@@ -317,7 +314,7 @@ class Backend(ABC):
         return self.group(range(self.world_size))
 
     def close(self) -> None:
-        """Waits until all ranks are here: none is needed any more by another."""
+        """Waits for all ranks: until then, others may need this one."""
         self.world.barrier()
 
 

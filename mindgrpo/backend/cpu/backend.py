@@ -94,7 +94,7 @@ class CpuBackend(Backend):
         self._own_core = self._choose_core()
         self._share_cores()
         open_device("CPU")
-        self._join(environment)
+        self._set_up(environment)
         self.kernels = self._choose_kernels(compiled, num_parts)
         self.notices = _notices()
         self._host = self._make_host(environment)
@@ -141,7 +141,7 @@ class CpuBackend(Backend):
             job_name(environment), self.rank, self.world_size, library, spins, self.health
         )
 
-    def _several(self, ranks: tuple[int, ...]) -> Group:
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return shared_group(self._host, ranks, GROUP_BUFFER_BYTES)
 
     def link(self, peer: int, shape: Sequence[int]) -> CpuLink:

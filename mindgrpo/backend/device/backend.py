@@ -142,7 +142,7 @@ class DeviceBackend(Backend):
             self.rank, self.world_size = get_rank(), get_group_size()
         # Not earlier: the device is opened by then.
         self.device_memory_bytes = self._memory_bytes()
-        self._join(environment)
+        self._set_up(environment)
         self._environment = environment
         self._names: dict[tuple[int, ...], str] = {}
 
@@ -183,7 +183,7 @@ class DeviceBackend(Backend):
     ) -> dict[int, Any]:
         """See contract.Backend.exchange."""
 
-    def _several(self, ranks: tuple[int, ...]) -> Group:
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return DeviceGroup(ranks, self._name_of(ranks), self)
 
     def _name_of(self, ranks: tuple[int, ...]) -> str:
