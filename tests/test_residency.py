@@ -14,8 +14,7 @@ import pytest
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
-from mindgrpo.memory.account import PHASES
-from mindgrpo.memory.residency import CountedPool, Location, Residency
+from mindgrpo.memory.residency import PHASES, CountedPool, Location, Residency
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ import pytest
 
 from mindgrpo.backend.contract import CompileLog, ProfileSettings
 from mindgrpo.config.observation import PROFILED_STAGES, ProfilerConfig
-from mindgrpo.memory.account import PHASES
+from mindgrpo.memory.residency import PHASES
 from mindgrpo.monitor.trace import PhaseTrace
 from mindgrpo.run.watch import Profile
 

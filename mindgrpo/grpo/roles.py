@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.memory.account import PHASES
-from mindgrpo.memory.residency import Residency
+from mindgrpo.memory.residency import PHASES, Residency
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine

@@ -15,8 +15,7 @@ from functools import cached_property
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
-from mindgrpo.memory.account import PhaseMemory
-from mindgrpo.memory.residency import CountedPool, Residency
+from mindgrpo.memory.residency import CountedPool, PhaseMemory, Residency
 from mindgrpo.models.lora_specs import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype

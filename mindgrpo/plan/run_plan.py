@@ -19,7 +19,7 @@ from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
-from mindgrpo.memory.account import MIB, PhaseMemory, by_phase
+from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.local_sizes import local_heads, local_vocabulary
 from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs

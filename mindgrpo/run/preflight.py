@@ -29,7 +29,7 @@ from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import reward_columns
 from mindgrpo.grpo.settings import sampling_settings
-from mindgrpo.memory.account import check_budget
+from mindgrpo.memory.residency import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
