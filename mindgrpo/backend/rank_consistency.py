@@ -23,7 +23,7 @@ class RanksDisagree(RuntimeError):
 
 
 def digest(*values: object) -> str:
-    """Of numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
+    """Hashes numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
     state = hashlib.blake2b(digest_size=8)
     _add(state, values)
     return state.hexdigest()
@@ -42,7 +42,7 @@ def _add(state: hashlib.blake2b, value: object) -> None:
 
 
 def different_ranks(values: Sequence[T]) -> list[int]:
-    """Those whose value is not the commonest; of equally common ones rank 0's is taken, or the first's."""
+    """Returns the ranks whose value is not the commonest; of equally common ones rank 0's is taken, or the first's."""
     common = Counter(values).most_common(1)[0][0]
     if values.count(values[0]) == values.count(common):
         common = values[0]
@@ -50,7 +50,7 @@ def different_ranks(values: Sequence[T]) -> list[int]:
 
 
 def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) -> None:
-    """`by_rank[i]` are rank i's digests by name. Raises RanksDisagree."""
+    """Compares digests: `by_rank[i]` are rank i's digests by name. Raises RanksDisagree."""
     for name in by_rank[0]:
         ranks = different_ranks([digests.get(name, "") for digests in by_rank])
         if ranks:
@@ -62,7 +62,7 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
 
 
 def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) -> None:
-    """All ranks together. Raises RanksDisagree on all of them."""
+    """Compares digests, all ranks together. Raises RanksDisagree on all of them."""
     check_alike(backend.world.gather_objects(dict(digests)), when, remedy)
 
 
