@@ -21,7 +21,10 @@ MANY_UPDATES = 16  # as many as DAPO's paper has
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """`updates_per_rollout` is of one pass; `formulas` are of samples and updates a step, in the user's numbers."""
+    """What a step consists of.
+
+    `updates_per_rollout` counts those of one pass; `formulas` derive samples and updates a step from keys.
+    """
 
     config: Config
     prompts_per_step: int
@@ -41,17 +44,17 @@ class BatchPlan:
 
     @property
     def updates_per_step(self) -> int:
-        """The optimizer steps of a rollout, over all passes."""
+        """Returns the optimizer steps of a rollout over all passes."""
         return self.updates_per_rollout * self.config.rl_config.num_iterations
 
     @property
     def samples_per_update(self) -> int:
-        """The largest number; the last updates may have one fewer."""
+        """Returns the largest number of samples of an update; the last updates may have one fewer."""
         return math.ceil(self.samples_per_step / self.updates_per_rollout)
 
     @property
     def prompts_under_way(self) -> int:
-        """Of partial rollouts."""
+        """Returns the prompts in flight of partial rollouts."""
         asked = self.config.rl_config.over_sampling_batch_size
         return asked or math.ceil(1.5 * self.prompts_per_step)
 
@@ -72,8 +75,8 @@ class BatchPlan:
         cut = f" in {rl.micro_batch_interleaved} parts" if rl.micro_batch_interleaved > 1 else ""
         in_a_row = rl.pack_num if rl.packing else 1
         packed = f"at most {_count(in_a_row, 'sample')}" if in_a_row else "as many samples as fit"
-        # Where no two samples share a row.
         rows = rl.batch_size * train.data_parallel
+        # Where no two samples share a row.
         most = math.ceil(self.samples_per_update / rows)
         lines = [
             f"samples a step: {prompts} = {self.samples_per_step}",
@@ -104,15 +107,12 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
         ("ref_config", config.ref_config.parallel_config, _AXES),
     ):
-        if parallel is None:
-            continue
-        layout = tuple(getattr(parallel, axis) for axis in axes)
+        layout = tuple(getattr(parallel, axis) for axis in axes) if parallel else (world_size,)
+        size, is_reference = math.prod(layout), role == "ref_config"
         # The reference may leave ranks idle.
-        if role == "ref_config" and math.prod(layout) > world_size:
-            wrong = _wrong_layout(role, layout, world_size, works)
-            raise UserError(f"{wrong}, or ref_config.parallel_config to null for the actor's.")
-        if role != "ref_config" and math.prod(layout) != world_size:
-            raise UserError(f"{_wrong_layout(role, layout, world_size, works)}.")
+        if size > world_size or (size < world_size and not is_reference):
+            end = ", or ref_config.parallel_config to null for the actor's" if is_reference else ""
+            raise UserError(f"{_wrong_layout(role, layout, world_size, works)}{end}.")
 
 
 def schedule_notes(config: Config, updates: int) -> list[str]:
@@ -208,11 +208,10 @@ def _check_partial(config: Config, prompts: int, updates: int) -> None:
 def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) -> str:
     rl = config.rl_config
     generations = math.ceil(updates / prompts)
+    a_rollout = prompts // rl.num_rollouts * rl.num_generations
+    more = f"rl_config.num_rollouts {math.ceil(updates / a_rollout)}"
     if rl.prompts_per_step is not None:
         more = f"rl_config.prompts_per_step {math.ceil(updates / rl.num_generations)}"
-    else:
-        a_rollout = prompts // rl.num_rollouts * rl.num_generations
-        more = f"rl_config.num_rollouts {math.ceil(updates / a_rollout)}"
     return (
         f"rl_config.updates_per_rollout {updates} is above the {samples} samples of a step "
         f"({_prompts(config)[1]}), and every update needs a sample; "

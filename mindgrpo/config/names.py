@@ -129,16 +129,12 @@ def suggestion(key: str, dashes: str = "") -> str:
         return remedy
     section, _, leaf = key.rpartition(".")
     near = nearest(key, [known for known in KNOWN if leaf_of(known) == leaf], cutoff=0.0)
-    # A retired key is no remedy: it is only what somebody meant who mistyped it.
+    # A retired key is not a remedy: it is only what somebody meant who mistyped it.
     for cutoff, names in ((0.85, KNOWN), (0.6, (*LIVE, *PENDING))):
-        for among in (section, None):
-            if not near:
-                leaves = {
-                    leaf_of(known): known
-                    for known in reversed(names)
-                    if among is None or known.rpartition(".")[0] == among
-                }
-                near = leaves.get(nearest(leaf, leaves, cutoff) or "")
+        inside = [name for name in names if name.rpartition(".")[0] == section]
+        for among in (inside, names):
+            leaves = {leaf_of(known): known for known in reversed(among)}
+            near = near or leaves.get(nearest(leaf, leaves, cutoff) or "")
     if not near:
         return "no key comes near it, leave it out"
     retired = f" (which is retired: {RETIRED[near]})" if near in RETIRED else ""

@@ -184,15 +184,12 @@ def _their_names() -> Iterator[str]:
     yield f"| mindgrpo | {' | '.join(TRAINERS.values())} |"
     yield "| --- |" + " --- |" * len(TRAINERS)
     for key in KNOWN:
-        by_trainer = aliases().by_key.get(key, {})
-        cells = [
-            ["same"] if trainer == "mindrlhf" and key in aliases().same_in_mindrlhf else []
-            for trainer in TRAINERS
-        ]
-        for cell, trainer in zip(cells, TRAINERS, strict=True):
-            cell += [f"`{name}`" for name in by_trainer.get(trainer, ())]
-        if any(cells):
-            yield f"| `{key}` | {' | '.join(', '.join(cell) for cell in cells)} |"
+        theirs = aliases().by_key.get(key, {})
+        cells = {trainer: [f"`{name}`" for name in theirs.get(trainer, ())] for trainer in TRAINERS}
+        if key in aliases().same_in_mindrlhf:
+            cells["mindrlhf"].insert(0, "same")
+        if any(cells.values()):
+            yield f"| `{key}` | {' | '.join(map(', '.join, cells.values()))} |"
 
 
 def _without_a_key() -> Iterator[str]:

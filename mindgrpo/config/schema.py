@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pydantic import model_validator
 
 from mindgrpo.config import checks
-from mindgrpo.config.checks import conversation_contradictions, partial_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rl import RewardConfig, RLConfig
@@ -41,9 +40,8 @@ class Config(Section):
 
     def _contradictions(self) -> Iterator[str]:
         rl, actor, generate = self.rl_config, self.actor_config, self.generate_config
-        yield from checks.model_contradictions(
-            actor, self.ref_config, self.reference_parallel, generate
-        )
+        ref, ref_parallel = self.ref_config, self.reference_parallel
+        yield from checks.model_contradictions(actor, ref, ref_parallel, generate)
         yield from checks.batch_contradictions(rl)
         yield from checks.length_contradictions(rl, generate)
         yield from checks.data_contradictions(rl, self.reward_config)
@@ -52,12 +50,12 @@ class Config(Section):
         yield from checks.profiler_contradictions(self.profiler_config)
         yield from checks.tracker_contradictions(rl, self.monitor_config)
         yield from checks.algorithm_contradictions(rl)
-        yield from partial_contradictions(rl, generate.sampling_config)
-        yield from conversation_contradictions(rl, self.reward_config)
+        yield from checks.partial_contradictions(rl, generate.sampling_config)
+        yield from checks.conversation_contradictions(rl, self.reward_config)
 
     @property
     def longest_context(self) -> int:
-        """Tokens that a generation may begin with: a prompt's, and what is there of a conversation or completion."""
+        """Returns the tokens that a generation may begin with: a prompt, and a partial conversation or completion."""
         longest = self.generate_config.max_prompt_length
         if self.rl_config.has_conversations or self.rl_config.partial_rollout:
             longest += self.generate_config.sampling_config.max_tokens

@@ -5,6 +5,7 @@ Only plain data: YAML's tags make no objects. A key that is given twice is an er
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,27 +123,23 @@ def _entries(
 def _check_keys(node: yaml.MappingNode, prefix: str, file: str) -> None:
     lines: dict[str, int] = {}
     for key_node, _ in node.value:
-        line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode) or not key_node.tag.endswith(
-            (":str", ":merge")
-        ):
+        key, line = key_node.value, key_node.start_mark.line + 1
+        is_name = isinstance(key_node, yaml.ScalarNode)
+        if not is_name or not key_node.tag.endswith((":str", ":merge")):
             raise UserError(
                 f"A key in '{prefix.rstrip('.') or 'the configuration'}' is not a name "
                 f"({file} line {line}); write key: value with a plain word as key."
             )
-        if key_node.value in lines:
+        if key in lines:
             raise UserError(
-                f"{prefix}{key_node.value} is given twice, on line {lines[key_node.value]} and "
-                f"on line {line} of {file}; keep one of them."
+                f"{prefix}{key} is given twice, on line {lines[key]} and on line {line} of {file}; keep one of them."
             )
-        lines[key_node.value] = line
+        lines[key] = line
 
 
 def flatten(value: object, key: str, origin: str) -> dict[str, Sourced]:
     """Returns a mapping below `key` as dotted keys; anything else, and an empty mapping, is one entry."""
     if not isinstance(value, dict) or not value:
         return {key: Sourced(value, origin)}
-    entries: dict[str, Sourced] = {}
-    for name, inner in value.items():
-        entries.update(flatten(inner, f"{key}.{name}", origin))
-    return entries
+    inner = (flatten(one, f"{key}.{name}", origin).items() for name, one in value.items())
+    return dict(itertools.chain.from_iterable(inner))

@@ -1,8 +1,8 @@
-"""Makes examples of rows: the messages of a prompt, its gold answer, and columns for rewards.
+"""Makes examples from rows: the messages of a prompt, its gold answer, and columns for rewards.
 
 `dataset_type` says where the question and the gold answer are, a key map renames other keys. A row without a question
 is an error, one without a gold answer only where a reward asks for it, which the rows do not know. No column is lost:
-one whose name is taken goes on as original_NAME.
+one whose name is taken becomes original_NAME.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Example:
 
     @property
     def is_question(self) -> bool:
-        """Whether it is one message of the user's and nothing besides."""
+        """Tells whether it is one message of the user's and nothing else."""
         return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
 
 
@@ -128,8 +128,7 @@ class RowForm:
         question_key, answer_key = self._question_key(row), self._answer_key(row)
         lacking = [] if answer_key else ["answer"]
         if question_key is None:
-            names = {"question": self.question_keys[0], "answer": "answer"}
-            missing = " and no ".join(f'"{names[name]}"' for name in ("question", *lacking))
+            missing = " and no ".join(f'"{name}"' for name in (self.question_keys[0], *lacking))
             raise UserError(
                 f"{where} has no {missing}, its keys are {', '.join(row) or 'none'}; "
                 f"{remedy(('question', *lacking), row)}"
@@ -160,12 +159,11 @@ class RowForm:
         values = {
             name: at_path(row, source, where) for name, source in self.key_map.items() if source
         }
-        taken = {source for source in self.key_map.values() if source in row}
-        renamed: Row = {}
-        for key, value in row.items():
-            if key in taken:
-                continue
-            renamed[f"original_{key}" if key in self.key_map else key] = value
+        renamed = {
+            f"original_{key}" if key in self.key_map else key: value
+            for key, value in row.items()
+            if key not in self.key_map.values()
+        }
         return renamed | values
 
     def _question_key(self, row: Row) -> str | None:
@@ -255,15 +253,13 @@ def messages_of(value: object, where: str) -> tuple[Message, ...]:
 
 def message_of(value: object, where: str) -> Message:
     if isinstance(value, Mapping):
+        rest = {key: item for key, item in value.items() if item is not None}
         role, content = (
             value.get("role", value.get("from")),
             value.get("content", value.get("value")),
         )
         if isinstance(role, str) and role and isinstance(content, str):
-            rest = {
-                key: item
-                for key, item in value.items()
-                if key not in ("role", "from", "content", "value") and item is not None
-            }
+            for key in ("role", "from", "content", "value"):
+                rest.pop(key, None)
             return {"role": ROLES.get(role, role), "content": content, **rest}
     raise UserError(f'{where} is {value!r}; it must be an object with a text "role" and "content"')

@@ -189,7 +189,7 @@ def _unreadable(path: Path, reason: str) -> UserError:
 
 
 def _send_rows(path: Path, sender: Connection) -> None:
-    """The child: lists of rows and an empty one, or a text that says what went wrong."""
+    """Runs in the child: sends lists of rows and an empty one, or a text that says what went wrong."""
     silence = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # MindSpore's own log of the same
         os.dup2(silence, descriptor)
@@ -199,22 +199,20 @@ def _send_rows(path: Path, sender: Connection) -> None:
 
         limit_memory(max(MIN_MEMORY_BYTES, 4 * path.stat().st_size))
         reader = FileReader(_shards(path), num_consumer=1)
-        num_rows, rows = reader.len(), []
-        for row in reader.get_next():
-            rows.append({name: _plain(value) for name, value in row.items()})
-            if len(rows) == ROWS_PER_MESSAGE:
-                sender.send_bytes(json.dumps(rows).encode())
-                num_rows, rows = num_rows - len(rows), []
-        if num_rows != len(rows):
-            raise ValueError(f"{num_rows - len(rows)} rows are missing")
-        for message in (rows, []) if rows else ([],):
-            sender.send_bytes(json.dumps(message).encode())
+        num_missing, rows = reader.len(), reader.get_next()
+        while batch := list(islice(rows, ROWS_PER_MESSAGE)):
+            plain = [{name: _plain(value) for name, value in row.items()} for row in batch]
+            sender.send_bytes(json.dumps(plain).encode())
+            num_missing -= len(batch)
+        if num_missing:
+            raise ValueError(f"{num_missing} rows are missing")
+        sender.send_bytes(b"[]")
     except Exception as error:  # MindSpore's own kinds
         sender.send_bytes(json.dumps(_reason(error)).encode())
 
 
 def _shards(path: Path) -> list[str]:
-    """The files of the data set, which are beside `path` wherever its header says they are."""
+    """Lists the data set's files, which are beside `path` wherever its header says they are."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     names = [Path(name).name for name in header["shard_addresses"]]

@@ -139,7 +139,10 @@ def without_oldest_turns(example: Example) -> Iterator[Example]:
 
 
 class Prompt:
-    """`index` counts the rows of the data set and `ids` int32 [n] are its tokens; the rest is read when asked for."""
+    """A prompt by its row's `index`, with its token `ids`, int32 [n].
+
+    The rest is read again when asked for: `example` costs a read of the row, `text` also a rendering of the template.
+    """
 
     def __init__(self, owner: PromptSet, index: int, ids: np.ndarray) -> None:
         self._owner, self.index, self.ids = owner, index, ids
@@ -157,7 +160,7 @@ class Prompt:
 
     @property
     def question(self) -> str:
-        """The last message as the data set has it, also where the prompt is cut."""
+        """Returns the last message as the data set has it, even where the prompt is cut."""
         return self.example.question
 
     @property
@@ -166,12 +169,12 @@ class Prompt:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """Every column of the data set, None where this row lacks it."""
+        """Returns every column of the data set, None where this row lacks it."""
         return {name: self.example.columns.get(name) for name in self._owner.column_names}
 
     @property
     def row(self) -> dict[str, Any]:
-        """What an environment begins with: the columns, `question`, `answer`, and the prompt's `messages`."""
+        """Returns what an environment begins with: the columns, `question`, `answer` and the prompt's `messages`."""
         messages = [dict(message) for message in self.example.messages]
         own = {"question": self.question, "answer": self.answer, "messages": messages}
         return self.columns | own
@@ -179,7 +182,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank made of its rows: int32 ids of all kept prompts one after another, lengths [n], indices [n]."""
+    """One rank's prompts: int32 ids of all kept ones concatenated, lengths [n] and indices [n]."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -264,7 +267,7 @@ class PromptSet(Sequence[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 digest of every prompt's tokens in the data set's order, and of some answers."""
+        """Returns a SHA-256 digest of every prompt's tokens in the data set's order, and of some answers."""
         digest = hashlib.sha256(self._ids.tobytes())
         digest.update(self._ends.tobytes())
         for prompt in self[:: max(1, len(self) // ANSWERS_IN_FINGERPRINT)]:
@@ -277,7 +280,7 @@ class PromptSet(Sequence[Prompt]):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Returns the tokens of the longest prompt."""
         return int(np.diff(self._ends, prepend=0).max())
 
     @property

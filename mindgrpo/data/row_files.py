@@ -1,4 +1,4 @@
-"""Reads rows of JSONL, JSON, CSV, Parquet and Arrow files by index, each behind the words that say where it stands.
+"""Reads rows of JSONL, JSON, CSV, Parquet and Arrow files by index, each with its file and line for messages.
 
 A row is read from disk whenever it is asked for, so that a rank holds none that it does not use: lines by their
 offsets, tables one row group at a time and only the columns that are wanted. A file that was written to since it was
@@ -43,7 +43,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> Iterator[Located]:
-        """Rows from `start` up to `stop`. Raises UserError for one that cannot be read."""
+        """Yields rows from `start` up to `stop`. Raises UserError for one that cannot be read."""
 
 
 class Blocks:
@@ -108,7 +108,7 @@ class JsonLines:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Raises UserError. A pipe or a device would never end, or give its rows only once."""
+    """Opens a regular file: a pipe or a device would never end, or give its rows only once. Raises UserError."""
     try:
         if path.is_file():
             return path.open("rb")
@@ -120,7 +120,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def state_of(path: Path) -> tuple[int, int] | None:
-    """When a file was written to and its size in bytes; None of one that is gone."""
+    """Returns when a file was written and its size in bytes; None for one that is gone."""
     try:
         return path.stat().st_mtime_ns, path.stat().st_size
     except OSError:
@@ -128,7 +128,7 @@ def state_of(path: Path) -> tuple[int, int] | None:
 
 
 def check_unchanged(path: Path, state: tuple[int, int] | None) -> None:
-    """Raises UserError: a row that is read now would belong to other token ids than those of the run."""
+    """Raises UserError for a changed file, whose rows would no longer belong to the run's token ids."""
     if state_of(path) != state:
         raise UserError(
             f"the data file {path} changed since the run read it; start the run again, and give a file "
@@ -137,7 +137,7 @@ def check_unchanged(path: Path, state: tuple[int, int] | None) -> None:
 
 
 def open_json(path: Path) -> Rows:
-    """Files named .json hold one document or, written by many programs, one object a line."""
+    """Opens a .json file, which holds one document or, written by many programs, one object a line."""
     with opened(path) as lines:
         filled = (line for line in lines if line.strip())
         first, second = next(filled, b""), next(filled, None)
@@ -150,7 +150,7 @@ def open_json(path: Path) -> Rows:
 
 
 def read_document(path: Path) -> list[Any]:
-    """A list of objects, or an object in which one value is such a list, as in {"data": [...]}. Raises UserError."""
+    """Reads a list of objects, or an object with one such list, as in {"data": [...]}. Raises UserError."""
     content = read_json(path, "the data file", "correct the file", MAX_DOCUMENT_BYTES)
     tables = tables_in(content)
     rows = tables[0] if len(tables) == 1 else content
@@ -163,7 +163,7 @@ def read_document(path: Path) -> list[Any]:
 
 
 def tables_in(content: object) -> list[list[Any]]:
-    """Values of an object that are lists of objects."""
+    """Returns the values of an object that are lists of objects."""
     values = content.values() if isinstance(content, dict) else ()
     return [
         rows for rows in values if isinstance(rows, list) and rows and isinstance(rows[0], dict)
@@ -171,7 +171,7 @@ def tables_in(content: object) -> list[list[Any]]:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The first line names the columns. Every value is text: a number would lose the zeros of 007. Raises UserError."""
+    """Reads CSV whose first line names the columns. Every value is text: 007 keeps its zeros. Raises UserError."""
     try:
         with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             lines = csv.reader(text, strict=True)
@@ -205,10 +205,9 @@ class TableCache:
         table = self._tables.pop((file, group), None)
         if table is None:
             table = file.load(group)
-            sizes = {key: kept.nbytes for key, kept in self._tables.items()}
-            while sizes and table.nbytes + sum(sizes.values()) > CACHE_BYTES:
-                oldest = next(iter(sizes))
-                del sizes[oldest], self._tables[oldest]
+            kept = self._tables
+            while kept and table.nbytes + sum(one.nbytes for one in kept.values()) > CACHE_BYTES:
+                del kept[next(iter(kept))]
         self._tables[file, group] = table
         return table
 
@@ -223,9 +222,8 @@ class TableFile:
         self._path, self._columns, self._cache = path, columns, cache
         self._state = state_of(path)
         with table_file(path) as file:
-            if path.suffix == ".arrow":
-                sizes = [file.num_rows]
-            else:
+            sizes = [file.num_rows]
+            if path.suffix != ".arrow":
                 groups = map(file.metadata.row_group, range(file.num_row_groups))
                 sizes = [group.num_rows for group in groups]
         self._starts = [0, *accumulate(sizes)]
@@ -259,7 +257,7 @@ class TableFile:
 
 @contextmanager
 def table_file(path: Path) -> Iterator[Any]:
-    """A ParquetFile, or an Arrow file's table in mapped memory, of which nothing is copied until a row is read."""
+    """Opens a ParquetFile, or an Arrow file's table in mapped memory, which copies nothing until a row is read."""
     # Late, as rows of JSON need none of it.
     try:
         import pyarrow
@@ -288,7 +286,7 @@ def table_file(path: Path) -> Iterator[Any]:
 
 
 def _newer_writer(path: Path) -> str | None:
-    """What to do about a Parquet file that a newer pyarrow than the installed one wrote: older ones may refuse it."""
+    """Returns the remedy for a Parquet file that a newer pyarrow than the installed one wrote, if one did."""
     import pyarrow
 
     with suppress(OSError), path.open("rb") as file:

@@ -40,14 +40,14 @@ OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Those that prepare the same data at once. `gather` gives every rank everyone's value, in order of rank."""
+    """Ranks that prepare the same data together. `gather` returns everyone's value on every rank, in order of rank."""
 
     rank: int = 0
     size: int = 1
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
     def slice_of(self, length: int) -> tuple[int, int]:
-        """Where this rank's share of `length` rows starts and stops."""
+        """Returns where this rank's share of `length` rows starts and stops."""
         return length * self.rank // self.size, length * (self.rank + 1) // self.size
 
     def by_one(self, work: Callable[[], Any]) -> Any:
@@ -60,18 +60,17 @@ ALONE = Ranks()
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """`key` names the setting; of several splits, the one of `preferred` that there is is taken."""
+    """Which split to read: `name`, else the only one, else the only one of `preferred`. `key` names the setting."""
 
     name: str | None = None
     preferred: tuple[str, ...] = ("train",)
     key: str = "rl_config.dataset_split"
 
     def choose(self, splits: Sequence[str], directory: Path | str) -> str:
-        """One of `splits`. Raises UserError where there is none, or several fit."""
-        fitting = [name for name in self.preferred if name in splits]
-        if self.name is not None:
-            fitting = [name for name in splits if name == self.name]
-        elif len(splits) == 1:
+        """Returns one of `splits`. Raises UserError where none or several fit."""
+        wanted = self.preferred if self.name is None else (self.name,)
+        fitting = [name for name in wanted if name in splits]
+        if self.name is None and len(splits) == 1:
             fitting = list(splits)
         if len(fitting) == 1:
             return fitting[0]
@@ -95,7 +94,7 @@ class Examples:
         return len(self._rows)
 
     def read(self, start: int, stop: int) -> Iterator[Example]:
-        """Those from `start` up to `stop`. Raises UserError for one that cannot be used."""
+        """Yields the examples from `start` up to `stop`. Raises UserError for one that cannot be used."""
         for where, row in self._rows.read(start, stop):
             yield row if self._form is None else self._form.example(row, where)
 
@@ -115,7 +114,7 @@ def open_examples(
     ranks: Ranks = ALONE,
     key: str = "rl_config.dataset_file",
 ) -> Examples:
-    """`form` does not touch a MindRecord: its rows were settled when it was converted.
+    """Opens a data set. `form` does not apply to a MindRecord, whose rows were settled when it was converted.
 
     `decode` turns token ids into text, for MindRecords of those; `key` names the setting that `path` comes from. Every
     rank of `ranks` calls this, with the same values. Raises UserError.
@@ -131,7 +130,7 @@ def open_examples(
 def open_rows(
     files: Sequence[Path], columns: Sequence[str] | None = None, ranks: Ranks = ALONE
 ) -> Rows:
-    """Rows as the files of one data set have them; `columns` are all that is wanted of tables. Raises UserError."""
+    """Opens the rows of one data set's files; of tables, only `columns` are read. Raises UserError."""
     first, suffix = files[0], files[0].suffix
     if suffix in (".parquet", ".arrow"):
         cache = TableCache()
@@ -147,7 +146,7 @@ def open_rows(
 
 
 def data_files(path: str | Path, choice: SplitChoice, key: str) -> list[Path]:
-    """The files of one split of the data set that `path` leads to, all of one kind. Raises UserError."""
+    """Lists the files of one split of the data set at `path`, all of one kind. Raises UserError."""
     source = Path(path)
     if not source.exists():
         if HUB_ID.fullmatch(str(path)) and not source.suffix and not source.parent.exists():
@@ -168,7 +167,7 @@ def data_files(path: str | Path, choice: SplitChoice, key: str) -> list[Path]:
 
 
 def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
-    """The files of the chosen split, in their order and all of one kind. Raises UserError."""
+    """Lists the files of the chosen split in their order, all of one kind. Raises UserError."""
     listing = directory / "dataset_dict.json"
     if listing.is_file():
         splits = read_object(listing, *OF_A_DATA_SET).get("splits", [])
@@ -198,7 +197,7 @@ def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
 
 
 def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:
-    """The files that `save_to_disk` wrote for one split. Raises UserError."""
+    """Lists the files that `save_to_disk` wrote for one split. Raises UserError."""
     state = read_object(directory / "state.json", *OF_A_DATA_SET)
     if any(value for key, value in state.items() if key.startswith("_indices")):
         raise UserError(
@@ -230,7 +229,7 @@ def _check_names(names: object, path: Path, what: str) -> None:
 
 
 def split_of(path: Path) -> str:
-    """`train` of train-00000-of-00002.parquet and of gsm8k-train.arrow; else the name without its number."""
+    """Returns `train` for train-00000-of-00002.parquet and gsm8k-train.arrow; else the name without its number."""
     stem = SHARD_NUMBER.sub("", path.stem)
     words = [word for word in re.split(r"[-_.]", stem.lower()) if word in SPLIT_WORDS]
     return words[-1] if words else stem or path.parent.name

@@ -1,7 +1,7 @@
-"""Token ids that stand between the turns of a conversation, found once from the chat template and never re-rendered.
+"""Computes the token ids between the turns of a conversation from the chat template, without rendering turns again.
 
-What the policy wrote is not decoded and encoded again: a turn's tokens stay as they were drawn, and the template's and
-the tools' own come after them as a suffix.
+What the policy wrote is not decoded and encoded again: a turn's tokens stay as they were sampled, and those of the
+template and the tools follow as a suffix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ QUESTION: Message = {"role": "user", "content": "mindgrpo-question"}
 
 
 class TurnSuffix:
-    """The suffix after a turn that ended with one of the tokenizer's stop ids, with messages of `role`.
+    """Makes the suffix of a turn that ended with one of the tokenizer's stop ids, from messages of `role`.
 
     Raises UserError where the template cannot be extended so.
     """
@@ -41,12 +41,14 @@ class TurnSuffix:
         self.end_id = self._checked(message)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Of `messages`, the answers of tools or a user's, up to where the policy goes on; `end_id`, which ended the
-        turn before, is not in it."""
+        """Encodes `messages`, from tools or the user, up to where the policy continues.
+
+        `end_id`, which ended the turn before, is not included.
+        """
         return self._after_turn(messages)[1]
 
     def _after_turn(self, messages: Sequence[Message]) -> tuple[str, list[int], int]:
-        """The text up to the turn's end, the ids after it, and the id that ends it."""
+        """Returns the text up to the turn's end, the ids after it, and the id that ends it."""
         turn: Message = {"role": "assistant", "content": TURN}
         text = self._tokenizer.render([QUESTION, turn, *messages], **self._variables)
         head, mark, rest = text.partition(TURN)
@@ -61,7 +63,7 @@ class TurnSuffix:
         )
 
     def _checked(self, message: Message) -> int:
-        """The id that ends a turn; the whole conversation in ids has to be the beginning and the suffix."""
+        """Returns the id that ends a turn. Checks that a conversation's ids are its beginning and the suffix."""
         beginning, suffix, end_id = self._after_turn([message])
         if not beginning.startswith(self._before):
             raise self._error("it renders a question otherwise once an answer follows")
