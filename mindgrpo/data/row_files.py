@@ -222,8 +222,9 @@ class TableFile:
         self._path, self._columns, self._cache = path, columns, cache
         self._state = state_of(path)
         with table_file(path) as file:
-            sizes = [file.num_rows]
-            if path.suffix != ".arrow":
+            if path.suffix == ".arrow":
+                sizes = [file.num_rows]
+            else:
                 groups = map(file.metadata.row_group, range(file.num_row_groups))
                 sizes = [group.num_rows for group in groups]
         self._starts = [0, *accumulate(sizes)]
