@@ -102,8 +102,8 @@ MODES = {"true": "greedy", "false": "sampled"}
 class EvaluationLine:
     """`overrides` are words for load_config. `step` seeds the sampling: an evaluation during a run has its step's.
 
-    `output` gets the figures as JSON, `completions` the completions as JSONL; None: neither is written. `flags` are
-    those that stand for another key, by the key.
+    `output` gets the metrics as JSON, `completions` the completions as JSONL; None: not written. `flags` are those that
+    set another key, by the key.
     """
 
     config: Path
@@ -123,7 +123,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
         if flag in own:
             own[flag] = value
         elif flag == "--model":
-            # Who names a model for all roles has it for the generator, too.
+            # A model for all roles is the generator's, too.
             words += [f"--actor_config.load={_model_in(value)}", "--generate_config.load="]
             flags["actor_config.load"] = flag
         elif flag == "--greedy":

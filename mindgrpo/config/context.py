@@ -82,5 +82,5 @@ class Context(Section):
 
     @property
     def max_device_bytes(self) -> int | None:
-        """Bytes of a rank's device that the run may use; None without a limit."""
+        """Returns the bytes of each device that the run may use; None without a limit."""
         return memory_bytes(self.max_device_memory) if self.max_device_memory else None

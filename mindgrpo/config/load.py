@@ -1,6 +1,7 @@
-"""Makes one Config of a YAML file, flags and overrides, and keeps where each of its values came from.
+"""Loads a YAML file, flags and overrides as one Config, and keeps where each of its values came from.
 
-What the schema does not know is an error with the origin and the nearest name. No value of the user's is changed.
+A key that the schema does not know is an error with its origin and the nearest name; a wrong value is one with the
+rule, the remedy and its origin. No value of the user's is changed.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def load_config(
 def config_with(
     config: Config | Loaded | Mapping[str, Any] | None, values: Mapping[str, object]
 ) -> Loaded:
-    """`config` with other `values` by key. A mapping is read as a file is; None has the defaults. Raises UserError."""
+    """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError."""
     entries: dict[str, Sourced] = {}
     if isinstance(config, Loaded):
         for key, value in values_by_key(config.config).items():

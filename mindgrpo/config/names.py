@@ -1,6 +1,6 @@
-"""Which names exist: live keys, retired and pending ones (retired.yaml), other trainers' words (aliases.yaml).
+"""Knows which names exist: live keys, retired and pending ones (retired.yaml), other trainers' names (aliases.yaml).
 
-A near name is only suggested, never taken.
+A near name is only suggested, never used.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Aliases:
 
     @cached_property
     def _keys(self) -> dict[str, str]:
-        """Our key by a name that is written in full."""
+        """Maps names that are written in full to our keys."""
         return {name: key for key in self.by_key for name in self.names_of(key)}
 
     @cached_property
     def _full_names(self) -> dict[str, str]:
-        """The name in full by what a user may write of it."""
+        """Maps what a user may write of a name to the name in full."""
         full = self._keys
         # Last words that are also ours lead to the wrong key, or to where they lead anyway.
         not_alone = self.generic | {leaf_of(key) for key in (*self.by_key, *self.same_in_mindrlhf)}

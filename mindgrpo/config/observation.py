@@ -109,19 +109,19 @@ class MonitorConfig(Section):
 
     @property
     def deadlines(self) -> dict[str, float]:
-        """Seconds by phase, and `default` for the phases that have none of their own."""
+        """Returns seconds by phase, and `default` for the phases without a deadline of their own."""
         deadlines = {**self.phase_deadlines.model_dump(), "default": self.phase_deadline_seconds}
         return {phase: seconds for phase, seconds in deadlines.items() if seconds is not None}
 
     @property
     def seconds(self) -> float | None:
-        """The seconds between looks; None where nobody asked for any."""
+        """Returns the seconds between measurements of host memory; None if it is not measured."""
         if self.host_monitor_interval > 0:
             return self.host_monitor_interval
         return 1.0 if self.host_memory_protection else None
 
     def covers(self, step: int) -> bool:
-        """Tells whether looks during `step`, counted from 1, are written down."""
+        """Tells whether measurements during `step`, counted from 1, are recorded."""
         spans = [entry if isinstance(entry, list) else [entry] for entry in self.host_monitor_steps]
         return not spans or any(span[0] <= step <= span[-1] for span in spans)
 
@@ -165,7 +165,7 @@ class ProfilerConfig(Section):
 
     @property
     def phases(self) -> frozenset[str] | None:
-        """The phases that are traced; None for all."""
+        """Returns the phases to trace; None for all."""
         names = [self.stage] if isinstance(self.stage, str) else self.stage
         if "all" in names:
             return None

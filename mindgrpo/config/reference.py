@@ -128,7 +128,7 @@ def reference() -> str:
 
 
 def keys_by_section(width: int) -> str:
-    """The help of the programs that take a configuration: its short flags, and every key with its meaning."""
+    """Returns the help of programs that take a configuration: short flags, and every key with its meaning."""
     lines = ["flags for keys of the file, which can all be written --section.key VALUE:"]
     lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items()]
     indent = " " * 6

@@ -107,7 +107,7 @@ class AlgorithmKeys(Section):
 
     @property
     def resampling_rounds(self) -> int:
-        """The most replacements a step; 0 without dynamic sampling."""
+        """Returns the maximum of replacement rounds a step; 0 without dynamic sampling."""
         return (self.dynamic_sampling_rounds or DEFAULT_ROUNDS) if self.dynamic_sampling else 0
 
 
@@ -149,7 +149,7 @@ class CheckpointKeys(Section):
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Whether checkpoints were asked for."""
+        """Tells whether the run saves checkpoints."""
         return bool(
             self.save_ckpt_interval
             or self.save_ckpt_best

@@ -38,7 +38,7 @@ class VllmConfig(Section):
 
     @property
     def parsed_arguments(self) -> dict[str, Any]:
-        """By name; values are read as YAML is."""
+        """Returns the arguments by name, with values read as YAML."""
         pairs = (text.partition("=") for text in self.arguments)
         return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
 
@@ -96,7 +96,7 @@ class RecomputeConfig(Section):
 
     @property
     def modules(self) -> frozenset[str]:
-        """The modules of a layer that are recomputed, of attention and mlp."""
+        """Returns the modules of a layer that are recomputed, of attention and mlp."""
         if isinstance(self.select_recompute, list):
             return frozenset(self.select_recompute)
         if self.select_recompute is True:
@@ -105,7 +105,7 @@ class RecomputeConfig(Section):
 
     @property
     def every(self) -> int:
-        """Every how many layers one is recomputed."""
+        """Returns n where every n-th layer is recomputed."""
         select = self.select_recompute
         return select if isinstance(select, int) and select is not True and select else 1
 
@@ -238,5 +238,5 @@ class GenerateConfig(Section):
 
     @property
     def longest(self) -> int:
-        """The most tokens that a prompt and its completion have together."""
+        """Returns the maximum number of tokens of a prompt and its completion together."""
         return self.max_model_len or self.max_prompt_length + self.sampling_config.max_tokens

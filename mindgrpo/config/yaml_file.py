@@ -27,7 +27,7 @@ class Sourced(NamedTuple):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number, 1:30 and 2024-01-01 are text."""
+    """Reads YAML as people mean it: 1e-6 is a number, 1:30 and 2024-01-01 are text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {
         first: [rule for rule in rules if not rule[0].endswith((":int", ":float", ":timestamp"))]

@@ -1,4 +1,4 @@
-"""Limits of time and memory for code that works through what a user supplied: a template, a damaged file."""
+"""Limits time and memory of code that processes what a user supplied: a template, a damaged file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OutOfTime(BaseException):
 
 @contextmanager
 def limits(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Ends what runs inside after `seconds` of the process's own time, and lets it allocate `num_bytes`.
+    """Ends the code inside after `seconds` of the process's own time, and lets it allocate `num_bytes`.
 
     Raises OutOfTime or MemoryError. Both limits are the process's, so they are set in its main thread alone, in which
     runs prepare their prompts; other threads go without.
@@ -41,7 +41,7 @@ def limits(seconds: float, num_bytes: int) -> Iterator[None]:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """From here on this process may allocate `num_bytes`, unless a limit that it has is lower."""
+    """Limits what this process may allocate from now on to `num_bytes`, unless it has a lower limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     statm = os.open("/proc/self/statm", os.O_RDONLY)
     in_use = int(os.read(statm, 64).split()[0]) * PAGE_BYTES

@@ -31,7 +31,7 @@ class DataSampler:
         return self.at(positions)
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
-        """The prompts that are drawn at these positions."""
+        """Returns the prompts that are drawn at these positions."""
         size = len(self.prompts)
         epochs = {position // size for position in positions}
         orders = {epoch: epoch_order(size, self.seed, epoch) for epoch in epochs}
@@ -39,7 +39,7 @@ class DataSampler:
 
     @property
     def epoch(self) -> int:
-        """Of the next prompt, from 0."""
+        """Returns the epoch of the next prompt, counted from 0."""
         return self.position // len(self.prompts)
 
 
@@ -59,35 +59,35 @@ class PromptSource:
         self._by_group: list[Prompt] = []
 
     def begin_step(self, step: int) -> list[np.ndarray]:
-        """Token ids int32 [n] of the prompts of groups 0, 1, ... of step number `step`."""
+        """Returns the token ids, int32 [n], of the prompts of groups 0, 1, ... of step number `step`."""
         self._by_group = self.sampler.take(self._prompts_per_step)
         return [prompt.ids for prompt in self._by_group]
 
     def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
-        """Token ids int32 [n] of the prompts that these groups have from now on, the next in order."""
+        """Gives these groups the next prompts in order and returns their token ids, int32 [n]."""
         fresh = self.sampler.take(len(groups))
         for group, prompt in zip(groups, fresh, strict=True):
             self._by_group[group] = prompt
         return [prompt.ids for prompt in fresh]
 
     def take(self, count: int) -> range:
-        """The positions of the next `count` prompts in the run's order."""
+        """Draws the next `count` prompts and returns their positions in the run's order."""
         begin = self.sampler.position
         self.sampler.take(count)
         return range(begin, begin + count)
 
     def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]:
-        """int32 [n] of the prompts at these positions."""
+        """Returns the token ids, int32 [n], of the prompts at these positions."""
         return [prompt.ids for prompt in self.sampler.at(positions)]
 
     def assign(self, positions: Sequence[int]) -> None:
-        """From now on groups 0, 1, ... are of the prompts at these positions."""
+        """Assigns the prompts at these positions to groups 0, 1, ..."""
         self._by_group = self.sampler.at(positions)
 
     def row(self, group: int) -> dict[str, Any]:
-        """What an environment of the group's samples begins with."""
+        """Returns the data set's row with which an environment of the group's samples begins."""
         return self._by_group[group].row
 
     def owners(self, rollout: Rollout) -> list[Prompt]:
-        """The prompt of each sample."""
+        """Returns the prompt of each sample."""
         return [self._by_group[group] for group in rollout.group_ids]

@@ -51,7 +51,7 @@ class Ranks:
         return length * self.rank // self.size, length * (self.rank + 1) // self.size
 
     def by_one(self, work: Callable[[], Any]) -> Any:
-        """What `work` gives on rank 0, on every rank; its error, too (`on_one_rank`)."""
+        """Runs `work` on rank 0 and returns its result, or raises its error, on every rank (`on_one_rank`)."""
         return on_one_rank(self.gather, self.rank == 0, work)
 
 

@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def turn_end(self) -> int | None:
-        """The id of the token that ends a turn of the template; None where it is not known."""
+        """Returns the id of the token that ends a turn of the template; None where it is not known."""
         stop = self.template.stop if self.template else None
         return None if stop is None else self.codec.token_to_id(stop)
 

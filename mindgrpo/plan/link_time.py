@@ -1,4 +1,4 @@
-"""How long a reshard would take over given links: the busiest link's bytes over its bandwidth.
+"""Computes how long a reshard would take over given links: the busiest link's bytes over its bandwidth.
 
 A link is a host's way to the other hosts. It carries its bandwidth in each direction at once, so that what a host
 sends and what it receives do not add up. What moves inside a host takes no part in it, and has a bandwidth of its own
@@ -40,7 +40,7 @@ class Busiest:
 
 
 def busiest_link(plan: Plan, links: Links) -> Busiest:
-    """What everybody waits for, of all links between and inside hosts; they work side by side."""
+    """Finds the slowest of all links between and inside hosts, which work concurrently."""
     source, target, sizes = plan.traffic()
     hosts = -(-plan.num_ranks // links.ranks_per_host)
     source_host, target_host = source // links.ranks_per_host, target // links.ranks_per_host
