@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_for_tensorboard_costs_a_warning(
     assert model_bits(output) == model_bits(whole) and rows(output) != []
     said = [line for line in capsys.readouterr().out.splitlines() if "tensorboard" in line]
     assert len(said) == 1 and said[0].startswith("  warning: ")
-    assert "No space left on device" in said[0] and "the run goes on without it" in said[0]
+    assert "No space left on device" in said[0] and "the run continues without it" in said[0]
 
 
 def test_too_little_space_is_told_before_the_weights_are_read(

@@ -1,4 +1,4 @@
-"""Writes what a run reports: metrics, completions, reward curve, console lines, traces, memory of the host.
+"""Writes a run's output: metrics, completions, reward curve, console lines, trackers, traces, memory of the host.
 
-It receives figures and never changes what is computed. What is worth reporting is decided in grpo/ and run/.
+It receives metrics and never changes a computation. grpo/ and run/ decide what is reported.
 """

@@ -1,4 +1,4 @@
-"""What the person at the keyboard reads, on one rank only."""
+"""Prints the lines that the user reads, on one rank only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindgrpo.health.heartbeat import CLEAR
 WIDTH = 80  # where the terminal's is not known
 DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints would mislead
 
-FIGURES = (  # key in the metrics, word on the line, format; the least important go first where a line is too long
+COLUMNS = (  # key in the metrics, word on the line, format, importance (0: never left out of a line that is too long)
     ("reward/mean", "reward", ".3f", 0),
     ("kl", "kl", ".4f", 4),
     ("grad_norm", "grad", ".3f", 6),
@@ -26,7 +26,7 @@ FIGURES = (  # key in the metrics, word on the line, format; the least important
     ("completion_length/mean", "length", ".1f", 5),
     ("time/step", "", ".1f", 1),
 )
-OF_FUNCTIONS = 2  # the importance of each function's mean, in the order of FIGURES
+OF_FUNCTIONS = 2  # the importance of each function's mean
 
 HINTS = (  # key in the metrics, the share above which it is worth a hint, the hint
     (
@@ -51,9 +51,9 @@ HINTS = (  # key in the metrics, the share above which it is worth a hint, the h
 
 
 class Console:
-    """Silent where not enabled, so that every rank may run the same lines; `width` in columns, else the terminal's.
+    """Prints if `enabled`, so that every rank may run the same code; `width` in columns, by default the terminal's.
 
-    Sentences are wrapped for a terminal only (or where COLUMNS tells of one), so that logs can be searched by line.
+    Sentences are wrapped for a terminal only (or if COLUMNS is set), so that logs can be searched by line.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Console:
         return self._colour
 
     def live(self, text: str) -> None:
-        """Shows the text in place, below what was printed, until something is; on a terminal alone."""
+        """Shows the text below the printed lines, on a terminal only, until the next one is printed or shown."""
         text = text[: self._width - 1]
         if self._stream is None or not self._colour or text == self._live:
             return
@@ -94,7 +94,7 @@ class Console:
             self._live = text
 
     def banner(self, title: str, sections: Mapping[str, Sequence[str]]) -> None:
-        """A ruled title, then each section's name in the margin of its lines; none of a section without lines."""
+        """Prints a ruled title, then each section that has lines, with its name in their margin."""
         self.line(self._bold(f"── {title} ".ljust(self._width, "─")))
         margin = max((len(name) for name, lines in sections.items() if lines), default=0)
         for name, lines in sections.items():
@@ -105,12 +105,12 @@ class Console:
         self.line(self._bold("─" * self._width))
 
     def shortened(self, text: str, margin: int = 13) -> str:
-        """What fits on one line beside a margin."""
+        """Returns the part of the text that fits on one line beside a margin."""
         room = self._width - margin
         return text if len(text) <= room else text[: room - 1] + "…"
 
     def _wrapped(self, text: str, margin: int) -> list[str]:
-        """Paths stay whole, to be copied; a line's own spaces stay, too, where it fits."""
+        """Wraps a line that does not fit, without breaking paths, so that they can be copied."""
         room = max(self._width - margin, 20)
         if len(text) <= room or not self._wraps:
             return [text]
@@ -120,7 +120,7 @@ class Console:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Says what is going on, and afterwards how long it took."""
+        """Prints the phase, and afterwards how long it took."""
         self.line(f"  {text} ...")
         start = time.perf_counter()
         try:
@@ -131,10 +131,10 @@ class Console:
         self.line(f"  {text}: {time.perf_counter() - start:.1f} s")
 
     def step_line(self, metrics: Mapping[str, Any], num_steps: int | None = None) -> None:
-        """One line with the figures that matter, then a hint where one of them asks for it."""
+        """Prints one line with the most important metrics, then a hint if one of them calls for it."""
         total = "" if num_steps is None else f"/{num_steps}"
         words = [(0, f"step {metrics['step']}{total}")]
-        for key, word, style, importance in FIGURES:
+        for key, word, style, importance in COLUMNS:
             value = metrics.get(key)
             if key in metrics and not (value is None and key == "kl"):
                 unit = " s" if key == "time/step" else ""
@@ -145,14 +145,14 @@ class Console:
         self.line("  ".join([self._bold(first), *others]))
         self._hints(metrics)
 
-    def means_line(self, title: str, figures: Mapping[str, Any], prefix: str) -> None:
-        """One line with the mean of each reward function, as many as fit."""
+    def means_line(self, title: str, metrics: Mapping[str, Any], prefix: str) -> None:
+        """Prints one line with the mean of each reward function, as many as fit."""
         words = [(0, f"  {title}")]
-        words += [(OF_FUNCTIONS, text) for text in _function_means(figures, prefix, ".3f")]
+        words += [(OF_FUNCTIONS, text) for text in _function_means(metrics, prefix, ".3f")]
         self.line("  ".join(self._fitting(words)))
 
     def _fitting(self, words: Sequence[tuple[int, str]]) -> list[str]:
-        """Words with their importance (0 is most), without the least important ones that make the line too long."""
+        """Leaves out the least important words (0 is the highest importance) until the line fits."""
         left = list(words)
         while len("  ".join(text for _, text in left)) > self._width and any(i for i, _ in left):
             least = max(range(len(left)), key=lambda number: (left[number][0], number))
@@ -160,7 +160,7 @@ class Console:
         return [text for _, text in left]
 
     def _hints(self, metrics: Mapping[str, Any]) -> None:
-        # The rewards of a group are equal as well where a function failed on all of it, which is told by itself.
+        # Rewards are also equal in a group for which a function failed, which is reported by itself.
         has_failed = any(
             value is None and key.startswith("reward/") and key.endswith("/mean")
             for key, value in metrics.items()
@@ -182,7 +182,7 @@ class Console:
             self._hint(key, many, f"{share:.0%} {advice}" if many else "")
 
     def _hint(self, key: str, applies: bool, advice: str) -> None:
-        """Told when it begins: a policy that has learnt its task stays there for long."""
+        """Prints the hint when it begins to apply: a policy that has learnt its task stays in that state for long."""
         if applies and key not in self._hinted:
             for text in self._wrapped(f"hint: {advice}", 2):
                 self.line(f"  {text}")

@@ -1,7 +1,7 @@
-"""Looks at the host's memory while a run works: writes it down, warns, and ends this run before the host runs out.
+"""Watches the host's memory during a run: records it, warns, and ends this run before the host runs out of it.
 
-A thread of one rank a host. Reads figures of the ranks' own processes and of the host as a whole, no others'.
-All it ends is the process that it runs in, and that ends its run.
+Runs in a thread of one rank per host. It reads the memory of the ranks' own processes and of the host, not of other
+processes, and ends only its own process, which ends the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CGROUPS = (  # folder, limit, use: version 2, then version 1
     ("/sys/fs/cgroup", "memory.max", "memory.current"),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-# A warning comes again only after the share was this much below the limit.
+# A warning is repeated only after the share was this far below the limit.
 HYSTERESIS = 0.02
 
 
@@ -42,12 +42,12 @@ def format_bytes(num_bytes: int | float) -> str:
 
 
 class HostMemoryExhausted(RuntimeError):
-    """The host's memory is used above the limit, and the run was asked to end then."""
+    """Ends a run whose host uses more memory than the limit, if it was asked to."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes, of all programs together; those of a container where it has a limit of its own."""
+    """Holds the bytes used by all programs together; those of the container if it has its own limit."""
 
     used: int
     total: int
@@ -73,7 +73,7 @@ def _container(folder: Path, limit: str, use: str) -> HostMemory | None:
         lines = (folder / "memory.stat").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    # Pages of files that the system drops by itself before it runs out.
+    # Pages of files that the system drops before it runs out of memory.
     stat = dict(line.split() for line in lines)
     files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
     return HostMemory(max(0, used - files), total)
@@ -85,10 +85,10 @@ def _end_at_once() -> None:
 
 
 class HostMemoryMonitor:
-    """`processes` are the ranks of this host by number; `say` puts a line on the console.
+    """Checks the memory periodically; `processes` are the ranks of this host, `say` prints a line on the console.
 
-    With protection, `exceeded` says so above the threshold, for the run to end at its next step; half-way from the
-    threshold to all of the memory there may be no next step, and `end` is called from the thread.
+    With protection, `exceeded` is set above the threshold, so that the run ends at its next step. Half-way from the
+    threshold to the complete memory there may be no next step, and the thread calls `end`.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class HostMemoryMonitor:
             with self._path.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(row) + "\n")
         except OSError as error:
-            # The thread that protects the host goes on.
+            # The thread still protects the host.
             self._writes = False
             self._say(f"  warning: {self._path} is not written any more: {error.strerror}")
 

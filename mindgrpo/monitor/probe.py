@@ -1,7 +1,7 @@
-"""A step's key data, written by msprobe's SingleSave, for comparing two runs element by element.
+"""Writes a step's key data with msprobe's SingleSave, for comparing two runs element by element.
 
-msprobe is optional: where it is not installed a run says so in one line and goes on, and where it fails later the
-run goes on without it. Written for mindstudio-probe 26.2.
+msprobe is optional: if it is not installed, or fails later, a run reports that in one line and continues without it.
+Written for mindstudio-probe 26.2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mindgrpo.algorithm.sample import TrainBatch
 
 
 def load_saver() -> Any:
-    """msprobe's SingleSave. Raises ImportError, also for a package that is only called alike."""
+    """Returns msprobe's SingleSave. Raises ImportError, also for another package of that name."""
     from msprobe.core import SingleSave
 
     return SingleSave
@@ -25,7 +25,7 @@ def load_saver() -> Any:
 def key_data(
     batch: TrainBatch, rewards: Mapping[str, np.ndarray], policy_logps: Mapping[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """A step's arrays: per-token ones hold all samples' tokens end to end; `completion_lengths` parts them."""
+    """Returns a step's arrays by name; per-token arrays are concatenated, and `completion_lengths` divides them."""
 
     def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(arrays) if arrays else np.zeros(0, np.float32)
@@ -48,7 +48,7 @@ def key_data(
 
 
 class Probe:
-    """Saves into `folder`: configurations.json, and data/NAME/stepN/rank0/... with statistics beside."""
+    """Saves configurations.json and data/NAME/stepN/rank0/... with their statistics in `folder`."""
 
     def __init__(self, saver: Any, folder: Path, warn: Callable[[str], None]) -> None:
         self._saver, self._warn = saver, warn
@@ -73,7 +73,7 @@ class Probe:
             return
         try:
             call()
-        except Exception as error:  # a debugging aid must not end what it looks at
+        except Exception as error:  # a debugging aid must not end the run
             self._works = False
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self._warn(f"  warning: msprobe failed and is not used any more in this run ({reason})")

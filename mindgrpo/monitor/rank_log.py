@@ -1,7 +1,7 @@
-"""The log file that the launcher gave this rank, kept small: full ones move aside, and the oldest goes.
+"""Rotates the log file that the launcher gave this rank: full ones are renamed, and the oldest is deleted.
 
-What was written stays whole: the file is renamed, not cut, and the next line goes to a new one.
-Output that goes anywhere else (a terminal, a pipe, a file of the user's) is not touched.
+No line is cut: the file is renamed, and the next line is written to a new one. Output to anything else (a terminal, a
+pipe, a file of the user's) is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OUTPUT, ERRORS = 1, 2
 
 
 def own_log(environment: Mapping[str, str]) -> Path | None:
-    """The file that both standard outputs of this process go to, if it is in the job's log folder."""
+    """Returns the file of both standard outputs of this process, if it is in the job's log folder."""
     status = environment.get(STATUS_VARIABLE)
     if status is None:
         return None
@@ -32,9 +32,9 @@ def own_log(environment: Mapping[str, str]) -> Path | None:
 
 
 def rotate(path: Path, max_bytes: int, backups: int) -> bool:
-    """Moves `path` to `path`.1 once it has `max_bytes`, that to .2, and so on, and standard output to a new file.
+    """Renames `path` to `path`.1 once it has `max_bytes`, .1 to .2, and so on, and redirects output to a new file.
 
-    At most `backups` (0 or more) older files stay. True if it did. Raises OSError.
+    At most `backups` (0 or more) older files are kept. Returns whether it rotated. Raises OSError.
     """
     if os.fstat(OUTPUT).st_size < max_bytes:
         return False

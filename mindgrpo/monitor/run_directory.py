@@ -20,17 +20,41 @@ import psutil
 from mindgrpo.checkpoint.folders import move_aside, steps_in
 from mindgrpo.errors import UserError
 from mindgrpo.health.heartbeat import Heartbeat, read_heartbeat
+from mindgrpo.strict_files import lines_of, row_of
 
 ROOT = Path("output")
+PROCESS_FILE = "process.json"
+ROWS = ("metrics.jsonl", "evaluations.jsonl", "eval_completions.jsonl")
+# All that a run writes into its folder, except checkpoints.
+RUN_FILES = (
+    *ROWS,
+    "completions.jsonl",
+    "per_token.jsonl",
+    "config_resolved.yaml",
+    "reward_output.txt",
+    "reward_curve.png",
+    "report.html",
+    "summary.json",
+    "tensorboard",
+    "trackers",
+    "hf",
+    "adapter",
+)
 
 
 def create(
-    output_dir: Path | str | None, config_name: str, root: Path | str = ROOT, goes_on: bool = False
+    output_dir: Path | str | None,
+    config_name: str,
+    root: Path | str = ROOT,
+    continues: bool = False,
 ) -> Path:
-    """Makes OUTPUT_DIR, else ROOT/CONFIG_NAME/TIME, and points ROOT/latest at it; `goes_on` in a run that is there."""
+    """Makes OUTPUT_DIR (None: ROOT/CONFIG_NAME/TIME), and points ROOT/latest at it; it may hold a run that `continues`.
+
+    Raises UserError for a folder that holds an earlier run or cannot be made or written.
+    """
     root = Path(root)
     directory = root / config_name if output_dir is None else Path(output_dir)
-    if output_dir is not None and not goes_on:
+    if output_dir is not None and not continues:
         check_free(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +74,7 @@ def create(
         root.mkdir(parents=True, exist_ok=True)
         _point_latest(root, directory)
     except OSError as error:
-        # The link is a convenience: who names a directory may well work where `output/` cannot be made.
+        # The link is a convenience: a run in a named directory does not need `output/`.
         if output_dir is None:
             raise UserError(
                 f"{root / 'latest'} must be a link that a run can renew, but renewing it "
@@ -72,9 +96,9 @@ def check_free(directory: Path | str) -> None:
 
 
 def own_folder(asked: Path | str, name: str, taken: str, key: str) -> Path:
-    """`asked` itself where nothing in it matches `taken` (a glob), else a new folder in it called `name`.
+    """Returns `asked`, or a new folder `name` in it if anything in it matches the glob `taken`.
 
-    `key` is the setting that `asked` came from. Raises UserError for what cannot be made.
+    `key` is the setting of `asked`, for the UserError that is raised if the folder cannot be made or written.
     """
     folder = Path(asked)
     try:
@@ -104,7 +128,7 @@ def _make_fresh(parent: Path, name: str) -> Path:
 
 def _point_latest(root: Path, directory: Path) -> None:
     fresh = root / f".latest-{os.getpid()}"
-    # A link is made aside and renamed over the old one, so that `latest` is there at every instant.
+    # A new link is renamed over the old one, so that `latest` always exists.
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(directory.resolve(), root.resolve()))
     try:
@@ -113,26 +137,8 @@ def _point_latest(root: Path, directory: Path) -> None:
         fresh.unlink(missing_ok=True)
 
 
-# What a run writes into its folder, except checkpoints.
-ROWS = ("metrics.jsonl", "evaluations.jsonl", "eval_completions.jsonl")
-RUN_FILES = (
-    *ROWS,
-    "completions.jsonl",
-    "per_token.jsonl",
-    "config_resolved.yaml",
-    "reward_output.txt",
-    "reward_curve.png",
-    "report.html",
-    "summary.json",
-    "tensorboard",
-    "trackers",
-    "hf",
-    "adapter",
-)
-
-
 def cut_after(path: Path, step: int) -> int:
-    """Moves the rows of steps above `step` (and a half line at the end) to PATH.after_step_N; how many."""
+    """Moves the rows of steps above `step`, and a partial line, to PATH.after_step_N; returns how many."""
     start, count = _first_after(path, step)
     if not count:
         return 0
@@ -149,7 +155,7 @@ def cut_after(path: Path, step: int) -> int:
 
 
 def copy_until(path: Path, step: int, target: Path) -> None:
-    """Copies the rows up to `step` to TARGET, if there is such a file and TARGET is free."""
+    """Copies the rows up to `step` to TARGET, if there is such a file and TARGET does not exist."""
     if not path.exists() or target.exists():
         return
     size, _ = _first_after(path, step)
@@ -158,32 +164,24 @@ def copy_until(path: Path, step: int, target: Path) -> None:
 
 
 def _first_after(path: Path, step: int) -> tuple[int, int]:
-    """(bytes before the first row above `step`, how many rows there are from it on)."""
-    offset = count = 0
+    """Returns the offset of the first row above `step`, and the number of rows from it on."""
+    first, count = path.stat().st_size, 0
     with path.open("rb") as rows:
-        for row in rows:
-            if count or not row.endswith(b"\n") or _step_of(row) > step:
-                count += 1
-            else:
-                offset += len(row)
-    return offset, count
-
-
-def _step_of(row: bytes) -> float:
-    try:
-        return float(json.loads(row)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        for offset, line in lines_of(rows):
+            row = row_of(line) if line.endswith(b"\n") else None
+            number = row.get("step") if row is not None else None
+            if count or not isinstance(number, int | float) or number > step:
+                first, count = min(first, offset), count + 1
+    return first, count
 
 
 def put_earlier_aside(directory: Path) -> Path | None:
-    """Moves what a run left here that never came to a checkpoint into a folder of its own; None where nothing is."""
+    """Moves the files of a run that saved no checkpoint to a new folder in it; returns that, None if there are none."""
     leftover = [directory / name for name in RUN_FILES if (directory / name).exists()]
     if not leftover:
         return None
-    number = 1
-    while (aside := directory / f"earlier_{number}").exists():
-        number += 1
+    number = next(n for n in itertools.count(1) if not (directory / f"earlier_{n}").exists())
+    aside = directory / f"earlier_{number}"
     aside.mkdir()
     for path in leftover:
         path.rename(aside / path.name)
@@ -191,16 +189,16 @@ def put_earlier_aside(directory: Path) -> Path | None:
 
 
 def rename_aside(path: Path, label: str) -> Path | None:
-    """PATH as PATH.label (and a number where that is taken); None where there is no PATH."""
+    """Renames PATH to PATH.label (with a number if that exists); returns the new path, None if there is no PATH."""
     return move_aside(path, label) if path.exists() else None
-
-
-PROCESS_FILE = "process.json"
 
 
 @dataclass(frozen=True)
 class RunProcess:
-    """`started` tells it from a later process of the same number; `heartbeat` is None where nothing launched it."""
+    """Identifies the process that writes a run's folder, in process.json, so that others can tell whether it runs.
+
+    `started` distinguishes it from a later process with the same number; `heartbeat` is None without a launcher.
+    """
 
     host: str
     pid: int
@@ -213,7 +211,7 @@ class RunProcess:
 
     @property
     def is_alive(self) -> bool | None:
-        """None on another host, from where it cannot be seen."""
+        """Returns None on another host, from where it cannot be seen."""
         if not self.is_here:
             return None
         try:
@@ -230,7 +228,7 @@ class RunProcess:
 
 
 def write_process(directory: Path, heartbeat: Path | None) -> None:
-    """This process is the one that writes to `directory`."""
+    """Records that this process writes to `directory`."""
     own = RunProcess(
         os.uname().nodename,
         os.getpid(),
@@ -241,7 +239,7 @@ def write_process(directory: Path, heartbeat: Path | None) -> None:
 
 
 def read_process(directory: Path) -> RunProcess | None:
-    """None where there is none, or only the beginning of one."""
+    """Reads process.json; returns None if it is missing or incomplete."""
     try:
         return RunProcess(**json.loads((directory / PROCESS_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

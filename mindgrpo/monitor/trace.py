@@ -1,6 +1,6 @@
-"""Where the time of a run goes, as a trace in the Trace Event Format that chrome://tracing and Perfetto open.
+"""Records where the time of a run goes, in the Trace Event Format that chrome://tracing and Perfetto open.
 
-One file a rank, and rank 0's with all of them. Clocks are the host's, so that ranks of one host line up.
+Each rank has a file, and rank 0 one of all ranks. Clocks are the host's, so the ranks of a host are aligned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MICROSECONDS = 1e6
 
 
 class PhaseTrace:
-    """Events of one rank. `phases` None takes all of them; steps are always taken."""
+    """Collects the events of one rank: of all phases or of some (`phases`), and of every step."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PhaseTrace:
         self.events.append({"ph": kind, "name": name, "pid": self._rank, "tid": 0, **more})
 
     def now(self) -> float:
-        """Microseconds since the epoch."""
+        """Returns microseconds since the epoch."""
         return (self._start + time.perf_counter()) * MICROSECONDS
 
     def wants(self, phase: str) -> bool:
@@ -52,7 +52,7 @@ class PhaseTrace:
 
     @contextmanager
     def span(self, name: str, kind: str = "phase") -> Iterator[None]:
-        """Everything inside, as one bar; bars inside it stand below."""
+        """Records the enclosed code as one bar; bars inside it are shown below it."""
         started, used = self.now(), os.times()
         self._memory(started)
         try:
@@ -66,7 +66,7 @@ class PhaseTrace:
             self._memory(ended)
 
     def bar(self, name: str, kind: str, seconds: float) -> None:
-        """What took `seconds` and has just ended."""
+        """Records a bar of `seconds` that ends now."""
         ended = self.now()
         self._add(
             "X", name, cat=kind, ts=ended - seconds * MICROSECONDS, dur=seconds * MICROSECONDS

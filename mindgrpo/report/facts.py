@@ -1,4 +1,4 @@
-"""What a page says of a run besides its samples: what ran and how it ended, warnings, figures by step, phases."""
+"""Collects what a page shows besides samples: what ran and how it ended, warnings, metrics by step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 from mindgrpo.report.samples import evenly, significant
 
-# Of these a column has at most the first number, and all columns together about the second one.
-MAX_ROWS, MAX_FIGURES = 2000, 200_000
-# Of a row of metrics, what is no figure.
-_NO_FIGURES = ("step", "nonfinite")
+# Values of a column, and of all columns together (about).
+MAX_ROWS, MAX_VALUES = 2000, 200_000
+_NO_METRICS = ("step", "nonfinite")
 _FACTS = (
     ("model", ("rl_config.model_name", "actor_config.load")),
     ("data", ("rl_config.dataset_file",)),
@@ -26,7 +25,7 @@ _AXES = {"data_parallel": "DP", "model_parallel": "MP", "pipeline_stage": "PP"}
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """(name, text) in the order of the page's header."""
+    """Returns (name, text) pairs in the order of the page's header."""
     texts: dict[str, Any] = {}
     for name, keys in _FACTS:
         texts[name] = next((run.values[key] for key in keys if run.values.get(key)), None)
@@ -41,7 +40,7 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     if not number_of(values, "rl_config.beta", 0.0):
         del texts["layout_ref"]
     elif not texts["layout_ref"]:
-        # As a run lays it out where nothing is said of it.
+        # The default of the reference model's layout.
         texts["layout_ref"] = texts["layout_actor"]
     texts |= {name: summary.get(name) for name in _SUMMARY}
     texts |= {name: summary.get(name) for name in ("ranks", "host")}
@@ -59,7 +58,7 @@ def _layout(values: Mapping[str, Any], prefix: str) -> str:
 
 
 def ending(run: RunFolder) -> dict[str, Any]:
-    """When it ran and how it ended: `is_complete` is None without a summary. Times in seconds since the epoch."""
+    """Returns when the run ended, in seconds since the epoch, and how; `is_complete` is None without a summary."""
     last = max((row["step"] for row in run.metrics), default=0)
     source = run.path / ("summary.json" if run.summary else "metrics.jsonl")
     ended, reason = source.stat().st_mtime, run.summary.get("ended")
@@ -77,7 +76,7 @@ def ending(run: RunFolder) -> dict[str, Any]:
 
 
 def warnings(run: RunFolder) -> list[list[Any]]:
-    """[code, arguments ...] of what a reader of the curves should know."""
+    """Returns [code, arguments ...] for each fact that readers of the curves should know."""
     lines: list[list[Any]] = []
     for name, count in _totals(run.metrics, "reward/", "/errors").items():
         lines.append(["reward_failed", name, count])
@@ -105,25 +104,25 @@ def _totals(rows: list[RunRow], prefix: str, suffix: str) -> dict[str, int]:
 
 
 def figures(run: RunFolder) -> dict[str, Any]:
-    """Columns by key over `steps`, evenly spaced where these are too many; step 0 is what was before the first one."""
+    """Returns columns by key over `steps`, evenly spaced if there are too many; step 0 is before the first one."""
     rows: dict[int, RunRow] = {}
     for row in [*run.evaluations, *run.metrics]:
         rows[row["step"]] = rows.get(row["step"], {}) | row
     steps = sorted(rows)
     keys = dict.fromkeys(key for row in run.metrics + run.evaluations for key in row)
-    limit = max(2, min(MAX_ROWS, MAX_FIGURES // max(1, len(keys))))
+    limit = max(2, min(MAX_ROWS, MAX_VALUES // max(1, len(keys))))
     evaluated = [row["step"] for row in run.evaluations]
     kept = sorted({*evenly(steps, limit), *evenly(evaluated, limit // 10)})
     columns = {}
     for key in keys:
         values = [significant(rows[step].get(key)) for step in kept]
-        if key not in _NO_FIGURES and any(value is not None for value in values):
+        if key not in _NO_METRICS and any(value is not None for value in values):
             columns[key] = values
     return {"steps": kept, "num_steps": len(steps), "columns": columns}
 
 
 def clipping(run: RunFolder) -> dict[str, Any]:
-    """What a page needs to tell which tokens the update clipped."""
+    """Returns the bounds by which the page marks the tokens that the update clipped."""
     values = run.values
     bounds = (values.get("rl_config.dual_clip"), values.get("rl_config.delta"))
     return {

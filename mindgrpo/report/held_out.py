@@ -1,4 +1,4 @@
-"""Answers to held-out prompts side by side: of a run's first and last evaluation, or of two runs."""
+"""Compares answers to held-out prompts: those of a run's first and last evaluation, or of two runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Answers = dict[Key, dict[str, Any]]
 
 
 def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
-    """Columns (run, step), and a row for each prompt in one of them: answers by column, null where there is none.
+    """Returns columns (run, step), and a row for each prompt in any of them: answers by column, null if it has none.
 
-    `change` of a row is what its last column's reward has more than that of the first; of two runs, than the last of
-    the first run.
+    `change` of a row is the reward of its last column minus that of the first; for two runs, minus that of the first
+    run's last column.
     """
     columns: list[dict[str, int]] = []
     answers: list[Answers] = []
@@ -39,7 +39,7 @@ def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
     start = max((i for i, column in enumerate(columns) if column["run"] == 0), default=0)
     compared = (start if len(runs) > 1 else 0, len(columns) - 1)
     rows = [_row(key, answers, compared) for key in keys]
-    # From the most that was lost to the most that was gained: a choice of rows has some of each.
+    # Sorted by the change, so that an evenly spaced choice has losses and gains.
     rows.sort(key=lambda row: row["change"] or 0.0)
     sizes = sum(num_bytes(data_text(row)) for row in rows)
     limit = len(rows) if sizes <= budget else max(1, len(rows) * budget // sizes)
@@ -53,7 +53,7 @@ def held_out(runs: Sequence[RunFolder], budget: int) -> dict[str, Any]:
 
 
 def _answers(run: RunFolder, step: int) -> Answers:
-    """The n-th answer to a prompt in a mode, by (mode, prompt, n)."""
+    """Returns the n-th answer to a prompt in a mode, by (mode, prompt, n)."""
     counts: dict[tuple[str, str], int] = {}
     answers: Answers = {}
     for row in run.held_out.of_step(step):

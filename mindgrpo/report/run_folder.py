@@ -5,7 +5,6 @@ A folder without a run is refused; half-written and older files are taken as the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from mindgrpo.strict_files import lines_of, row_of
 
 RunRow = dict[str, Any]
 
+OUTPUT_BYTES = 20_000
+_ENTRY = re.compile(r"( *)([^\s:#][^:]*):(?: (.*))?")
 # Runs write the step first: a file of many steps is indexed without reading its rows.
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})[,}]')
 
@@ -30,7 +31,7 @@ def parsed(line: bytes) -> RunRow | None:
 
 
 class RowFile:
-    """The lines of a file by step, as they are when this is made; of a file that is not there, none."""
+    """Reads the lines of a JSON lines file by step, as it is now; a missing file has none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +59,7 @@ class RowFile:
         return len(self._spans.get(step, []))
 
     def of_step(self, step: int) -> list[RunRow | None]:
-        """In the order of the file; None stands for a damaged row, so that the others keep their numbers."""
+        """Reads the rows of a step in the order of the file, with None for a damaged one, so that numbers are kept."""
         spans = self._spans.get(step, [])
         if not spans:
             return []
@@ -71,7 +72,7 @@ class RowFile:
         return rows
 
     def all(self) -> list[RunRow]:
-        """In the order of steps."""
+        """Reads all rows in the order of steps."""
         return [row for step in self.steps for row in self.of_step(step) if row is not None]
 
 
@@ -83,12 +84,9 @@ def _step_of(line: bytes) -> int | None:
     return None if row is None else int(row["step"])
 
 
-_LINE = re.compile(r"( *)([^\s:#][^:]*):(?: (.*))?")
-
-
 @dataclass(frozen=True)
 class ConfigEntry:
-    """`text` is the value as the file has it."""
+    """Holds a key of config_resolved.yaml, the text of its value, and where that came from."""
 
     key: str
     text: str
@@ -96,13 +94,13 @@ class ConfigEntry:
 
 
 def read_configuration(path: Path) -> list[ConfigEntry]:
-    """Of a file that is not there, none; a line that is no entry is passed."""
+    """Reads config_resolved.yaml, if it exists; lines that are not entries are skipped."""
     if not path.is_file():
         return []
     entries: list[ConfigEntry] = []
     sections: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        match = _LINE.fullmatch(line)
+        match = _ENTRY.fullmatch(line)
         if match is None:
             continue
         depth, name, rest = len(match[1]) // 2, match[2], match[3]
@@ -113,14 +111,11 @@ def read_configuration(path: Path) -> list[ConfigEntry]:
     return entries
 
 
-def values_of(entries: list[ConfigEntry]) -> dict[str, Any]:
-    values = {}
-    for entry in entries:
-        try:
-            values[entry.key] = yaml.safe_load(entry.text)
-        except yaml.YAMLError:
-            values[entry.key] = entry.text
-    return values
+def _value_of(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
@@ -128,12 +123,9 @@ def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else default
 
 
-OUTPUT_BYTES = 20_000
-
-
 @dataclass(frozen=True)
 class RunFolder:
-    """`summary` is empty until the run has ended; `reward_output` is the end of what rewards printed."""
+    """Holds a run's files; `summary` is empty until it has ended, `reward_output` is the end of the rewards' output."""
 
     path: Path
     metrics: list[RunRow]
@@ -153,7 +145,7 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Raises UserError for a folder that holds no run."""
+    """Reads a run's folder. Raises UserError if it has no metrics.jsonl."""
     path = folder.resolve()
     if not (path / "metrics.jsonl").is_file():
         raise UserError(
@@ -161,7 +153,7 @@ def read_run(folder: Path) -> RunFolder:
         )
     metrics, evaluations = (RowFile(path / name) for name in ("metrics.jsonl", "evaluations.jsonl"))
     configuration = read_configuration(path / "config_resolved.yaml")
-    values = values_of(configuration)
+    values = {entry.key: _value_of(entry.text) for entry in configuration}
     rows = metrics.all(), evaluations.all()
     return RunFolder(
         path,
@@ -178,7 +170,7 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def _completions(path: Path, values: Mapping[str, Any]) -> Path:
-    """In the run's folder, unless they were to be kept in another one that holds no other run's."""
+    """Returns the path of completions.jsonl, which may be in a folder that runs share."""
     asked = values.get("rl_config.save_prompt_completions_dir")
     inside = path / "completions.jsonl"
     if inside.exists() or not isinstance(asked, str) or not asked:
@@ -189,11 +181,7 @@ def _completions(path: Path, values: Mapping[str, Any]) -> Path:
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
+    return (row_of(path.read_bytes()) or {}) if path.is_file() else {}
 
 
 def _end_of(path: Path) -> str:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -17,15 +18,18 @@ from tokenizers.decoders import DecodeStream
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 
 MAX_STEPS = 100
-# Of a completion's tokens (of its characters, where tokens have no texts) these are shown, at its start and its end.
+# The first and the last tokens of a completion that are shown (characters, if the tokens have no texts).
 HEAD_TOKENS, TAIL_TOKENS = 1500, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 6000, 2000
 ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob")
 
+Group = list[tuple[int, RunRow]]
+"""Samples that are compared with each other, with their numbers in the step."""
+
 
 @dataclass
 class ShownSamples:
-    """`by_step`: what a page shows of each step, as JSON."""
+    """Holds the samples of a page: `by_step` is the JSON of each step."""
 
     by_step: dict[int, str] = field(default_factory=dict)
     num_shown: int = 0
@@ -91,8 +95,9 @@ class _Packer:
 
 
 def choose_samples(run: RunFolder, budget: int) -> ShownSamples:
-    """Of evenly spaced steps whole groups from all over the rewards, in at most `budget` bytes of JSON."""
-    packer = _packer(run)
+    """Chooses complete groups across the range of rewards, of evenly spaced steps: at most `budget` bytes of JSON."""
+    size = int(number_of(run.values, "rl_config.num_generations", 0))
+    packer = _Packer(run, tokenizer_of(run), max(0, size))
     shown = ShownSamples()
     steps = run.completions.steps
     if not steps:
@@ -100,7 +105,7 @@ def choose_samples(run: RunFolder, budget: int) -> ShownSamples:
     largest = max(_group_bytes(packer, step) for step in (steps[0], steps[-1]))
     chosen = evenly(steps, min(MAX_STEPS, max(1, budget // largest)))
     for position, step in enumerate(chosen):
-        # What a step leaves of its share goes to the steps after it.
+        # The unused part of a step's share goes to the steps after it.
         share = budget // (len(chosen) - position)
         packed, size = _pack_step(packer, step, share, shown)
         if packed:
@@ -109,20 +114,15 @@ def choose_samples(run: RunFolder, budget: int) -> ShownSamples:
     return shown
 
 
-def _packer(run: RunFolder) -> _Packer:
-    size = int(number_of(run.values, "rl_config.num_generations", 0))
-    return _Packer(run, tokenizer_of(run), max(0, size))
-
-
 def _group_bytes(packer: _Packer, step: int) -> int:
-    """What the largest group of a step takes."""
+    """Returns the bytes of the largest group of a step."""
     arrays = packer.arrays(step)
     groups = (packer.group(group, arrays) for group in packer.groups(step))
     return max((num_bytes(data_text(group)) for group in groups), default=1)
 
 
 def _pack_step(packer: _Packer, step: int, share: int, shown: ShownSamples) -> tuple[str, int]:
-    """The step's JSON and its bytes; ("", 0) where no group fits."""
+    """Returns the step's JSON and its bytes; ("", 0) if no group fits."""
     groups, arrays = packer.groups(step), packer.arrays(step)
     packed: dict[int, str] = {}
     size = 0
@@ -130,7 +130,7 @@ def _pack_step(packer: _Packer, step: int, share: int, shown: ShownSamples) -> t
         group = packer.group(groups[index], arrays)
         text = data_text(group)
         if size + num_bytes(text) > share:
-            # Packing takes long, and the other groups are hardly smaller.
+            # Packing is slow, and the other groups are hardly smaller.
             if packed:
                 break
             continue
@@ -148,7 +148,7 @@ def _pack_step(packer: _Packer, step: int, share: int, shown: ShownSamples) -> t
 
 
 def turns_of(row: RunRow) -> list[dict[str, Any]]:
-    """Of a conversation: who wrote what, which calls are in it, and why a tool's answer is a failure; all texts."""
+    """Returns a conversation's turns: role, content, calls, and why a tool's answer is a failure, as texts."""
     messages = row.get("messages")
     turns = []
     for message in messages if isinstance(messages, list) else []:
@@ -175,7 +175,7 @@ def rewards_of(row: RunRow) -> dict[str, float | None]:
 
 
 def total_of(row: RunRow) -> float | None:
-    """What the run trained with; None in the rows of runs that did not write it."""
+    """Returns the reward that the run trained with; None if the run did not write it."""
     return significant(row.get("reward"))
 
 
@@ -192,7 +192,7 @@ def shortened(text: str) -> str:
 
 
 def significant(value: Any) -> float | None:
-    """A whole number, or six digits of another one; None for what is no finite number."""
+    """Returns an integer, or six digits of another number; None for anything but a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None
     number = value if isinstance(value, int) else float(f"{value:.6g}")
@@ -200,7 +200,7 @@ def significant(value: Any) -> float | None:
 
 
 def cut_array(text: Any, length: int) -> str | None:
-    """An array of `length` float16 in base64, without what its tokens lose in the middle; None for another."""
+    """Returns the shown part of `length` float16 in base64; None if `text` is not such an array."""
     if not isinstance(text, str) or not length:
         return None
     try:
@@ -214,29 +214,23 @@ def cut_array(text: Any, length: int) -> str | None:
     return base64.b64encode(values[: 2 * HEAD_TOKENS] + values[-2 * TAIL_TOKENS :]).decode()
 
 
-# In a script block only these could end it, or a comment in it; JSON reads the escapes as the characters.
-_ESCAPES = {char: f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+# Only these could end a script block, or a comment in it; JSON reads the escapes as the characters.
+_ESCAPES = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def data_text(value: Any) -> str:
-    """JSON that can stand in a page's script block, whatever texts it holds."""
+    """Formats JSON that is safe in a page's script block, with any texts."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for char, escape in _ESCAPES.items():
-        text = text.replace(char, escape)
     # Half of a surrogate pair cannot be written.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text.translate(_ESCAPES).encode("utf-8", "replace").decode("utf-8")
 
 
 def num_bytes(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-Group = list[tuple[int, RunRow]]
-"""ShownSamples that are compared with each other, with their numbers in the step."""
-
-
 def evenly(items: Sequence[int], limit: int) -> list[int]:
-    """At most `limit` of the items, evenly spaced, the first and the last among them."""
+    """Returns at most `limit` of the items, evenly spaced, including the first and the last."""
     if len(items) <= limit:
         return list(items)
     if limit <= 1:
@@ -246,7 +240,7 @@ def evenly(items: Sequence[int], limit: int) -> list[int]:
 
 
 def spread(count: int) -> Iterator[int]:
-    """0 ... count - 1: the first, the last, then what is in the middle of the widest gaps."""
+    """Yields 0 ... count - 1: the first, the last, then the middles of the widest gaps."""
     yield from range(min(count, 1))
     if count > 1:
         yield count - 1
@@ -260,9 +254,9 @@ def spread(count: int) -> Iterator[int]:
 
 
 def groups_of(rows: Sequence[RunRow | None], group_size: int) -> list[Group]:
-    """Consecutive samples, so many as the size says, or where that is not known (0) those of one prompt.
+    """Divides a step's samples in groups of `group_size`, or of equal prompts if that is not known (0).
 
-    An environment may give each sample of a group a prompt of its own.
+    An environment may give each sample of a group its own prompt.
     """
 
     def key(pair: tuple[int, RunRow | None]) -> int | str:
@@ -270,34 +264,28 @@ def groups_of(rows: Sequence[RunRow | None], group_size: int) -> list[Group]:
         return number // group_size if group_size else str((row or {}).get("prompt", ""))
 
     groups = [list(pairs) for _, pairs in groupby(enumerate(rows), key)]
-    whole = [[(i, row) for i, row in group if row is not None] for group in groups]
-    return [group for group in whole if group]
+    present = [[(i, row) for i, row in group if row is not None] for group in groups]
+    return [group for group in present if group]
 
 
 def stratified(means: Sequence[float]) -> list[int]:
-    """All groups by their mean reward: the lowest, the highest, then evenly between them."""
+    """Orders groups by their mean reward: the lowest, the highest, then evenly between them."""
     ranked = sorted(range(len(means)), key=lambda i: means[i])
     return [ranked[i] for i in spread(len(means))]
 
 
 def tokenizer_of(run: RunFolder) -> Tokenizer | None:
-    """Of the model that the run wrote, else of the one that it loaded; None where neither can be read."""
-    for folder in _folders(run.path, run.values):
-        try:
-            return Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception:  # the library raises Exception itself
-            continue
+    """Reads the tokenizer of the model that the run wrote or loaded; returns None if neither is readable."""
+    keys = ("rl_config.tokenizer_dir", "actor_config.save", "actor_config.load")
+    for folder in (str(run.path / "hf"), *(run.values.get(key) for key in keys)):
+        with suppress(Exception):  # the library raises Exception itself
+            if isinstance(folder, str):
+                return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     return None
 
 
-def _folders(path: Path, values: Mapping[str, Any]) -> list[Path]:
-    keys = ("rl_config.tokenizer_dir", "actor_config.save", "actor_config.load")
-    asked = [values.get(key) for key in keys]
-    return [path / "hf", *(Path(folder) for folder in asked if isinstance(folder, str))]
-
-
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str] | None:
-    """One text a token; a character of several tokens is with its last one. None where an id is unknown."""
+    """Returns a text per token, a character of several tokens with its last one; None if an id is unknown."""
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer, number) or "" for number in ids]
@@ -306,15 +294,7 @@ def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str] | None:
 
 
 def packed_lengths(texts: Sequence[str]) -> str:
-    """Lengths of texts as JavaScript counts them, a byte each in base64; 255 means that the next byte adds to it."""
-    out = bytearray()
-    for text in texts:
-        # A character beyond the first 65536 counts twice.
-        length = (
-            len(text) if text.isascii() else len(text.encode("utf-16-le", "surrogatepass")) // 2
-        )
-        while length >= 255:
-            out.append(255)
-            length -= 255
-        out.append(length)
-    return base64.b64encode(bytes(out)).decode()
+    """Encodes the texts' lengths in UTF-16 units as bytes in base64; 255 means that the next byte is added to it."""
+    lengths = (len(text.encode("utf-16-le", "surrogatepass")) // 2 for text in texts)
+    out = b"".join(b"\xff" * (length // 255) + bytes([length % 255]) for length in lengths)
+    return base64.b64encode(out).decode()

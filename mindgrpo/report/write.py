@@ -19,11 +19,11 @@ from mindgrpo.report.samples import ShownSamples, choose_samples, data_text
 
 FILE_NAME = "report.html"
 LONGEST_WRITING = 60.0  # seconds
-# Figures take 1 to 2 MB of their own: together a page stays below 15 MB.
+# Metrics take 1 to 2 MB: together a page stays below 15 MB.
 SAMPLE_BYTES, HELD_OUT_BYTES = 10_000_000, 2_000_000
 _HERE = Path(__file__).resolve().parent
 _STYLES = ("vendor/uPlot.min.css", "page/style.css", "page/samples.css")
-# In the order in which they use each other.
+# In the order of their dependencies.
 SCRIPTS = (
     "words.js",
     "dom.js",
@@ -82,7 +82,7 @@ def page(runs: Sequence[RunFolder]) -> str:
         "DATA": "\n".join(blocks),
         "SCRIPTS": "\n".join(f"<script>{text}</script>" for text in scripts),
     }
-    # Split before anything is filled in: what a run wrote is never searched for a mark.
+    # Split before anything is filled in: text of a run is never searched for a mark.
     sections = _source("page/page.html").split("@@")
     return "".join(values[text] if i % 2 else text for i, text in enumerate(sections))
 

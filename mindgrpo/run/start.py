@@ -137,7 +137,7 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
         asked = str(start.output)
         # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
         goes_on = start.output == start.source or not start.candidates
-    directory = run_directory.create(asked, name, goes_on=goes_on)
+    directory = run_directory.create(asked, name, continues=goes_on)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
