@@ -103,7 +103,7 @@ def _totals(rows: list[RunRow], prefix: str, suffix: str) -> dict[str, int]:
     return totals
 
 
-def figures(run: RunFolder) -> dict[str, Any]:
+def metric_columns(run: RunFolder) -> dict[str, Any]:
     """Returns columns by key over `steps`, evenly spaced if there are too many; step 0 is before the first one."""
     rows: dict[int, RunRow] = {}
     for row in [*run.evaluations, *run.metrics]:

@@ -12,7 +12,7 @@ from typing import Any
 import mindgrpo
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.child_program import start_program, wait_for_program
-from mindgrpo.report.facts import clipping, ending, facts, figures, warnings
+from mindgrpo.report.facts import clipping, ending, facts, metric_columns, warnings
 from mindgrpo.report.held_out import held_out
 from mindgrpo.report.run_folder import RunFolder, read_run
 from mindgrpo.report.samples import ShownSamples, choose_samples, data_text
@@ -93,7 +93,7 @@ def _run_data(run: RunFolder, samples: ShownSamples) -> dict[str, Any]:
         "facts": facts(run),
         "ending": ending(run),
         "warnings": warnings(run),
-        "figures": figures(run),
+        "figures": metric_columns(run),
         "clipping": clipping(run),
         "configuration": [[entry.key, entry.text, entry.origin] for entry in run.configuration],
         "rewardOutput": run.reward_output,

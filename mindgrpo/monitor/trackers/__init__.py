@@ -1,1 +1,1 @@
-"""Experiment trackers, each in a process of its own that follows the run's files; see docs/trackers.md."""
+"""Records runs with experiment trackers, each in its own process that follows the run's files (docs/trackers.md)."""
