@@ -81,7 +81,7 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
         ("optimizer", ["actor_config.optimizer is a section of"]),
         (
             "generate_config.use_vllm",
-            ["generate_config.use_vllm: 1: vLLM generates", "in TRL: use_vllm"],
+            ["generate_config.use_vllm: 1: generate with vLLM", "in TRL: use_vllm"],
         ),
         ("rl_config.enable_compile_cache", ["which is not available yet; leave it at False"]),
         ("model_config", ["actor_config.model_config: ", "ref_config.model_config: "]),
