@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.checkpoint.folders import find, folder_of, steps_in
 from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.checkpoint.load import checkpoint_files
@@ -117,7 +118,7 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path
 def convert(
     source: Path,
     target: Path,
-    dtype: str,
+    dtype: Dtype,
     max_shard_bytes: int,
     names: str = "huggingface",
     model: Path | None = None,

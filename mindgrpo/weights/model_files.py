@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from mindgrpo.backend.dtypes import Dtype, numpy_dtype
 from mindgrpo.errors import UserError, writing
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import is_inside, read_object
@@ -37,6 +38,7 @@ STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 MAX_DIMS = 8
 TILE_ROWS, TILE_COLUMNS = 64, 256
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
 _AGAIN = "download or copy it again."
 
 
@@ -253,7 +255,7 @@ def _read_header(file: Path) -> dict[str, ModelTensor]:
 
 
 def header_of(
-    shapes: Mapping[str, Sequence[int]], dtype: str = "float32", metadata: str = "pt"
+    shapes: Mapping[str, Sequence[int]], dtype: Dtype = "float32", metadata: str = "pt"
 ) -> tuple[bytes, list[int]]:
     """Returns what a safetensors file of these tensors begins with, and the offset of each tensor after it."""
     header: dict[str, Any] = {"__metadata__": {"format": metadata}}
@@ -268,12 +270,12 @@ def header_of(
     return len(text).to_bytes(8, "little") + text, offsets[:-1]
 
 
-def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
+def tensor_bytes(shape: Sequence[int], dtype: Dtype) -> int:
     return prod(shape) * np.dtype(STORED_AS[_DTYPE_CODES[dtype]]).itemsize
 
 
 def plan_shards(
-    shapes: Mapping[str, Sequence[int]], max_shard_bytes: int, dtype: str = "float32"
+    shapes: Mapping[str, Sequence[int]], max_shard_bytes: int, dtype: Dtype = "float32"
 ) -> list[list[str]]:
     """Shares the tensors out over files of at most `max_shard_bytes`, in their order; a larger one is alone in its."""
     shards: list[list[str]] = []
@@ -301,7 +303,7 @@ class SafetensorsWriter:
         directory: str | os.PathLike[str],
         shapes: Mapping[str, Sequence[int]],
         max_shard_bytes: int = MAX_SHARD_BYTES,
-        dtype: str = "float32",
+        dtype: Dtype = "float32",
         joins: bool = False,
     ) -> None:
         if dtype not in _DTYPE_CODES:
@@ -395,31 +397,17 @@ class SafetensorsWriter:
             self.discard()
 
 
-def _as_stored(array: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:
-    """Returns contiguous little-endian values of `dtype`, rounded to nearest, ties to even."""
+def _as_stored(array: NDArray[Any], dtype: Dtype, name: str) -> NDArray[Any]:
+    """Returns contiguous little-endian values of `dtype`, rounded to nearest, ties to even; narrow ones as uint16."""
     exact = array if array.dtype == "<f4" and array.flags.c_contiguous else by_rows(array)
     if dtype == "float32":
         return exact
-    if dtype == "float16":
-        with np.errstate(over="ignore"):
-            rounded: NDArray[Any] = exact.astype("<f2")
-        overflown = np.isinf(rounded)
-    else:
-        rounded = _to_bfloat16(exact)
-        overflown = (rounded & 0x7FFF) == 0x7F80
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = exact.astype(numpy_dtype(dtype)).view("<u2")
+    overflown = (rounded & _INFINITY[dtype]) == _INFINITY[dtype]
     if np.any(overflown & np.isfinite(exact)):
         raise UserError(
             f"{name} has values up to {np.abs(exact[overflown]).max():g}, which {dtype} cannot "
             f"express; save it as float32."
         )
-    return rounded
-
-
-def _to_bfloat16(exact: NDArray[np.float32]) -> NDArray[np.uint16]:
-    bits = exact.view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    nan = np.isnan(exact)
-    if nan.any():
-        # Rounding could carry a NaN's payload over into infinity; its upper half is kept instead.
-        rounded[nan] = (bits[nan] >> 16) | 0x40
     return rounded
