@@ -1,5 +1,4 @@
-"""The folders of a run's checkpoints: names, which of them stay, which one a run resumes from,
-and whether all ranks see them.
+"""Names the folders of a run's checkpoints, and decides which of them stay and which one a run resumes from.
 
 A folder counts as a checkpoint by its name: it gets that name last and loses it first.
 """

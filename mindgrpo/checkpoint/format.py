@@ -1,4 +1,4 @@
-"""The format of a checkpoint: a folder with one safetensors file a rank and manifest.json, which this module reads.
+"""Defines the format of a checkpoint: a folder with one safetensors file a rank and manifest.json, which it reads.
 
 The manifest has the run's state, where each chunk of each tensor lies, and digests of everything. Reading executes
 nothing; a manifest that was changed, or whose chunks overlap, leave a gap or do not lie in their file, is an error.
@@ -36,11 +36,11 @@ Means = dict[str, float | None]
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint that cannot be used as it is; an earlier one may do."""
+    """Raised for a checkpoint that cannot be used as it is; an earlier one may do."""
 
 
 class Best(ManifestModel):
-    """The step whose evaluation gave the highest mean of the reward that the user chose."""
+    """Names the step whose evaluation gave the highest mean of the reward that the user chose."""
 
     step: Count
     score: float
@@ -71,7 +71,7 @@ class RunState(ManifestModel):
 
 
 class StoredChunk(ManifestModel):
-    """`offset` is from the first byte of the file's data; `digest` is the SHA-256 of the chunk's bytes."""
+    """Says where a chunk lies: `offset` counts from the first byte of data; `digest` is the SHA-256 of its bytes."""
 
     start: tuple[Count, ...]
     stop: tuple[Count, ...]
@@ -95,7 +95,7 @@ class StoredTensor(ManifestModel):
 
 
 class StoredFile(ManifestModel):
-    """`header` is the SHA-256 of its first `header_bytes`, before the data."""
+    """Describes a file: `header` is the SHA-256 of its first `header_bytes`, before the data."""
 
     bytes: Count
     header_bytes: Count
@@ -118,7 +118,7 @@ class Identity(ManifestModel):
 
 
 class StoredAdapters(ManifestModel):
-    """The scale of a policy's LoRA adapters is alpha / rank; `targets` are the matrices that have them."""
+    """Describes a policy's LoRA adapters: their scale is alpha / rank; `targets` are the matrices that have them."""
 
     rank: int = Field(ge=1)
     alpha: float = Field(gt=0)

@@ -53,7 +53,7 @@ class NotWritten(UserError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """The slice `box` of the tensor `name` among those of `role`."""
+    """Names the slice `box` of the tensor `name` among those of `role`."""
 
     role: str
     name: str
@@ -112,7 +112,7 @@ def cut(box: Box, chunk_bytes: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class SavedShard:
-    """A file that was written: `stored[i]` is where chunk i lies; `sums[i]` is the sum of its words."""
+    """Describes a file that was written: `stored[i]` is where chunk i lies; `sums[i]` is the sum of its words."""
 
     name: str
     file: StoredFile
@@ -169,7 +169,7 @@ def values_digest(weights: Weights, backend: Backend) -> str:
 
 @dataclass
 class _Work:
-    """One rank's part of a checkpoint, and how it went."""
+    """Writes one rank's part of a checkpoint, and keeps how that went."""
 
     step: int
     complete: Complete
@@ -222,12 +222,12 @@ class Saver:
 
     @property
     def pending(self) -> int | None:
-        """The step whose checkpoint waits for `commit`."""
+        """Returns the step whose checkpoint waits for `commit`."""
         return None if self._work is None else self._work.step
 
     @property
     def is_written(self) -> bool:
-        """Whether `commit` would not wait for this rank."""
+        """Tells whether `commit` would not wait for this rank."""
         work = self._work
         return work is not None and (work.thread is None or not work.thread.is_alive())
 

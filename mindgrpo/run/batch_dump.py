@@ -36,7 +36,7 @@ BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
 class About(BaseModel):
-    """`step` counts from 1, `update` within it from 0; `members` are the samples of that update, from 0."""
+    """Describes an update: `step` counts from 1, `update` within it from 0; `members` are its samples, from 0."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

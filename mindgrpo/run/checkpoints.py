@@ -200,7 +200,7 @@ class RunCheckpoints:
             self._delete_old()
 
     def settle(self, last_row: int) -> None:
-        """Where a file could not be written: completes the checkpoint that was begun, or discards it.
+        """Completes the checkpoint that was begun, or discards it, where a file of the run could not be written.
 
         `last_row` is the last step whose row is written.
         """

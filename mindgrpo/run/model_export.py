@@ -60,7 +60,7 @@ class ModelExport:
     tokenizer: Tokenizer
 
     def write(self, target: Path) -> None:
-        """The whole model, adapters added in; all ranks together, with the policy on the device."""
+        """Writes the complete model, adapters added in; all ranks together, with the policy on the device."""
         roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
         source, memory = config.actor_config.load, roles.residency
         weights = policy.weights
@@ -77,7 +77,7 @@ class ModelExport:
         on_first_rank(roles.backend, write_own)
 
     def write_all(self, target: Path, adapter_target: Path) -> None:
-        """The whole model, and where there are adapters these by themselves."""
+        """Writes the complete model, and the adapters by themselves where there are any."""
         roles = self.roles
         roles.enter("old_logps")
         self.write(target)
@@ -95,7 +95,7 @@ def export_policy(
     memory: Residency,
     adapters: Adapters | None = None,
 ) -> None:
-    """Writes the whole model, adapters added in; all ranks together, with the policy's weights on the device.
+    """Writes the complete model, adapters added in; all ranks together, with the policy's weights on the device.
 
     A rank has one group of tensors in memory at a time (HostPlan counts it). Names and contents of the files depend on
     the model alone. `source` is the directory that the run started from.
@@ -135,7 +135,7 @@ def export_policy(
 
 
 class _Files:
-    """A TensorSink that writes each group of tensors to this rank's share of the files."""
+    """Writes each group of tensors to this rank's share of the files, as a TensorSink."""
 
     def __init__(self, pool: Pool, writer: SafetensorsWriter) -> None:
         self.pool, self.writer = pool, writer

@@ -41,7 +41,7 @@ class TensorSink(Protocol):
     def host_copies(self) -> Sequence[Pool]: ...
 
     def take(self, tensors: HostTensors) -> None:
-        """A whole group, in `pool`, which the next one overwrites."""
+        """Takes a complete group, in `pool`, which the next one overwrites."""
 
 
 def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
@@ -104,7 +104,7 @@ def bucket_size(layout: Layout, rank: int, dtype: Dtype) -> int:
 
 
 class TensorStream:
-    """A WeightTransfer from `source` and its adapters to `sink`, on the ranks of `layout`, which splits no tensor."""
+    """Transfers `source` with its adapters to `sink`, on the ranks of `layout`, which splits no tensor."""
 
     copies: Sequence[Pool] = ()
 

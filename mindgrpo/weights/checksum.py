@@ -99,7 +99,7 @@ def _factors(box: Box) -> list[np.ndarray]:
 
 @lru_cache(maxsize=64)
 def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
-    """uint32 [stop - start], all odd: a change of one element always shows.
+    """Returns uint32 [stop - start], all odd: a change of one element always shows.
 
     Products wrap, and so numbers of 32 bits give the sum's lower 32.
     """

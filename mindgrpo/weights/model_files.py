@@ -84,7 +84,7 @@ TensorSlice = tuple[Box, ModelTensor]
 
 
 class ModelFiles:
-    """Parameters by name, each one tensor of the files or made of several, which hold disjoint slices of it.
+    """Reads parameters by name, each from one tensor of the files or from several, which hold disjoint slices of it.
 
     A slice may have dims of length 1 that its tensor has not: an expert's matrix [out, in] is the slice [i:i + 1] of a
     parameter [experts, out, in].
