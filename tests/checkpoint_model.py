@@ -13,7 +13,7 @@ from mindgrpo.checkpoint.save import Saver
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import Weights
 
 MODEL = {
@@ -39,8 +39,7 @@ IDENTITY = Identity(
 
 def layout(mesh: tuple[int, int, int], model: dict[str, Any] = MODEL) -> Layout:
     config = decoder_config(model, "the test's model")
-    stages = layers_of_stage(config.num_hidden_layers, mesh[2])
-    return Layout(Mesh(*mesh), parameter_specs(config), tuple(stages))
+    return Layout.of(Mesh(*mesh), parameter_specs(config))
 
 
 def value(role: str, name: str, shape: tuple[int, ...]) -> np.ndarray:

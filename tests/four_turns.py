@@ -99,7 +99,7 @@ def conversations() -> Rollout:
 def policy_of(backend: CpuBackend, loss: LossConfig, shape: MicroShape) -> Policy:
     """The bundled model in float32 at temperature 1."""
     config = read_config(MODEL)
-    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(config.num_hidden_layers),))
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     settings = UpdateSettings(shape, LENGTH, 1.0, KEEP_ALL, loss, 1.0, adamw)
     policy = Policy(config, layout, backend, settings)

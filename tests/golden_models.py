@@ -22,7 +22,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weights.local_weights import Weights
@@ -62,8 +62,7 @@ class Golden:
 def read_golden(family: str) -> Golden:
     directory = FOLDER / family
     config = read_config(directory)
-    layers = tuple(layers_of_stage(config.num_hidden_layers, 1))
-    layout = Layout(Mesh(1, 1), parameter_specs(config), layers)
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     with np.load(directory / "golden.npz") as values:
         return Golden(directory, config, layout, dict(values))
 

@@ -43,7 +43,7 @@ CONFIG = decoder_config(
     },
     "here",
 )
-LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
 
 WITH_C = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 KERNELS = ["plain", pytest.param("native", marks=WITH_C)]

@@ -92,7 +92,7 @@ def linear(policy: Policy, rollout: Rollout, slopes: list[np.ndarray]) -> dict[s
     """The gradient of sum_t slope_t logp_t: at ratio 1 a token's term has the slope -weight * advantage."""
     policy.clear_gradients()
     mesh = policy.weights.layout.mesh
-    batches = PackedRollout(rollout).micro_batches(policy.settings.shape, mesh.data_parallel, 0)
+    batches = PackedRollout(rollout).micro_batches(policy.settings.shape, mesh.dp, 0)
 
     def inputs(micro: MicroBatch) -> tuple[np.ndarray, ...]:
         zeros = np.zeros(micro.picks.size, np.float32)

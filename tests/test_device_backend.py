@@ -283,7 +283,7 @@ def test_adapters_are_merged_and_references_mixed_as_on_the_host(
     device: Backend, host: Backend
 ) -> None:
     lora = LoraSettings(3, 6.0, TARGETS)
-    small = Layout(Mesh(1, 1, 1), adapter_specs(LAYOUT.specs, lora), LAYOUT.stage_layers)
+    small = Layout(Mesh(1, 1), adapter_specs(LAYOUT.specs, lora), LAYOUT.stage_layers)
     results = []
     for backend in (device, host):
         weights, adapters = Weights(LAYOUT, 0, backend), Weights(small, 0, backend, "adapters")

@@ -32,7 +32,7 @@ from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan import memory as plan_memory
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import plan_run
@@ -184,8 +184,7 @@ MANY = WIDE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
 
 def exported_by_ranks(ranks: ThreadBackend, target: Path, mesh: tuple[int, int, int]) -> None:
     config = decoder_config(MANY, "here")
-    stages = layers_of_stage(config.num_hidden_layers, mesh[2])
-    layout = Layout(Mesh(*mesh), parameter_specs(config), tuple(stages))
+    layout = Layout.of(Mesh(*mesh), parameter_specs(config))
     policy = Weights(layout, ranks.rank, ranks, shared=True)
     fill_random(policy, seed=1)
     export_policy(policy, ranks, str(target.parent), target, Residency())

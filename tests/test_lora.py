@@ -151,15 +151,16 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
 
 def test_adapters_are_cut_where_their_matrix_is() -> None:
     specs = parameter_specs(CONFIG)
-    layout = Layout(Mesh(1, 2, 1), specs, (range(2),))
+    layout = Layout.of(Mesh(1, 2), specs)
     adapters = replace(layout, specs=adapter_specs(specs, LoraSettings(3, 3.0, TARGETS)))
     for spec in adapters.specs:
         base = spec.name.replace(".lora_A", "").replace(".lora_B", "")
-        boxes, wholes = adapters.boxes_of(spec.name), layout.boxes_of(base)
-        dim = layout.by_name[base].dim
+        (split,) = layout.by_name[base].splits
+        dim = split.dim
         follows = dim == (1 if "lora_A" in spec.name else 0)
-        assert spec.partial_gradient is not follows
-        for box, whole in zip(boxes, wholes, strict=True):
+        assert spec.summed_over >= ({"dp"} if follows else {"dp", "mp"})
+        for rank in range(2):
+            box, whole = adapters.held_by(rank)[spec.name], layout.held_by(rank)[base]
             if follows:
                 assert (box.start[dim], box.stop[dim]) == (whole.start[dim], whole.stop[dim])
             else:

@@ -1,58 +1,65 @@
-"""Coordinates and groups of ranks. Does not prove that a backend forms the same groups."""
+"""Indices and groups of ranks. Does not prove that a backend forms the same groups."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.mesh import DENSE, EXPERT, Mesh
 
 MESHES = [Mesh(*axes) for axes in product((1, 2, 3), (1, 2, 4), (1, 2, 5))]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_rank_is_stage_then_data_then_model(mesh: Mesh) -> None:
+    array = mesh.ranks()
     for rank in range(mesh.size):
-        at = mesh.coordinates(rank)
-        assert rank == (at.stage * mesh.data_parallel + at.data) * mesh.model_parallel + at.model
-        assert mesh.array[at.stage, at.data, at.model] == rank
+        stage, data, model = (mesh.index(rank, axis) for axis in ("pp", "dp", "mp"))
+        assert rank == (stage * mesh.dp + data) * mesh.mp + model
+        assert array[stage, data, model] == rank
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_a_group_shares_every_coordinate_but_its_own(mesh: Mesh) -> None:
-    groups = {
-        "model": (mesh.model_group, mesh.model_parallel),
-        "data": (mesh.data_group, mesh.data_parallel),
-        "stage": (mesh.stage_group, mesh.pipeline_stage),
-    }
-    for rank in range(mesh.size):
-        for axis, (group_of, length) in groups.items():
-            group = group_of(rank)
-            assert rank in group
-            assert group == tuple(sorted(group)) and len(group) == length
-            places = [mesh.coordinates(other)._replace(**{axis: 0}) for other in group]
-            assert len(set(places)) == 1
-            assert all(group_of(other) == group for other in group)
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, emp=2)], ids=str
+)
+def test_a_group_shares_every_index_but_its_own(mesh: Mesh) -> None:
+    for view in (DENSE, EXPERT):
+        array = mesh.ranks(view)
+        for axes in (axes for n in range(4) for axes in combinations(view, n)):
+            for rank in range(mesh.size):
+                own = tuple(
+                    slice(None) if axis in axes else mesh.index(rank, axis) for axis in view
+                )
+                group = mesh.group(rank, axes)
+                assert group == tuple(array[own].ravel().tolist())
+                assert len(group) == mesh.size_of(axes) and rank in group
+            assert sorted(sum(mesh.groups(axes), ())) == list(range(mesh.size))
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_replicas_partition_the_mesh_in_the_order_of_stages(mesh: Mesh) -> None:
-    replicas = [mesh.replica(data) for data in range(mesh.data_parallel)]
-    assert sorted(sum(replicas, ())) == list(range(mesh.size))
-    for data, replica in enumerate(replicas):
-        places = [mesh.coordinates(rank) for rank in replica]
-        assert [(p.stage, p.data, p.model) for p in places] == [
-            (stage, data, model)
-            for stage in range(mesh.pipeline_stage)
-            for model in range(mesh.model_parallel)
-        ]
+def test_experts_fold_the_ranks_of_a_stage_anew() -> None:
+    mesh = Mesh(4, 2, 2, ep=4)
+    assert mesh.edp == 2 and mesh.ranks(EXPERT).shape == (2, 2, 4, 1)
+    assert mesh.group(1, ("ep",)) == (0, 1, 2, 3) and mesh.group(1, ("edp",)) == (1, 5)
+    assert mesh.group(1, ("mp",)) == (0, 1) and mesh.group(1, ("dp",)) == (1, 3, 5, 7)
+    with pytest.raises(
+        UserError, match="expert_parallel 3 x expert_model_parallel 1 does not divide"
+    ):
+        Mesh(4, 2, ep=3)
+    with pytest.raises(ValueError, match="no view"):
+        mesh.group(0, ("dp", "ep"))
+
+
+def test_a_spaced_mesh_has_groups_of_its_own_ranks() -> None:
+    mesh = Mesh(2, 4).first_ranks
+    assert mesh.group(4, ("dp",)) == (0, 4) and mesh.group(4, ("mp",)) == (4,)
+    assert mesh.holds(4) and not mesh.holds(2) and mesh.end == 8
 
 
 def test_groups_hold_plain_integers() -> None:
     mesh = Mesh(2, 2, 2)
-    for rank in (*mesh.model_group(3), *mesh.replica(1), *mesh.coordinates(5)):
+    for rank in (*mesh.group(3, ("mp",)), *mesh.groups(("pp", "mp"))[1], mesh.index(5, "dp")):
         assert type(rank) is int
 
 
@@ -63,11 +70,9 @@ def test_text_names_the_axes_that_matter() -> None:
 
 def test_rank_outside_the_mesh_is_refused_with_the_layout() -> None:
     with pytest.raises(UserError, match=r"rank 4 .* DP2/MP2, which has 4 ranks"):
-        Mesh(2, 2).coordinates(4)
+        Mesh(2, 2).index(4, "dp")
     with pytest.raises(UserError, match="rank -1"):
-        Mesh(2, 2).model_group(-1)
-    with pytest.raises(IndexError):
-        Mesh(2, 2).replica(2)
+        Mesh(2, 2).group(-1, ("mp",))
     assert not Mesh(2, 2).holds(4)
 
 
@@ -75,8 +80,3 @@ def test_rank_outside_the_mesh_is_refused_with_the_layout() -> None:
 def test_axis_must_be_a_positive_whole_number(value: object) -> None:
     with pytest.raises(UserError, match="model_parallel"):
         Mesh(1, value)  # type: ignore[arg-type]
-
-
-def test_the_array_cannot_be_changed() -> None:
-    with pytest.raises(ValueError):
-        Mesh(1, 2).array[0, 0, 0] = 7

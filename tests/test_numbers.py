@@ -16,7 +16,7 @@ from mindgrpo.grpo.metrics import step_digests
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Box, Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weights.checksum import MODULUS, box_sum, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
@@ -130,8 +130,7 @@ def test_the_commonest_value_is_the_others_and_rank_0s_among_equals() -> None:
 def weights_of(degrees: tuple[int, int, int], seed: int = 5) -> list[Weights]:
     """Of every rank, filled alike."""
     data, model, stages = degrees
-    layers = tuple(layers_of_stage(CONFIG.num_hidden_layers, stages))
-    layout = Layout(Mesh(data, model, stages), parameter_specs(CONFIG), layers)
+    layout = Layout.of(Mesh(data, model, stages), parameter_specs(CONFIG))
     made = []
     for rank in range(data * model * stages):
         weights = Weights(layout, rank, CpuBackend({}))

@@ -38,7 +38,7 @@ class Setting:
 
     def __init__(self, backend: str, kernels: Kernels, on_host: bool) -> None:
         config = decoder_config(RAW, "here")
-        layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(2),))
+        layout = Layout.of(Mesh(1, 1), parameter_specs(config))
         self.backend = made = connect(choose_target("CPU", backend), {})
         made.kernels = kernels
         self.weights = Weights(layout, 0, made)

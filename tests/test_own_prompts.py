@@ -50,7 +50,7 @@ from mindgrpo.weights.pretrained import fill_random
 
 GROUP, MAX_PROMPT, MAX_TOKENS, ROW = 4, 44, 48, 256
 CONFIG = decoder_config(MODEL, "here")
-LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(CONFIG.num_hidden_layers),))
+LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
 LOSS = LossConfig(beta=0.05)
 PACKED, ALONE = MicroShape(1, ROW), MicroShape(1, ROW, 1)
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, stop_ids=tuple(range(0, 384, 5)))

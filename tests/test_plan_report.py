@@ -15,12 +15,17 @@ import pytest
 from mindgrpo.backend.kernels.native.library import may_build
 from mindgrpo.cli.verbs import main
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, ParameterSpec
+from mindgrpo.parallel.sharding import Layout, ParameterSpec, Split
 from mindgrpo.plan.link_time import Links, busiest_link
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
+
+
+def spec_of(layer: int) -> ParameterSpec:
+    splits = (Split("mp", 0),)
+    return ParameterSpec(f"layer{layer}", (8, 10), splits, position=layer, decay=True)
 
 
 def small_plan() -> Plan:
@@ -31,9 +36,9 @@ def small_plan() -> Plan:
     640 - 160 = 480. With ranks 0 and 1 on one host: between hosts each half goes to 2 ranks, so a host sends
     2 halves x 2 x 160 = 640 and receives the same; inside a host each rank sends its half once, 160.
     """
-    specs = tuple(ParameterSpec(f"layer{i}", (8, 10), 0, position=i, decay=True) for i in range(2))
-    source = Layout(Mesh(1, 2, 2), specs, (range(1), range(1, 2)))
-    return plan_reshard(source, Layout(Mesh(4, 1), specs, (range(2),)), itemsize=4)
+    specs = (spec_of(0), spec_of(1))
+    source = Layout.of(Mesh(1, 2, 2), specs)
+    return plan_reshard(source, Layout.of(Mesh(4, 1), specs), itemsize=4)
 
 
 def test_a_link_a_rank_carries_what_the_rank_sends_or_receives() -> None:
@@ -59,13 +64,12 @@ def test_a_slow_way_inside_a_host_can_be_what_all_wait_for() -> None:
 
 def test_both_directions_count() -> None:
     """One rank that holds all gives to three: it sends 3 x 320, and nobody receives more than 320."""
-    specs = (ParameterSpec("layer0", (8, 10), 0, position=0, decay=True),)
-    source = Layout(Mesh(1, 1), specs, (range(1),))
-    gives = plan_reshard(source, Layout(Mesh(4, 1), specs, (range(1),)), itemsize=4)
+    specs = (spec_of(0),)
+    source = Layout.of(Mesh(1, 1), specs)
+    gives = plan_reshard(source, Layout.of(Mesh(4, 1), specs), itemsize=4)
     busiest = busiest_link(gives, Links(bytes_per_s=1.0))
     assert (busiest.who, busiest.direction, busiest.num_bytes) == ("rank 0", "sends", 960)
-    pieces = Layout(Mesh(1, 4), specs, (range(1),))
-    takes = plan_reshard(pieces, Layout(Mesh(1, 1), specs, (range(1),)), itemsize=4)
+    takes = plan_reshard(Layout.of(Mesh(1, 4), specs), source, itemsize=4)
     busiest = busiest_link(takes, Links(bytes_per_s=1.0))
     assert (busiest.who, busiest.direction, busiest.num_bytes) == ("rank 0", "receives", 240)
 

@@ -61,7 +61,7 @@ PARTS = [None, pytest.param(1, marks=WITH_AVX512)]
 def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
     """How often the compiled backward pass makes a product of each shape."""
     config = decoder_config(RAW, "here")
-    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), (range(NUM_LAYERS),))
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     backend = CpuBackend({}, num_parts=num_parts)
     weights = Weights(layout, 0, backend)
     fill_random(weights, seed=1)

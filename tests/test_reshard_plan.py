@@ -22,7 +22,7 @@ from mindgrpo.parallel.sharding import (
     Layout,
     ParameterSpec,
     Position,
-    layers_of_stage,
+    Split,
 )
 from mindgrpo.weight_sync.plan import Move, Plan, plan_reshard
 from mindgrpo.weight_sync.rounds import Piece, rounds
@@ -39,7 +39,7 @@ TRAIN_MESHES = [
     for mp in DEGREES
     if size % (mp * pp) == 0
 ]
-INFER_MESHES = [mesh for mesh in TRAIN_MESHES if mesh.pipeline_stage == 1]
+INFER_MESHES = [mesh for mesh in TRAIN_MESHES if mesh.pp == 1]
 PAIRS = [(train, infer) for train in TRAIN_MESHES for infer in INFER_MESHES]
 
 
@@ -64,9 +64,8 @@ def decoder_specs(
         replicate: bool = False,
     ) -> None:
         decay = len(shape) > 1
-        specs.append(
-            ParameterSpec(name, shape, dim, unit, replicate, position=position, decay=decay)
-        )
+        splits = () if dim is None else (Split("mp", dim, unit, replicate),)
+        specs.append(ParameterSpec(name, shape, splits, position=position, decay=decay))
 
     embedding = (vocabulary, hidden)
     add("model.embed_tokens.weight", embedding, 0, "first_and_last" if tied else "first")
@@ -91,13 +90,9 @@ def decoder_specs(
 @lru_cache
 def layouts(source: Mesh, target: Mesh, tied: bool = False) -> tuple[Layout, Layout]:
     """Five layers, so that stages are uneven; nine where eight stages need one each."""
-    num_layers = 9 if max(source.pipeline_stage, target.pipeline_stage) == 8 else 5
+    num_layers = 9 if max(source.pp, target.pp) == 8 else 5
     specs = decoder_specs(num_layers, tied=tied)
-    made = [
-        Layout(mesh, specs, tuple(layers_of_stage(num_layers, mesh.pipeline_stage)))
-        for mesh in (source, target)
-    ]
-    return made[0], made[1]
+    return Layout.of(source, specs), Layout.of(target, specs)
 
 
 @lru_cache
@@ -271,7 +266,7 @@ def test_ranks_that_hold_the_same_send_alike(train: Mesh, infer: Mesh) -> None:
     for plan in (planned(train, infer), planned(infer, train)):
         largest = max(part.size for part in plan.segments) * plan.itemsize
         for rank in range(plan.source.mesh.size):
-            loads = [plan.sent_bytes(other) for other in plan.source.mesh.data_group(rank)]
+            loads = [plan.sent_bytes(other) for other in plan.source.mesh.group(rank, ("dp",))]
             assert max(loads) - min(loads) <= largest
 
 
@@ -318,11 +313,9 @@ def test_the_design_layout_keeps_its_stage_and_fetches_the_other() -> None:
 
 
 def test_parts_that_are_cut_along_different_dims_meet() -> None:
-    rows = ParameterSpec("w", (7, 10), 0, position="first", decay=True)
-    columns = replace(rows, dim=1)
-    source, target = (
-        Layout(Mesh(2, 4), (spec,), (range(1),)) for spec in (rows, columns)
-    )  # fmt: skip
+    rows = ParameterSpec("w", (7, 10), (Split("mp", 0),), position="first", decay=True)
+    columns = replace(rows, splits=(Split("mp", 1),))
+    source, target = (Layout.of(Mesh(2, 4), (spec,)) for spec in (rows, columns))
     plan = plan_reshard(source, target)
     run_moves(plan)
     run_rounds(plan, 64)
@@ -330,11 +323,9 @@ def test_parts_that_are_cut_along_different_dims_meet() -> None:
 
 
 def test_scalars_and_empty_models_are_carried() -> None:
-    scalar = (ParameterSpec("s", (), None, position="first", decay=False),)
+    scalar = (ParameterSpec("s", (), position="first", decay=False),)
     for specs in (scalar, ()):
-        plan = plan_reshard(
-            Layout(Mesh(1, 1), specs, (range(1),)), Layout(Mesh(1, 4), specs, (range(1),))
-        )
+        plan = plan_reshard(Layout.of(Mesh(1, 1), specs), Layout.of(Mesh(1, 4), specs))
         run_moves(plan)
         assert len(rounds(plan, 4)) == len(specs)
         assert plan.bytes_moved == plan.lower_bound == len(specs) * 3 * 4
@@ -382,9 +373,8 @@ def test_a_bucket_smaller_than_a_row_is_refused_with_the_size_that_would_do() ->
 
 def test_a_72b_model_on_1024_ranks_can_be_planned() -> None:
     specs = decoder_specs(80, 8192, 64, 8, 128, 29568, 152064)
-    train, infer = Mesh(8, 8, 16), Mesh(128, 8)
-    source = Layout(train, specs, tuple(layers_of_stage(80, 16)))
-    plan = plan_reshard(source, Layout(infer, specs, (range(80),)), itemsize=2)
+    source, target = Layout.of(Mesh(8, 8, 16), specs), Layout.of(Mesh(128, 8), specs)
+    plan = plan_reshard(source, target, itemsize=2)
     assert plan.bytes_moved == plan.lower_bound
     for rank in (0, 777, 1023):
         mine = plan.of(rank)

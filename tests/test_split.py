@@ -14,11 +14,11 @@ from mindgrpo.parallel.sharding import (
     Layout,
     ParameterSpec,
     Position,
+    Split,
+    StageLayers,
     box_of,
     layers_of_stage,
     local_shape,
-    num_replicas,
-    stages_of,
 )
 
 
@@ -30,7 +30,18 @@ def spec_of(
     position: Position = "first",
     name: str = "w",
 ) -> ParameterSpec:
-    return ParameterSpec(name, shape, dim, unit, replicate, position=position, decay=True)
+    splits = () if dim is None else (Split("mp", dim, unit, replicate),)
+    return ParameterSpec(name, shape, splits, position=position, decay=True)
+
+
+def boxes_of(spec: ParameterSpec, ways: int) -> list[Box]:
+    """By the ranks of a model group."""
+    return [box_of(spec, Mesh(1, ways), {"mp": index}) for index in range(ways)]
+
+
+def num_replicas(spec: ParameterSpec, ways: int) -> int:
+    boxes = boxes_of(spec, ways)
+    return boxes.count(boxes[0])
 
 
 SPLITS = [
@@ -51,14 +62,14 @@ SPLITS = [
 def test_boxes_put_together_are_the_parameter(spec: ParameterSpec, ways: int) -> None:
     whole = np.arange(np.prod(spec.shape, dtype=int)).reshape(spec.shape)
     replicas = num_replicas(spec, ways)
-    boxes = [box_of(spec, ways, index) for index in range(ways)]
+    boxes = boxes_of(spec, ways)
     groups = [boxes[first : first + replicas] for first in range(0, ways, replicas)]
     assert all(len(set(group)) == 1 for group in groups)
     shares = [whole[group[0].slices] for group in groups]
-    if spec.dim is None:
+    if not spec.splits:
         assert len(shares) == 1 and np.array_equal(shares[0], whole)
     else:
-        assert np.array_equal(np.concatenate(shares, axis=spec.dim), whole)
+        assert np.array_equal(np.concatenate(shares, axis=spec.splits[0].dim), whole)
         assert len({box for box in boxes if box.size}) == sum(map(bool, map(np.size, shares)))
 
 
@@ -67,25 +78,24 @@ def test_boxes_put_together_are_the_parameter(spec: ParameterSpec, ways: int) ->
 def test_local_shape_fits_every_rank_and_is_no_larger_than_the_first(
     spec: ParameterSpec, ways: int
 ) -> None:
-    shape = local_shape(spec, ways)
-    assert shape == box_of(spec, ways, 0).shape
-    for index in range(ways):
-        box = box_of(spec, ways, index)
+    shape, boxes = local_shape(spec, Mesh(1, ways)), boxes_of(spec, ways)
+    assert shape == boxes[0].shape
+    for box in boxes:
         assert all(own <= room for own, room in zip(box.shape, shape, strict=True))
-        if spec.dim is not None:
-            assert box.start[spec.dim] % spec.unit == 0 and box.stop[spec.dim] % spec.unit == 0
+        for split in spec.splits:
+            assert box.start[split.dim] % split.unit == box.stop[split.dim] % split.unit == 0
 
 
 def test_shares_are_rounded_up_and_the_last_may_be_empty() -> None:
     vocabulary = spec_of((13, 6), 0)
-    sizes = [box_of(vocabulary, 8, index).shape[0] for index in range(8)]
+    sizes = [box.shape[0] for box in boxes_of(vocabulary, 8)]
     assert sizes == [2, 2, 2, 2, 2, 2, 1, 0]
-    assert local_shape(vocabulary, 8) == (2, 6)
+    assert local_shape(vocabulary, Mesh(1, 8)) == (2, 6)
 
 
 def test_neighbours_share_a_key_head_where_ranks_outnumber_heads() -> None:
     keys = spec_of((4, 3), 0, unit=2, replicate=True)
-    starts = [box_of(keys, 4, index).start[0] for index in range(4)]
+    starts = [box.start[0] for box in boxes_of(keys, 4)]
     assert starts == [0, 0, 2, 2]
     assert [num_replicas(keys, ways) for ways in (1, 2, 4, 8)] == [1, 1, 2, 4]
     assert num_replicas(spec_of((7,), None), 4) == 4
@@ -96,8 +106,7 @@ def test_query_heads_meet_their_key_head_on_the_same_rank() -> None:
     queries = spec_of((num_heads * unit, 3), 0, unit=unit)
     keys = spec_of((num_kv_heads * unit, 3), 0, unit=unit, replicate=True)
     for ways in (1, 2, 4, 8):
-        for index in range(ways):
-            query, key = box_of(queries, ways, index), box_of(keys, ways, index)
+        for query, key in zip(boxes_of(queries, ways), boxes_of(keys, ways), strict=True):
             needed = {
                 head // (num_heads // num_kv_heads)
                 for head in range(query.start[0] // unit, query.stop[0] // unit)
@@ -107,13 +116,12 @@ def test_query_heads_meet_their_key_head_on_the_same_rank() -> None:
 
 def test_heads_that_do_not_divide_are_refused_with_their_number() -> None:
     with pytest.raises(UserError, match=r"num_attention_heads 6 .* model_parallel 4 .*divisor"):
-        box_of(spec_of((12, 3), 0, unit=2), 4, 0)
+        boxes_of(spec_of((12, 3), 0, unit=2), 4)
     keys = spec_of((12, 3), 0, unit=2, replicate=True)
     with pytest.raises(UserError, match=r"num_key_value_heads 6 .* model_parallel 4 "):
-        box_of(keys, 4, 0)
-    for function in (local_shape, num_replicas):
-        with pytest.raises(UserError, match="num_key_value_heads 6"):
-            function(keys, 4)
+        local_shape(keys, Mesh(1, 4))
+    with pytest.raises(UserError, match="num_key_value_heads 6"):
+        Layout.of(Mesh(1, 4), (keys,))
 
 
 def test_a_dim_that_cuts_a_head_is_refused() -> None:
@@ -151,15 +159,15 @@ def test_stages_take_every_layer_once_and_differ_by_one_at_most(
             layers_of_stage(num_layers, stages)
         return
     ranges = layers_of_stage(num_layers, stages)
-    assert [layer for layers in ranges for layer in layers] == list(range(num_layers))
-    lengths = [len(layers) for layers in ranges]
+    assert [layer for (layers,) in ranges for layer in layers] == list(range(num_layers))
+    lengths = [len(layers) for (layers,) in ranges]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
 
 
 def test_offset_moves_layers_as_in_mindformers() -> None:
-    lengths = [len(layers) for layers in layers_of_stage(48, 5, [0, 1, 1, 1, 0])]
+    lengths = [len(layers) for (layers,) in layers_of_stage(48, 5, [0, 1, 1, 1, 0])]
     assert lengths == [9, 10, 10, 10, 9]
-    assert layers_of_stage(8, 2, [-1, 1]) == [range(0, 3), range(3, 8)]
+    assert layers_of_stage(8, 2, [-1, 1]) == ((range(0, 3),), (range(3, 8),))
     assert layers_of_stage(8, 2, 0) == layers_of_stage(8, 2, (0, 0))
 
 
@@ -177,19 +185,26 @@ def test_a_number_as_offset_is_refused_unless_it_is_0() -> None:
 
 
 def test_places_become_stages() -> None:
+    def stages_of(position: Position, stage_layers: StageLayers) -> tuple[int, ...]:
+        spec = spec_of((2,), None, position=position)
+        return Layout(Mesh(1, 1, len(stage_layers)), (spec,), stage_layers).stages_of("w")
+
     stage_layers = layers_of_stage(5, 3)
-    for position, stages in {
+    expected: dict[Position, tuple[int, ...]] = {
         "first": (0,),
         "last": (2,),
         "first_and_last": (0, 2),
         1: (0,),
         2: (1,),
         4: (2,),
-    }.items():
-        assert stages_of(spec_of((2,), None, position=position), stage_layers) == stages  # type: ignore[arg-type]
-    assert stages_of(spec_of((2,), None, position="first_and_last"), [range(5)]) == (0,)
+    }
+    for position, stages in expected.items():
+        assert stages_of(position, stage_layers) == stages
+    assert stages_of("first_and_last", ((range(5),),)) == (0,)
+    interleaved = ((range(1), range(2, 3)), (range(1, 2), range(3, 5)))
+    assert [stages_of(layer, interleaved) for layer in range(5)] == [(0,), (1,), (0,), (1,), (1,)]
     with pytest.raises(ValueError, match="layer 5"):
-        stages_of(spec_of((2,), None, position=5), stage_layers)
+        stages_of(5, stage_layers)
 
 
 def small_layout(mesh: Mesh) -> Layout:
@@ -198,7 +213,7 @@ def small_layout(mesh: Mesh) -> Layout:
         *(spec_of((4, 6), 0, 2, True, position=i, name=f"key.{i}") for i in range(5)),
         spec_of((6,), None, position="last", name="norm"),
     )
-    return Layout(mesh, specs, tuple(layers_of_stage(5, mesh.pipeline_stage)))
+    return Layout.of(mesh, specs)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 1), Mesh(2, 2, 2), Mesh(1, 8), Mesh(1, 4, 5)], ids=str)
@@ -214,18 +229,16 @@ def test_held_by_and_holders_tell_the_same(mesh: Mesh) -> None:
     told = {(s.name, rank): box for s in layout.specs for rank, box in layout.holders(s.name)}
     assert held == told
     for (name, rank), box in held.items():
-        at = mesh.coordinates(rank)
-        spec = layout.by_name[name]
-        assert box == box_of(spec, mesh.model_parallel, at.model) and box.size
-        assert at.stage in stages_of(spec, layout.stage_layers)
+        assert box == boxes_of(layout.by_name[name], mesh.mp)[mesh.index(rank, "mp")] and box.size
+        assert mesh.index(rank, "pp") in layout.stages_of(name)
 
 
 def test_one_replica_holds_everything() -> None:
     layout = small_layout(Mesh(2, 2, 2))
-    for data in range(2):
+    for replica in layout.mesh.groups(("pp", "mp")):
         for spec in layout.specs:
             seen = np.zeros(spec.shape, int)
-            for rank in layout.mesh.replica(data):
+            for rank in replica:
                 if spec.name in layout.held_by(rank):
                     seen[layout.held_by(rank)[spec.name].slices] += 1
             assert seen.min() >= 1

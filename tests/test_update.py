@@ -43,7 +43,7 @@ CONFIG = decoder_config(
     },
     "here",
 )
-LAYOUT = Layout(Mesh(1, 1, 1), parameter_specs(CONFIG), (range(2),))
+LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
 # An eps well above rounding: Adam's first step would make noise in a zero gradient as large as any other.
 SETTINGS = UpdateSettings(
     shape=MicroShape(2, 24),

@@ -73,7 +73,7 @@ def started(
     backend = Npu(events)
     layout = LAYOUT
     if mesh is not None:
-        layout = Layout(mesh, parameter_specs(CONFIG), (range(2),))
+        layout = Layout.of(mesh, parameter_specs(CONFIG))
         backend.rank, backend.world_size = rank, mesh.size
         # Of its other ranks there are no processes here.
         backend.group = lambda ranks: AloneGroup(rank)  # type: ignore[method-assign]

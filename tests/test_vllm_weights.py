@@ -20,7 +20,7 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_names, ada
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import checksum
 from mindgrpo.rollout.vllm.engine import WeightBucket
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
@@ -53,8 +53,7 @@ def owners_layout(layout: Layout) -> Layout:
 
 
 def layout(config: DecoderConfig, mesh: Mesh) -> Layout:
-    stages = layers_of_stage(NUM_LAYERS, mesh.pipeline_stage)
-    return Layout(mesh, parameter_specs(config), tuple(stages))
+    return Layout.of(mesh, parameter_specs(config))
 
 
 class Kept:
@@ -75,7 +74,7 @@ class Kept:
 
 
 def whole_model(config: DecoderConfig) -> dict[str, np.ndarray]:
-    alone = layout(config, Mesh(1, 1, 1))
+    alone = layout(config, Mesh(1, 1))
     weights = Weights(alone, 0, ThreadBackend(run_world(1), 0))
     fill_random(weights, seed=3)
     return {name: view.copy() for name, view in weights.arrays.hf_views.items()}
@@ -106,7 +105,7 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
 @pytest.mark.parametrize(
     "meshes",
     [
-        (Mesh(1, 1, 1), Mesh(1, 1, 1)),
+        (Mesh(1, 1), Mesh(1, 1)),
         (Mesh(1, 2, 2), Mesh(2, 2, 1)),
         (Mesh(1, 4, 1), Mesh(4, 1, 1)),
         (Mesh(2, 1, 2), Mesh(1, 4, 1)),
@@ -120,7 +119,7 @@ def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
     expected = whole_model(config)
     by_rank = run(meshes[0].size, streamed, config, meshes)
     for rank, (tensors, groups, _) in enumerate(by_rank):
-        if rank % meshes[1].model_parallel:
+        if rank % meshes[1].mp:
             assert not tensors and not groups
             continue
         assert list(tensors) == [name for group in groups for name in group]
@@ -130,7 +129,7 @@ def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
 
 
 def test_a_group_is_a_layer_or_what_stands_before_or_after_the_layers() -> None:
-    _, groups, _ = run(1, streamed, model(tied=False), (Mesh(1, 1, 1), Mesh(1, 1, 1)))[0]
+    _, groups, _ = run(1, streamed, model(tied=False), (Mesh(1, 1), Mesh(1, 1)))[0]
     assert len(groups) == NUM_LAYERS + 2
     assert groups[0] == ["model.embed_tokens.weight"]
     assert groups[-1] == ["model.norm.weight", "lm_head.weight"]
@@ -149,7 +148,7 @@ def test_a_rank_that_owns_an_engine_receives_only_what_it_lacks() -> None:
 
 def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
     config = model(tied=True)
-    owners = owners_layout(layout(config, Mesh(1, 1, 1)))
+    owners = owners_layout(layout(config, Mesh(1, 1)))
 
     def largest(itemsize: int) -> int:
         sizes = [
@@ -168,7 +167,7 @@ def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
 def test_adapters_arrive_added_in() -> None:
     config = model(tied=True)
     backend = CpuBackend({})
-    alone = layout(config, Mesh(1, 1, 1))
+    alone = layout(config, Mesh(1, 1))
     source = Weights(alone, 0, backend, "policy")
     fill_random(source, seed=3)
     low_rank = Weights(replace(alone, specs=adapter_specs(alone.specs, LORA)), 0, backend, "low")
@@ -221,10 +220,10 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dtype) -> None:
     config = model(tied=True)
-    owners = owners_layout(layout(config, Mesh(1, 1, 1)))
+    owners = owners_layout(layout(config, Mesh(1, 1)))
     backend = ThreadBackend(run_world(1), 0)
     backend.compute_dtype = own
-    source = Weights(layout(config, Mesh(1, 1, 1)), 0, backend, "policy", dtype=own)
+    source = Weights(layout(config, Mesh(1, 1)), 0, backend, "policy", dtype=own)
     fill_random(source, seed=3)
     seen: dict[str, np.ndarray] = {}
     itemsize = 4 if dtype == "float32" else 2

@@ -37,7 +37,7 @@ def full_micro_batch(plan: RunPlan, shape: MicroShape) -> TrainBatch:
     generate = plan.config.generate_config
     prompt, completion = generate.max_prompt_length, generate.sampling_config.max_tokens
     a_row = max(1, (shape.length - prompt) // completion)
-    count = shape.rows * plan.train.mesh.data_parallel * (shape.max_per_row or a_row)
+    count = shape.rows * plan.train.mesh.dp * (shape.max_per_row or a_row)
     rollout = Rollout.single_turn(
         [np.ones(prompt, np.int32)] * count,
         [np.ones(completion, np.int32)] * count,
@@ -72,9 +72,9 @@ def compile_all(policy: Policy, plan: RunPlan) -> None:
     accumulate_gradients(policy, batch, packed, members, weights)
     # Samples without a gradient, and old log-probs, go through the forward graph.
     mesh = plan.train.mesh
-    share = mesh.coordinates(policy.backend.rank).data
+    share = mesh.index(policy.backend.rank, "dp")
     shape = policy.settings.shape
-    policy.pipeline.log_probs(packed.micro_batches(shape, mesh.data_parallel, share)[:1])
+    policy.pipeline.log_probs(packed.micro_batches(shape, mesh.dp, share)[:1])
     policy.gradient_norm()
     policy.apply(norm=1.0, lr=1e-6)
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         config = load_config(path, overrides).config
         plan = plan_run(config, shapes_of(config)[0], world_size=None)
         if lists:
-            stages = plan.train.mesh.array[:, 0, 0]
+            stages = plan.train.mesh.group(0, ("pp",))
             print(plan.world_size, *map(int, stages))
         else:
             run(plan, dict(os.environ))

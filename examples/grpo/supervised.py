@@ -21,7 +21,7 @@ from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import update
@@ -63,8 +63,7 @@ def small_qwen2(
 def new_policy(model: dict[str, Any], seed: int) -> Policy:
     """With random weights; `model` is the content of config.json."""
     config = decoder_config(model, "the example's warm start")
-    stages = tuple(layers_of_stage(model["num_hidden_layers"], 1))
-    layout = Layout(Mesh(1, 1), parameter_specs(config), stages)
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     settings = UpdateSettings(
         shape=MicroShape(ROWS, ROW_LENGTH),
         num_positions=ROW_LENGTH,

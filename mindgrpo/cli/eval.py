@@ -85,7 +85,7 @@ class EvaluationInputs:
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
-        prompts = -(-self.num_prompts // self.layout.mesh.data_parallel)
+        prompts = -(-self.num_prompts // self.layout.mesh.dp)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
         longest, goes_on = generate.sampling_config.max_tokens, config.rl_config.has_conversations
         return KVCacheConfig(slots, group, prompts, config.longest_context, longest, goes_on)

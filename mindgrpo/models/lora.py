@@ -15,7 +15,7 @@ from mindspore import nn, ops
 from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.models.lora_specs import A, LoraSettings, adapter_names
 from mindgrpo.weights.host_tensors import HostTensors
-from mindgrpo.weights.local_weights import FUSED, Weights
+from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import generator_of
 
 
@@ -95,11 +95,3 @@ class LowRankLinear(nn.Cell):
         if len(columns) > 1:
             added = ops.concat(columns, 1)
         return self.base(x) + added
-
-
-def unfused_keys(key: str) -> tuple[str, ...]:
-    """The keys of the matrices that lie side by side in fused parameter `key`; itself where it is alone."""
-    for fused, modules in FUSED:
-        if f".{fused}." in key:
-            return tuple(key.replace(fused, module) for module in modules)
-    return (key,)

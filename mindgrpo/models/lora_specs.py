@@ -54,10 +54,16 @@ def adapter_specs(
 
 
 def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
-    a_name, b_name = adapter_names(spec.name)
+    (a_name, b_name), (a_key, b_key) = adapter_names(spec.name), adapter_names(spec.key)
     out, inner = spec.shape
-    # What a rank holds whole, it sees only its own part of the gradient of.
-    whole = replace(spec, dim=None, unit=1, replicate=False, partial_gradient=True)
-    a = replace(whole if spec.dim == 0 else spec, name=a_name, shape=(rank, inner))
-    b = replace(whole if spec.dim == 1 else spec, name=b_name, shape=(out, rank))
-    return a, b
+
+    def factor(name: str, key: str, shape: tuple[int, int], dim: int) -> ParameterSpec:
+        kept = tuple(split for split in spec.splits if split.dim == dim)
+        # What a rank holds whole, it sees only its own part of the gradient of.
+        partial = {split.axis for split in spec.splits if split.dim != dim}
+        summed_over = spec.summed_over | partial
+        return replace(
+            spec, name=name, fused_key=key, shape=shape, splits=kept, summed_over=summed_over
+        )
+
+    return factor(a_name, a_key, (rank, inner), 1), factor(b_name, b_key, (out, rank), 0)

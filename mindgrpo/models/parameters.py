@@ -6,15 +6,19 @@ from math import prod
 from typing import Any
 
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.parallel.sharding import ParameterSpec, Split
+
+# Of gradients of which each rank of a model group sees a part.
+PARTIAL = frozenset(("dp", "mp"))
 
 
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     """In model order."""
     tied = config.tie_word_embeddings
+    # Kept [vocabulary, hidden]: rows are gathered by token id.
     table: dict[str, Any] = {
         "shape": (config.vocab_size, config.hidden_size),
-        "dim": 0,
+        "splits": (Split("mp", 0),),
         "decay": True,
     }
     first: Any = "first_and_last" if tied else "first"
@@ -31,10 +35,8 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(prod(spec.shape) for spec in parameter_specs(config))
 
 
-def _whole(name: str, extent: int, position: Any, partial: bool = False) -> ParameterSpec:
-    return ParameterSpec(
-        name, (extent,), None, position=position, decay=False, partial_gradient=partial
-    )
+def _whole(name: str, extent: int, position: Any, **options: Any) -> ParameterSpec:
+    return ParameterSpec(name, (extent,), position=position, decay=False, **options)
 
 
 def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
@@ -44,7 +46,7 @@ def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
         full = f"model.layers.{layer}.{name}.weight"
         return [_whole(full, config.hidden_size, layer)] if name else []
 
-    attention, mlp = _attention_specs(config, layer), _mlp_specs(config, layer)
+    attention, mlp = _attention_specs(config, layer), _feed_forward_specs(config, layer)
     attention = [*norm(norms.attention_in), *attention, *norm(norms.attention_out)]
     return [*attention, *norm(norms.mlp_in), *mlp, *norm(norms.mlp_out)]
 
@@ -55,19 +57,25 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     sizes = {name: count * unit for name, count in heads.items()}
     sizes["v"] = sizes["k"]
 
-    def by_heads(name: str, shape: tuple[int, ...], dim: int = 0) -> ParameterSpec:
+    def by_heads(name: str, shape: tuple[int, ...], dim: int = 0, **options: Any) -> ParameterSpec:
         # Keys and values may have fewer heads than there are ranks.
-        shared, decay = name[0] in "kv", len(shape) > 1
-        return ParameterSpec(prefix + name, shape, dim, unit, shared, position=layer, decay=decay)
+        if shared := name[0] in "kv":
+            options["summed_over"] = PARTIAL
+        is_matrix, splits = len(shape) > 1, (Split("mp", dim, unit, shared),)
+        options |= {"position": layer, "decay": is_matrix, "transposed": is_matrix}
+        return ParameterSpec(prefix + name, shape, splits, **options)
 
     specs = []
     for name, size in sizes.items():
-        specs.append(by_heads(f"{name}_proj.weight", (size, config.hidden_size)))
-        if config.qkv_bias:
-            specs.append(by_heads(f"{name}_proj.bias", (size,)))
+        for kind, shape in (("weight", (size, config.hidden_size)), ("bias", (size,))):
+            if kind == "weight" or config.qkv_bias:
+                key = f"{prefix}qkv_proj.{kind}"
+                specs.append(by_heads(f"{name}_proj.{kind}", shape, fused_key=key))
     if config.family.qk_norm == "head":
         # A norm inside heads sees only the rank's own heads.
-        specs += [_whole(f"{prefix}{name}_norm.weight", unit, layer, partial=True) for name in "qk"]
+        specs += [
+            _whole(f"{prefix}{name}_norm.weight", unit, layer, summed_over=PARTIAL) for name in "qk"
+        ]
     elif config.family.qk_norm == "projection":
         specs += [by_heads(f"{name}_norm.weight", (sizes[name],)) for name in "qk"]
     specs.append(by_heads("o_proj.weight", (config.hidden_size, sizes["q"]), dim=1))
@@ -76,12 +84,13 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     return specs
 
 
-def _mlp_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
+def _feed_forward_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{layer}.mlp."
-    more: dict[str, Any] = {"position": layer, "decay": True}
+    more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
+    fused = {"splits": (Split("mp", 0),), "fused_key": f"{prefix}gate_up_proj.weight", **more}
     return [
-        ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), 0, **more),
-        ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), 0, **more),
-        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), 1, **more),
+        ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), **fused),
+        ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), **fused),
+        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), (Split("mp", 1),), **more),
     ]

@@ -46,9 +46,9 @@ class ForwardPipeline:
         if shard.is_last:
             self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
         self.forward = backend.graph(self.net or self.stage, f"{name} forward")
-        self.stage_index = mesh.coordinates(rank).stage
-        self.num_stages = mesh.pipeline_stage
-        ranks = mesh.stage_group(rank)
+        self.stage_index = mesh.index(rank, "pp")
+        self.num_stages = mesh.pp
+        ranks = mesh.group(rank, ("pp",))
         activations = (shape.tokens, shard.config.hidden_size)
         self.links: dict[str, Link] = {}
         # The earlier pair first, as on the neighbour: each end waits for the other's.
@@ -85,10 +85,10 @@ def compute_log_probs(
     """
     own: dict[int, np.ndarray] = {}
     if pipeline is not None:
-        coordinates = mesh.coordinates(backend.rank)
-        batches = packed.micro_batches(pipeline.shape, mesh.data_parallel, coordinates.data)
+        index = mesh.index(backend.rank, "dp")
+        batches = packed.micro_batches(pipeline.shape, mesh.dp, index)
         results = pipeline.log_probs(batches)
-        if results is not None and coordinates.model == 0:
+        if results is not None and mesh.index(backend.rank, "mp") == 0:
             for batch, (logps, _) in zip(batches, results, strict=True):
                 own |= batch.gather(logps)
     merged: dict[int, np.ndarray] = {}

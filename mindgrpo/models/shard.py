@@ -14,7 +14,7 @@ from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.local_sizes import local_heads, local_vocabulary
-from mindgrpo.models.lora import LowRankLinear, unfused_keys
+from mindgrpo.models.lora import LowRankLinear
 from mindgrpo.models.lora_specs import LoraSettings, adapter_names
 from mindgrpo.models.parallel_cells import (
     CopyTo,
@@ -50,21 +50,22 @@ class Shard:
         adapters: Adapters | None = None,
         is_trained: bool = True,
     ) -> None:
-        layout = weights.layout
+        layout, mesh = weights.layout, weights.layout.mesh
         self.is_trained = is_trained
         self.config = config
         self.weights = weights
         self.backend = backend
-        self.group: Group = backend.group(layout.mesh.model_group(weights.rank))
-        tp_size = layout.mesh.model_parallel
-        self.layers = layout.stage_layers[layout.mesh.coordinates(weights.rank).stage]
+        self.group: Group = backend.group(mesh.group(weights.rank, ("mp",)))
+        tp_size = mesh.mp
+        # The decoder computes stages of one chunk.
+        (self.layers,) = layout.stage_layers[mesh.index(weights.rank, "pp")]
         self.query_heads = config.num_attention_heads // tp_size
         self.kv_heads = max(1, config.num_key_value_heads // tp_size)
         # Ranks of the group that hold the same heads of keys and values.
         self.kv_copies = max(1, tp_size // config.num_key_value_heads)
         self.local_vocab = local_vocabulary(config, tp_size)
         self.kernels = backend.kernels
-        self.first_token = self.local_vocab * layout.mesh.coordinates(weights.rank).model
+        self.first_token = self.local_vocab * mesh.index(weights.rank, "mp")
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = weights.parameters
         self._adapters = adapters
@@ -114,8 +115,8 @@ class Shard:
         if self._adapters is None or a_key not in self.adapter_parameters:
             return base
         adapted = {spec.name for e in self._adapters.weights.fused for spec in e.specs}
-        flags = [adapter_names(name)[0] in adapted for name in unfused_keys(key)]
         (entry,) = [entry for entry in self.weights.fused if entry.key == key]
+        flags = [adapter_names(spec.name)[0] in adapted for spec in entry.specs]
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
         settings = self._adapters.settings
         return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
@@ -164,7 +165,7 @@ class Shard:
         return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
 
     def heads(self) -> Heads:
-        return local_heads(self.config, self.weights.layout.mesh.model_parallel)
+        return local_heads(self.config, self.weights.layout.mesh.mp)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

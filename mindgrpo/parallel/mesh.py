@@ -1,48 +1,82 @@
-"""A mesh of ranks with three axes: data, model (tensor) and pipeline stage.
+"""A mesh of ranks with named axes, and two views of the same ranks: the whole model's and that of its experts.
 
-Everything is a slice of one array, so no other file computes with rank numbers. A mesh may be
-smaller than the world; it refuses to place a rank that lies outside it.
+No other file computes with rank numbers. A new axis is a field of Mesh and a word in a view. A mesh may be smaller than
+the world; it refuses to place a rank that lies outside it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from itertools import product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
 
+# Axes from the outermost on: neighbours along the last one are adjacent ranks.
+DENSE = ("pp", "dp", "mp")
+# The ranks of a stage folded anew: edp * ep * emp = dp * mp.
+EXPERT = ("pp", "edp", "ep", "emp")
+# Axes whose ranks see other tokens: all gradients are sums over those of their view.
+DATA_AXES = frozenset(("dp", "edp"))
+# Keys of a parallel_config.
+CONFIG_KEYS = {
+    "dp": "data_parallel",
+    "mp": "model_parallel",
+    "pp": "pipeline_stage",
+    "ep": "expert_parallel",
+    "emp": "expert_model_parallel",
+}
 
-class Coordinates(NamedTuple):
-    data: int
-    model: int
-    stage: int
+
+def view_of(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns the view that has all of `axes`. Raises ValueError where none has."""
+    names = set(axes)
+    for view in (DENSE, EXPERT):
+        if names <= set(view):
+            return view
+    raise ValueError(f"no view of a mesh has all of the axes {sorted(names)}")
 
 
 @dataclass(frozen=True)
 class Mesh:
     """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the mesh."""
 
-    data_parallel: int
-    model_parallel: int
-    pipeline_stage: int = 1
+    dp: int
+    mp: int
+    pp: int = 1
+    ep: int = 1
+    emp: int = 1
     spacing: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("data_parallel", "model_parallel", "pipeline_stage"):
-            value = getattr(self, key)
+        for axis, key in CONFIG_KEYS.items():
+            value = getattr(self, axis)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(
                     f"{key} is {value!r}, but the axes of a layout are whole numbers from 1 up; "
                     f"set {key} to 1 or more in the parallel_config."
                 )
+        if self.dp * self.mp % (self.ep * self.emp):
+            raise UserError(
+                f"expert_parallel {self.ep} x expert_model_parallel {self.emp} does not divide the {self.dp * self.mp} "
+                "ranks of a stage (data_parallel x model_parallel); lower one of them in the parallel_config."
+            )
+
+    @property
+    def edp(self) -> int:
+        """Counts the ranks of a stage that hold the same experts."""
+        return self.dp * self.mp // (self.ep * self.emp)
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        return prod(getattr(self, axis) for axis in axes)
 
     @property
     def size(self) -> int:
-        return self.data_parallel * self.model_parallel * self.pipeline_stage
+        return self.size_of(DENSE)
 
     @property
     def end(self) -> int:
@@ -52,52 +86,46 @@ class Mesh:
     @property
     def first_ranks(self) -> Mesh:
         """The first rank of each replica of a mesh without pipeline stages."""
-        return Mesh(self.data_parallel, 1, 1, spacing=self.model_parallel)
+        return Mesh(self.dp, 1, spacing=self.mp)
 
-    @cached_property
-    def array(self) -> NDArray[np.int64]:
-        """Ranks by [stage, data, model]: model neighbours are adjacent ranks."""
-        shape = (self.pipeline_stage, self.data_parallel, self.model_parallel)
-        ranks = (np.arange(self.size, dtype=np.int64) * self.spacing).reshape(shape)
-        ranks.flags.writeable = False
-        return ranks
+    def ranks(self, view: tuple[str, ...] = DENSE) -> NDArray[np.int64]:
+        """Returns the ranks as an array with one dim for each axis of `view`."""
+        shape = [getattr(self, axis) for axis in view]
+        return (np.arange(self.size, dtype=np.int64) * self.spacing).reshape(shape)
 
     def holds(self, rank: int) -> bool:
         return 0 <= rank < self.end and rank % self.spacing == 0
 
-    def coordinates(self, rank: int) -> Coordinates:
+    def index(self, rank: int, axis: str) -> int:
+        """Returns where `rank` is along `axis`. Raises UserError for a rank outside."""
         if not self.holds(rank):
             raise UserError(
                 f"rank {rank} is outside the layout {self}, which has {self.size} ranks; "
                 f"start fewer ranks or enlarge an axis of the parallel_config."
             )
         # Without the array: a layout that nobody can run is refused with a sentence, however large it is.
-        replica, model = divmod(rank // self.spacing, self.model_parallel)
-        stage, data = divmod(replica, self.data_parallel)
-        return Coordinates(data=data, model=model, stage=stage)
+        return rank // self.spacing // self._stride(axis) % int(getattr(self, axis))
 
-    def model_group(self, rank: int) -> tuple[int, ...]:
-        data, _, stage = self.coordinates(rank)
-        return _ranks(self.array[stage, data, :])
+    def _stride(self, axis: str) -> int:
+        view = view_of((axis,))
+        return self.size_of(view[view.index(axis) + 1 :])
 
-    def data_group(self, rank: int) -> tuple[int, ...]:
-        _, model, stage = self.coordinates(rank)
-        return _ranks(self.array[stage, :, model])
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """Returns the ranks, `rank` among them, that differ from it along `axes` (of one view) alone, in order."""
+        along = [axis for axis in view_of(axes) if axis in set(axes)]
+        strides = [self._stride(axis) * self.spacing for axis in along]
+        first = rank - sum(
+            self.index(rank, axis) * step for axis, step in zip(along, strides, strict=True)
+        )
+        steps = [range(0, getattr(self, a) * s, s) for a, s in zip(along, strides, strict=True)]
+        return tuple(first + sum(offsets) for offsets in product(*steps))
 
-    def stage_group(self, rank: int) -> tuple[int, ...]:
-        data, model, _ = self.coordinates(rank)
-        return _ranks(self.array[:, data, model])
-
-    def replica(self, data: int) -> tuple[int, ...]:
-        """The ranks of one whole copy of the model, stage by stage."""
-        if not 0 <= data < self.data_parallel:
-            raise IndexError(f"data index {data} is outside {self}")
-        return _ranks(self.array[:, data, :])
+    def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
+        """Returns all groups along `axes`, in the order of their first ranks."""
+        groups = (self.group(rank, axes) for rank in range(0, self.end, self.spacing))
+        return list(dict.fromkeys(groups))
 
     def __str__(self) -> str:
-        text = f"DP{self.data_parallel}/MP{self.model_parallel}"
-        return text if self.pipeline_stage == 1 else f"{text}/PP{self.pipeline_stage}"
-
-
-def _ranks(part: NDArray[np.int64]) -> tuple[int, ...]:
-    return tuple(int(rank) for rank in part.ravel())
+        text = f"DP{self.dp}/MP{self.mp}"
+        text += f"/PP{self.pp}" if self.pp > 1 else ""
+        return text + (f"/EP{self.ep}/EMP{self.emp}" if self.ep * self.emp > 1 else "")

@@ -1,63 +1,98 @@
 """Which part of each parameter a rank holds, for any mesh.
 
-A parameter is split along at most one dim over the model axis, and lives on the pipeline stage
-of its layer. Boxes are in global coordinates. Refuses splits that would cut an attention head in
-two, and pipelines that leave a stage without a layer. Knows nothing of tensors' values.
+A parameter is split along any number of axes of a mesh, and lives on the pipeline stage of its layer. Boxes are in
+global coordinates. Refuses splits that would cut an attention head in two, and pipelines that leave a stage without a
+layer. Knows nothing of tensors' values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 from operator import le, sub
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.mesh import CONFIG_KEYS, DATA_AXES, Mesh, view_of
 
 Position = int | Literal["first", "last", "first_and_last"]
+Ranks = tuple[int, ...]
+# The layers of each stage, one range a chunk.
+StageLayers = tuple[tuple[range, ...], ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A cut of `dim` over the ranks of mesh axis `axis`, in steps of `unit` elements.
+
+    `replicate` lets neighbouring ranks share a unit where there are fewer units than ranks.
+    """
+
+    axis: str
+    dim: int
+    unit: int = 1
+    replicate: bool = False
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """`shape` is global, in Hugging Face orientation ([out, in]).
+    """`shape` is global, in Hugging Face orientation ([..., out, in]).
 
-    `dim` is split over the model axis in steps of `unit` elements (None: whole on every rank).
-    `replicate` lets neighbouring ranks share a unit where there are fewer units than ranks.
+    `splits` are of axes of one view of the mesh; those of one dim nest in their order. On axes without one every rank
+    has the same.
+    `summed_over`: axes of which each rank sees a part of the gradient only, so that it is summed over those of their
+    ranks that hold the same.
     `position` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
-    `partial_gradient`: whole on every rank of a model group, of which each sees its part of the gradient only.
+    `transposed`: ranks keep the last two dims swapped, [..., in, out]. `fused_key` names the tensor that keeps
+    parameters side by side, concatenated along its last dim; empty for one that is alone.
     """
 
     name: str
     shape: tuple[int, ...]
-    dim: int | None
-    unit: int = 1
-    replicate: bool = False
+    splits: tuple[Split, ...] = ()
     position: Position = field(kw_only=True)
     decay: bool = field(kw_only=True)
-    partial_gradient: bool = field(default=False, kw_only=True)
+    summed_over: frozenset[str] = field(default=frozenset(("dp",)), kw_only=True)
+    transposed: bool = field(default=False, kw_only=True)
+    fused_key: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.dim is not None and self.shape[self.dim] % self.unit:
-            raise UserError(
-                f"{self.name} has {self.shape[self.dim]} elements along dim {self.dim}, which is "
-                f"no multiple of its head size {self.unit}; correct head_dim in config.json."
+        view_of(self.axes)
+        if len(self.axes) != len(self.splits):
+            raise ValueError(
+                f"{self.name} is split twice over one axis, so that parts of it are nowhere"
             )
+        for split in self.splits:
+            if self.shape[split.dim] % split.unit:
+                raise UserError(
+                    f"{self.name} has {self.shape[split.dim]} elements along dim {split.dim}, which is "
+                    f"no multiple of its head size {split.unit}; correct head_dim in config.json."
+                )
 
     @property
-    def num_units(self) -> int:
-        return 1 if self.dim is None else self.shape[self.dim] // self.unit
+    def axes(self) -> tuple[str, ...]:
+        """Lists the axes that it is split over."""
+        return tuple(dict.fromkeys(split.axis for split in self.splits))
 
     @property
-    def split_rule(self) -> SplitRule:
-        return self.shape, self.dim, self.unit, self.replicate
+    def key(self) -> str:
+        """Names the tensor that it is kept in."""
+        return self.fused_key or self.name
 
+    @property
+    def data_axes(self) -> frozenset[str]:
+        return self.summed_over & DATA_AXES
 
-# Parameters of one rule are cut alike, whatever their names and layers.
-SplitRule = tuple[tuple[int, ...], int | None, int, bool]
+    def as_stored(self, dims: Sequence[T]) -> tuple[T, ...]:
+        """Orders what is given for each dim of `shape` as the stored tensor's dims are."""
+        if not self.transposed:
+            return tuple(dims)
+        *outer, rows, columns = dims
+        return (*outer, columns, rows)
 
 
 @dataclass(frozen=True)
@@ -98,8 +133,8 @@ class Box:
 
 def layers_of_stage(
     num_layers: int, pipeline_stage: int, offset: int | Sequence[int] = 0
-) -> list[range]:
-    """Each stage's layers. `offset` 0 gives the earliest stages the layers that are left over.
+) -> StageLayers:
+    """Each stage's layers, in one chunk. `offset` 0 gives the earliest stages the layers that are left over.
 
     A list reads as in MindFormers: stage i has num_layers // pipeline_stage + offset[i] layers.
     """
@@ -128,67 +163,51 @@ def layers_of_stage(
             f"every stage needs a layer; lower pipeline_stage or change offset."
         )
     ends = list(accumulate(counts))
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    return tuple((range(end - count, end),) for count, end in zip(counts, ends, strict=True))
 
 
-def stages_of(spec: ParameterSpec, stage_layers: Sequence[range]) -> tuple[int, ...]:
-    last = len(stage_layers) - 1
-    if isinstance(spec.position, str):
-        return {"first": (0,), "last": (last,), "first_and_last": (0, last)[: last + 1]}[
-            spec.position
-        ]
-    for stage, layers in enumerate(stage_layers):
-        if spec.position in layers:
-            return (stage,)
-    raise ValueError(f"{spec.name} belongs to layer {spec.position}, which no stage has")
-
-
-def _refuse_cut_heads(spec: ParameterSpec, model_parallel: int) -> None:
-    units = spec.num_units
-    if spec.replicate:
-        if units % model_parallel and model_parallel % units:
-            raise UserError(
-                f"num_key_value_heads {units} can be neither split over nor repeated on "
-                f"model_parallel {model_parallel} ranks ({spec.name}); set "
-                f"parallel_config.model_parallel to a divisor or a multiple of {units}."
-            )
-    elif spec.unit > 1 and units % model_parallel:
-        raise UserError(
-            f"num_attention_heads {units} cannot be split evenly over model_parallel "
-            f"{model_parallel} ranks ({spec.name}); set parallel_config.model_parallel to a "
-            f"divisor of {units}."
-        )
-
-
-def num_replicas(spec: ParameterSpec, model_parallel: int) -> int:
-    """How many ranks of the model axis hold the same box."""
-    _refuse_cut_heads(spec, model_parallel)
-    if spec.dim is None:
-        return model_parallel
-    return max(1, model_parallel // spec.num_units) if spec.replicate else 1
-
-
-def box_of(spec: ParameterSpec, model_parallel: int, model_index: int) -> Box:
-    """The part a model index holds: shares are rounded up, so the last may be short or empty."""
-    if not 0 <= model_index < model_parallel:
-        raise IndexError(f"model index {model_index} is outside model_parallel {model_parallel}")
-    replicas = num_replicas(spec, model_parallel)
+def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
+    """The part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
     start, stop = [0] * len(spec.shape), list(spec.shape)
-    if spec.dim is not None:
-        length = spec.shape[spec.dim]
-        share = local_shape(spec, model_parallel)[spec.dim]
-        start[spec.dim] = min(length, model_index // replicas * share)
-        stop[spec.dim] = min(length, start[spec.dim] + share)
+    for split in spec.splits:
+        size, dim = getattr(mesh, split.axis), split.dim
+        if not 0 <= index[split.axis] < size:
+            raise IndexError(f"index {index[split.axis]} is outside axis {split.axis} of {mesh}")
+        units = -(-(stop[dim] - start[dim]) // split.unit)
+        copies = _copies(spec, split, size, units)
+        share = -(-units // (size // copies)) * split.unit
+        start[dim] = min(stop[dim], start[dim] + index[split.axis] // copies * share)
+        stop[dim] = min(stop[dim], start[dim] + share)
     return Box(tuple(start), tuple(stop))
 
 
-def local_shape(spec: ParameterSpec, model_parallel: int) -> tuple[int, ...]:
-    """The shape to allocate: the same on every model rank, padded where shares are short."""
-    shares = model_parallel // num_replicas(spec, model_parallel)
-    shape = list(spec.shape)
-    if spec.dim is not None:
-        shape[spec.dim] = -(-spec.num_units // shares) * spec.unit
-    return tuple(shape)
+def _copies(spec: ParameterSpec, split: Split, size: int, units: int) -> int:
+    """How many neighbours of `size` ranks share each of `units`. Raises UserError where heads would be cut."""
+    key = CONFIG_KEYS.get(split.axis, split.axis)
+    if split.replicate:
+        if units and units % size and size % units:
+            raise UserError(
+                f"num_key_value_heads {units} can be neither split over nor repeated on "
+                f"{key} {size} ranks ({spec.name}); set "
+                f"parallel_config.{key} to a divisor or a multiple of {units}."
+            )
+        return max(1, size // max(1, units))
+    if split.unit > 1 and units % size:
+        raise UserError(
+            f"num_attention_heads {units} cannot be split evenly over {key} "
+            f"{size} ranks ({spec.name}); set parallel_config.{key} to a "
+            f"divisor of {units}."
+        )
+    return 1
+
+
+def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The shape to allocate: the same on every rank, padded where shares are short. The first share is never short."""
+    return box_of(spec, mesh, dict.fromkeys(spec.axes, 0)).shape
+
+
+# Parameters of one rule are held alike, whatever their names.
+Rule = tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -197,66 +216,119 @@ class Layout:
 
     mesh: Mesh
     specs: tuple[ParameterSpec, ...]
-    stage_layers: tuple[range, ...]
+    stage_layers: StageLayers
 
     def __post_init__(self) -> None:
-        if len(self.stage_layers) != self.mesh.pipeline_stage:
+        if len(self.stage_layers) != self.mesh.pp:
             raise ValueError(f"{self.mesh} needs layers for each of its stages")
-        if len({spec.name for spec in self.specs}) != len(self.specs):
+        if len(self.by_name) != len(self.specs):
             raise ValueError("two parameters have the same name")
+
+    @classmethod
+    def of(
+        cls, mesh: Mesh, specs: tuple[ParameterSpec, ...], offset: int | Sequence[int] = 0
+    ) -> Layout:
+        """Lays a model's parameters out. Raises UserError for a mesh that its layers or heads do not allow."""
+        layers = [spec.position for spec in specs if isinstance(spec.position, int)]
+        stage_layers = layers_of_stage(max(layers, default=0) + 1, mesh.pp, offset)
+        for spec in specs:
+            local_shape(spec, mesh)
+        return cls(mesh, specs, stage_layers)
 
     @cached_property
     def by_name(self) -> dict[str, ParameterSpec]:
         return {spec.name: spec for spec in self.specs}
 
     @cached_property
-    def _boxes(self) -> dict[SplitRule, tuple[Box, ...]]:
-        num_shards = self.mesh.model_parallel
-        rules = {spec.split_rule: spec for spec in self.specs}
+    def _stage_of_layer(self) -> dict[int, int]:
         return {
-            rule: tuple(box_of(spec, num_shards, index) for index in range(num_shards))
-            for rule, spec in rules.items()
+            layer: stage
+            for stage, chunks in enumerate(self.stage_layers)
+            for layers in chunks
+            for layer in layers
         }
 
-    @cached_property
-    def _held(self) -> list[list[dict[str, Box]]]:
-        """By [stage][model index]: the data axis repeats these."""
-        num_shards = range(self.mesh.model_parallel)
-        held: list[list[dict[str, Box]]] = [[{} for _ in num_shards] for _ in self.stage_layers]
-        for spec in self.specs:
-            for index, box in enumerate(self._boxes[spec.split_rule]):
-                if box.size:
-                    for stage in stages_of(spec, self.stage_layers):
-                        held[stage][index][spec.name] = box
-        return held
-
-    def boxes_of(self, name: str) -> tuple[Box, ...]:
-        """One box a model index; replicated parts repeat and short tails may be empty."""
-        return self._boxes[self.by_name[name].split_rule]
+    @property
+    def num_layers(self) -> int:
+        return len(self._stage_of_layer)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        return stages_of(self.by_name[name], self.stage_layers)
+        position, last = self.by_name[name].position, len(self.stage_layers) - 1
+        if isinstance(position, str):
+            ends = {"first": (0,), "last": (last,), "first_and_last": (0, last)[: last + 1]}
+            return ends[position]
+        if position not in self._stage_of_layer:
+            raise ValueError(f"{name} belongs to layer {position}, which no stage has")
+        return (self._stage_of_layer[position],)
 
     def whole_on(self, mesh: Mesh) -> Layout:
         """The same parameters on a mesh that splits none of them."""
-        if mesh.model_parallel != 1 or mesh.pipeline_stage != 1:
+        if mesh.size != mesh.dp:
             raise ValueError(f"{mesh} splits parameters")
-        return Layout(mesh, self.specs, (range(self.stage_layers[-1].stop),))
+        return Layout(mesh, self.specs, ((range(self.num_layers),),))
+
+    @cached_property
+    def _rules(self) -> dict[str, Rule]:
+        return {s.name: (s.shape, s.splits, self.stages_of(s.name)) for s in self.specs}
+
+    @cached_property
+    def _known(self) -> dict[Rule, dict[Box, Ranks]]:
+        return {}
+
+    def rule_of(self, name: str) -> Rule:
+        return self._rules[name]
+
+    def ranks_by_box(self, name: str) -> Mapping[Box, Ranks]:
+        """Distinct non-empty boxes with the ranks that hold each, both in ascending order."""
+        rule = self._rules[name]
+        if rule not in self._known:
+            self._known[rule] = self._ranks_by_box(self.by_name[name], rule[2])
+        return self._known[rule]
+
+    def _ranks_by_box(self, spec: ParameterSpec, stages: Ranks) -> dict[Box, Ranks]:
+        view = view_of(spec.axes)
+        ranks = self.mesh.ranks(view)[list(stages)]
+        by_box: dict[Box, list[int]] = {}
+        for numbers in product(*(range(getattr(self.mesh, axis)) for axis in spec.axes)):
+            index: dict[str, int] = dict(zip(spec.axes, numbers, strict=True))
+            box = box_of(spec, self.mesh, index)
+            if box.size:
+                here = ranks[tuple(index.get(axis, slice(None)) for axis in view)]
+                by_box.setdefault(box, []).extend(here.ravel().tolist())
+        return {box: tuple(sorted(own)) for box, own in by_box.items()}
+
+    @cached_property
+    def _held(self) -> dict[tuple[int, ...], dict[str, Box]]:
+        """By stage and indices along the axes of splits."""
+        return {}
+
+    @cached_property
+    def _axes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(("pp", *(axis for spec in self.specs for axis in spec.axes))))
 
     def held_by(self, rank: int) -> dict[str, Box]:
         """Non-empty boxes by name, in the order of `specs`; nothing for ranks off the mesh."""
         if not self.mesh.holds(rank):
             return {}
-        _, model, stage = self.mesh.coordinates(rank)
-        return dict(self._held[stage][model])
+        index = {axis: self.mesh.index(rank, axis) for axis in self._axes}
+        key = tuple(index.values())
+        if key not in self._held:
+            boxes: dict[Rule, Box] = {}
+            held: dict[str, Box] = {}
+            for spec in self.specs:
+                rule = self._rules[spec.name]
+                if index["pp"] not in rule[2]:
+                    continue
+                if rule not in boxes:
+                    boxes[rule] = box_of(spec, self.mesh, index)
+                if boxes[rule].size:
+                    held[spec.name] = boxes[rule]
+            self._held[key] = held
+        return dict(self._held[key])
 
     def holders(self, name: str) -> list[tuple[int, Box]]:
         """(rank, non-empty box) in the order of ranks."""
-        boxes = self.boxes_of(name)
-        return [
-            (int(rank), boxes[model])
-            for stage in self.stages_of(name)
-            for row in self.mesh.array[stage]
-            for model, rank in enumerate(row)
-            if boxes[model].size
-        ]
+        by_box = self.ranks_by_box(name)
+        return sorted(
+            ((rank, box) for box, ranks in by_box.items() for rank in ranks), key=lambda one: one[0]
+        )

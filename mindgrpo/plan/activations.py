@@ -287,7 +287,7 @@ def update_need(plan: RunPlan) -> UpdateBytes:
 
 
 def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
-    model, tp_size = plan.model, layout.mesh.model_parallel
+    model, tp_size = plan.model, layout.mesh.mp
     block = Block(
         model.hidden_size,
         -(-model.intermediate_size // tp_size),
@@ -318,7 +318,8 @@ def _forward_bytes(layout: Layout, graphs: Graphs) -> int:
 
 
 def _stage_layers(plan: RunPlan, stage: int) -> StageLayers:
-    recompute, layers = plan.config.actor_config.recompute_config, plan.train.stage_layers[stage]
+    recompute, chunks = plan.config.actor_config.recompute_config, plan.train.stage_layers[stage]
+    layers = [index for layers in chunks for index in layers]
     nothing: frozenset[str] = frozenset()
     again = [nothing if index % recompute.every else recompute.modules for index in layers]
     num_stages = len(plan.train.stage_layers)
@@ -344,7 +345,7 @@ def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
         specs = adapter_specs(specs, plan.lora)
     by_position: dict[int | str, int] = {}
     for spec in specs:
-        size = FLOAT * math.prod(local_shape(spec, plan.train.mesh.model_parallel))
+        size = FLOAT * math.prod(local_shape(spec, plan.train.mesh))
         by_position[spec.position] = by_position.get(spec.position, 0) + size
     return by_position
 
@@ -353,7 +354,7 @@ def _rollout_bytes(plan: RunPlan) -> int:
     """Computes the bytes of the plain decoder's graphs: prompts, or one token a slot. The loop in C has only pools."""
     if plan.config.generate_config.uses_vllm or plan.keeps_slots:
         return 0
-    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.model_parallel)
+    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.mp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
     graphs = graphs_of(plan, plan.infer, prompts)
     length = cache.max_prompt + cache.max_tokens

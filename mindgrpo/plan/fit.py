@@ -221,21 +221,21 @@ def _layout(role: str, data: int, model: int, stages: int | None = None) -> Valu
 def _layouts(plan: RunPlan) -> Iterator[Change]:
     """Proposes finer layouts of the trainer on as many devices."""
     mesh = plan.train.mesh
-    now = mesh.model_parallel, mesh.pipeline_stage
+    now = mesh.mp, mesh.pp
     for model, stages in itertools.product(MODEL_DEGREES, STAGE_DEGREES):
         shares = model * stages
         if mesh.size % shares == 0 and shares >= math.prod(now) and (model, stages) != now:
             data = mesh.size // shares
             cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {mesh}: more exchange between ranks"
             values = _layout("actor_config", data, model, stages)
-            steps = abs(model.bit_length() - mesh.model_parallel.bit_length())
-            steps += abs(stages.bit_length() - mesh.pipeline_stage.bit_length())
+            steps = abs(model.bit_length() - mesh.mp.bit_length())
+            steps += abs(stages.bit_length() - mesh.pp.bit_length())
             yield Change("layout", values, cost, 4 + steps)
 
 
 def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
     mesh = plan.infer.mesh
-    model = 2 * mesh.model_parallel
+    model = 2 * mesh.mp
     while model <= max(MODEL_DEGREES) and mesh.size % model == 0:
         data = mesh.size // model
         values = {**_layout("generate_config", data, model), **_samples(plan)}
@@ -260,10 +260,10 @@ def _samples(plan: RunPlan) -> Values:
 def _more_devices(plan: RunPlan) -> Iterator[Change]:
     train, infer = plan.train.mesh, plan.infer.mesh
     for times in (2, 4, 8):
-        stages = train.pipeline_stage * times
+        stages = train.pp * times
         values = {
-            **_layout("actor_config", train.data_parallel, train.model_parallel, stages),
-            "generate_config.parallel_config.data_parallel": infer.data_parallel * times,
+            **_layout("actor_config", train.dp, train.mp, stages),
+            "generate_config.parallel_config.data_parallel": infer.dp * times,
             **_samples(plan),
         }
         cost = f"takes {times * train.size} devices instead of {train.size}"

@@ -28,7 +28,6 @@ from mindgrpo.training.buckets import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread
-from mindgrpo.weights.local_weights import is_transposed
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
 
 
@@ -119,7 +118,7 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 
 def _sum_bytes(plan: RunPlan) -> int:
     """Returns the bytes for summing gradients over data-parallel ranks: a bucket, a rank's share, and the sum."""
-    num_ranks = plan.train.mesh.data_parallel
+    num_ranks = plan.train.mesh.dp
     if num_ranks == 1:
         return 0
     layout, lora = plan.train, plan.lora
@@ -130,12 +129,11 @@ def _sum_bytes(plan: RunPlan) -> int:
 
 
 def _largest(layout: Layout) -> int:
-    """Returns the elements of a rank's largest tensor; gate and up count as one."""
-    tp_size = layout.mesh.model_parallel
-    return max(
-        math.prod(local_shape(spec, tp_size)) * (2 if "gate_proj" in spec.name else 1)
-        for spec in layout.specs
-    )
+    """Counts the elements of a rank's largest stored tensor."""
+    sizes: Counter[str] = Counter()
+    for spec in layout.specs:
+        sizes[spec.key] += math.prod(local_shape(spec, layout.mesh))
+    return max(sizes.values())
 
 
 # Roles that are made again instead of kept on the host (grpo/roles.py).
@@ -181,14 +179,14 @@ class HostPlan:
         if plan.config.generate_config.uses_vllm:
             # Each replica's first rank hands the whole model over.
             whole = num_parameters(plan.model) * ITEM_BYTES[compute_dtype(plan.config)]
-            traffic[RankTraffic(whole, 0)] += plan.infer.mesh.data_parallel
+            traffic[RankTraffic(whole, 0)] += plan.infer.mesh.dp
         return traffic
 
     def _stages(self, rank: int) -> tuple[int, int | None]:
-        reference, train = self._plan.reference, self._plan.train.mesh.coordinates(rank).stage
+        reference, train = self._plan.reference, self._plan.train.mesh.index(rank, "pp")
         if reference is None or not reference.mesh.holds(rank):
             return train, None
-        return train, reference.mesh.coordinates(rank).stage
+        return train, reference.mesh.index(rank, "pp")
 
     def _rank_traffic(self, train: int, reference: int | None) -> RankTraffic:
         plan = self._plan
@@ -270,7 +268,7 @@ class HostPlan:
         copied = [
             FLOAT_BYTES * math.prod(spec.shape)
             for spec in plan.train.specs
-            if dtype != "float32" or is_transposed(spec.name, len(spec.shape))
+            if dtype != "float32" or spec.transposed
         ]
         export = _largest_group(layout) * ITEM_BYTES[dtype] + min(BLOCK_BYTES, max(copied))
         if lora is not None:

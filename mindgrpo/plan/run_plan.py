@@ -26,7 +26,7 @@ from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage, local_shape
+from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -155,7 +155,7 @@ class RunPlan:
         generate, group = self.config.generate_config, self.config.rl_config.num_generations
         batch, is_partial = self.batch, self.config.rl_config.partial_rollout
         at_once = batch.prompts_under_way if is_partial else batch.prompts_per_step
-        prompts = -(-at_once // self.infer.mesh.data_parallel)
+        prompts = -(-at_once // self.infer.mesh.dp)
         slots = min(prompts * group, generate.max_num_seqs or prompts * group)
         longest = generate.sampling_config.max_tokens
         # Partial rollouts recompute the partial completions: slots that are as long as a chunk are worth more.
@@ -180,7 +180,7 @@ class RunPlan:
     @property
     def _generator_shape(self) -> LocalModelShape:
         """Returns a generating rank's share of the model."""
-        model, tp_size = self.model, self.infer.mesh.model_parallel
+        model, tp_size = self.model, self.infer.mesh.mp
         width = local_vocabulary(model, tp_size)
         return LocalModelShape(
             layers=model.num_hidden_layers,
@@ -217,7 +217,7 @@ class RunPlan:
     def layout_lines(self) -> list[str]:
         uses_vllm = self.config.generate_config.uses_vllm
         by_vllm = f", vLLM in {engine_dtype(self.config)}" if uses_vllm else ""
-        stages = "+".join(str(len(layers)) for layers in self.train.stage_layers)
+        stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
         reference = "none (beta is 0)" if self.reference is None else str(self.reference.mesh)
         return [
             f"train {self.train.mesh}, stages of {stages} layers",
@@ -249,7 +249,7 @@ def share_of(layout: Layout, stage: int) -> int:
     """Counts the elements of a rank of the stage with the padding of short shares; LARGEST: of the largest rank."""
     stages = [0] * len(layout.stage_layers)
     for spec in layout.specs:
-        size = math.prod(local_shape(spec, layout.mesh.model_parallel))
+        size = math.prod(local_shape(spec, layout.mesh))
         for own in layout.stages_of(spec.name):
             stages[own] += size
     return max(stages) if stage == LARGEST else stages[stage]
@@ -284,7 +284,7 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
 
 def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
     try:
-        _layout(mesh, model, 0)
+        Layout.of(mesh, parameter_specs(model))
     except UserError:
         return False
     return True
@@ -309,12 +309,4 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Lays out the whole model. Raises UserError."""
     mesh = Mesh(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
-    return _layout(mesh, model, offset)
-
-
-def _layout(mesh: Mesh, model: DecoderConfig, offset: int | list[int]) -> Layout:
-    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage, offset)
-    layout = Layout(mesh, parameter_specs(model), tuple(stages))
-    for spec in layout.specs:
-        local_shape(spec, mesh.model_parallel)  # refuses heads that cannot be split
-    return layout
+    return Layout.of(mesh, parameter_specs(model), offset)

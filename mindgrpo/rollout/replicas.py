@@ -100,12 +100,12 @@ class Replicas:
         key: SeedKey,
         draw: Callable[[Sequence[Request]], list[Completion]],
     ) -> list[Completion]:
-        coordinates = self.mesh.coordinates(self.backend.rank)
-        shares = np.array_split(np.arange(len(requests)), self.mesh.data_parallel)
-        own = draw([requests[i] for i in shares[coordinates.data].tolist()])
+        index = self.mesh.index(self.backend.rank, "dp")
+        shares = np.array_split(np.arange(len(requests)), self.mesh.dp)
+        own = draw([requests[i] for i in shares[index].tolist()])
         tokens = digest([completion.tokens for completion in own])
-        by_rank = self.backend.world.gather_objects((own if coordinates.model == 0 else [], tokens))
-        for ranks in map(self.mesh.replica, range(self.mesh.data_parallel)):
+        by_rank = self.backend.world.gather_objects((own if self._is_first else [], tokens))
+        for ranks in self.mesh.groups(("pp", "mp")):
             different = different_ranks([by_rank[rank][1] for rank in ranks])
             if different:
                 word = "rank" if len(different) == 1 else "ranks"
@@ -115,6 +115,11 @@ class Replicas:
                     f"{key.step + 1}: they compute with different weights, seeds or code"
                 )
         return [completion for part, _ in by_rank for completion in part]
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank speaks for those that share a model with it."""
+        return self.mesh.index(self.backend.rank, "mp") == 0
 
     def _draw(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
@@ -139,13 +144,12 @@ class Replicas:
             rounds.append(self.stats)
             return completions
 
-        is_first = self.mesh.coordinates(self.backend.rank).model == 0
         completions = self.conversations.run(
             requests,
             sampling.max_tokens,
             version,
             generate,
-            lambda asked: self._answer(asked if is_first else {}),
+            lambda asked: self._answer(asked if self._is_first else {}),
             opening,
         )
         self.stats = RolloutStats.total(rounds)

@@ -64,14 +64,14 @@ def _split(
 
 def _num_micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> int:
     """Of a rank."""
-    shape, num_shares = policy.settings.shape, policy.weights.layout.mesh.data_parallel
+    shape, num_shares = policy.settings.shape, policy.weights.layout.mesh.dp
     return num_micro_batches(packed.rows(shape, members), shape, num_shares)
 
 
 def _micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> list[MicroBatch]:
     mesh = policy.weights.layout.mesh
-    share = mesh.coordinates(policy.backend.rank).data
-    return packed.micro_batches(policy.settings.shape, mesh.data_parallel, share, members)
+    share = mesh.index(policy.backend.rank, "dp")
+    return packed.micro_batches(policy.settings.shape, mesh.dp, share, members)
 
 
 def _backward(
@@ -100,7 +100,7 @@ def _padding(policy: Policy, packed: PackedRollout, members: Sequence[list[int]]
     chosen = [samples for samples in members if samples]
     rows = [row for samples in chosen for row in packed.rows(shape, samples)]
     count = sum(_num_micro_batches(policy, packed, samples) for samples in chosen)
-    return padding_share(rows, count * shape.tokens * mesh.data_parallel)
+    return padding_share(rows, count * shape.tokens * mesh.dp)
 
 
 def _loss_inputs(

@@ -45,8 +45,9 @@ class HostAdamW:
         weights, gradients = self._weights.on_host(write=True), self._gradients.on_host(write=True)
         with weights as w, gradients as g:
             first, second = self._moments
-            for i, decay in enumerate((settings.weight_decay, 0.0)):
+            for i, run in enumerate(w.ranges):
                 beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
+                decay = settings.weight_decay if run.decay else 0.0
                 self._adamw(
                     w.flat_buffers[i],
                     g.flat_buffers[i],

@@ -17,7 +17,7 @@ from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.training.adamw import AdamWSettings
 from mindgrpo.training.buckets import buckets
 from mindgrpo.training.gradient_sync import sums_of
-from mindgrpo.weights.local_weights import FusedParameter, Weights
+from mindgrpo.weights.local_weights import StoredTensor, Weights
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ class _Norm(nn.Cell):
         return ops.sqrt(square)
 
 
-def _columns_of(
-    gradients: Weights, entry: FusedParameter, names: Collection[str] | None
-) -> _Columns:
+def _columns_of(gradients: Weights, entry: StoredTensor, names: Collection[str] | None) -> _Columns:
     """Those of the parameters `names`, neighbours as one; all of them where it is None."""
     ranges: list[tuple[int, int]] = []
     for spec, start, width in entry.columns():
@@ -116,23 +114,24 @@ class DeviceGradientSync:
         sums = sums_of(gradients)
         self._totals: list[Graph] = []
 
-        def add(ranks: tuple[int, ...], names: Collection[str] | None) -> None:
-            columns = [_columns_of(gradients, entry, names) for entry in gradients.fused]
+        def add(ranks: tuple[int, ...], columns: list[_Columns]) -> None:
             summed = [own for own in columns if own.ranges]
             if len(ranks) > 1 and summed:
                 cell = _SumOverGroup(summed, backend.group(ranks))
                 self._totals.append(backend.graph(cell, "sum of gradients"))
 
         for ranks, names in sums.shared:
-            add(ranks, names)
-        add(sums.data, None)
+            add(ranks, [_columns_of(gradients, entry, names) for entry in gradients.fused])
+        for axes, ranks in sums.data.items():
+            tensors = [entry for entry in gradients.fused if entry.data_axes == axes]
+            add(ranks, [_columns_of(gradients, entry, None) for entry in tensors])
         entries = {entry.key: entry for entry in gradients.fused}
         terms = [
             _columns_of(gradients, entries[term.key], term.name and (term.name,))
             for term in sums.norm_terms
         ]
         copies = [term.copies for term in sums.norm_terms]
-        cell = _Norm(terms, copies, backend.group(sums.replica))
+        cell = _Norm(terms, copies, backend.group(sums.norm_ranks))
         self._norm = backend.graph(cell, "gradient norm")
         self._ticket = Tensor([0.0], ms.float32)
 

@@ -6,14 +6,14 @@ the host's, or graphs on the device (device_update.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.parallel.sharding import ParameterSpec, num_replicas
+from mindgrpo.parallel.mesh import DATA_AXES, DENSE
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -27,7 +27,7 @@ class GradientSync(Protocol):
 
 @dataclass(frozen=True)
 class NormTerm:
-    """A stored tensor, or one parameter's part of it, that `copies` ranks of a replica hold."""
+    """A stored tensor, or one parameter's part of it, that `copies` of the norm's ranks hold."""
 
     key: str
     name: str | None
@@ -36,36 +36,39 @@ class NormTerm:
 
 @dataclass(frozen=True)
 class Sums:
-    """Names of the parameters to be summed by group of ranks, in order; the norm's terms."""
+    """Names of the parameters to be summed by group of ranks, in order; then by data axes; and the norm's terms.
+
+    `norm_ranks` hold the whole model together.
+    """
 
     shared: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
-    data: tuple[int, ...]
-    replica: tuple[int, ...]
+    data: Mapping[frozenset[str], tuple[int, ...]]
+    norm_ranks: tuple[int, ...]
     norm_terms: tuple[NormTerm, ...]
 
 
 def sums_of(gradients: Weights) -> Sums:
     layout, rank = gradients.layout, gradients.rank
     mesh = layout.mesh
-    tp_size = mesh.model_parallel
-    model_ranks = mesh.model_group(rank)
-    index = mesh.coordinates(rank).model
+    # What all gradients are summed over, ranks have alike afterwards.
+    alike = frozenset.intersection(DATA_AXES, *(spec.data_axes for spec in layout.specs))
+    norm_ranks = mesh.group(rank, [axis for axis in DENSE if axis not in alike])
     shared: dict[tuple[int, ...], list[str]] = {}
     copies: dict[str, int] = {}
     for spec in gradients.specs():
         if spec.name not in gradients.boxes:
             continue
-        stages = layout.stages_of(spec.name)
-        copies[spec.name] = num_replicas(spec, tp_size) * len(stages)
-        for ranks in _sharers(spec, tp_size, index, model_ranks):
-            shared.setdefault(ranks, []).append(spec.name)
-        if len(stages) > 1:
-            ends = mesh.stage_group(rank)
-            shared.setdefault((ends[0], ends[-1]), []).append(spec.name)
+        holders = frozenset(layout.ranks_by_box(spec.name)[gradients.boxes[spec.name]])
+        copies[spec.name] = len(holders.intersection(norm_ranks))
+        # Both ends of a pipeline have a part of what lies on them both.
+        for axes in (spec.summed_over - DATA_AXES, {"pp"}):
+            ranks = tuple(other for other in mesh.group(rank, axes) if other in holders)
+            if len(ranks) > 1:
+                shared.setdefault(ranks, []).append(spec.name)
     return Sums(
         tuple((ranks, tuple(names)) for ranks, names in shared.items()),
-        tuple(mesh.data_group(rank)),
-        tuple(mesh.replica(mesh.coordinates(rank).data)),
+        {entry.data_axes: mesh.group(rank, entry.data_axes) for entry in gradients.fused},
+        norm_ranks,
         tuple(_norm_terms(gradients, copies)),
     )
 
@@ -82,20 +85,6 @@ def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm
             yield from (NormTerm(entry.key, name, copies[name]) for name in names)
 
 
-def _sharers(
-    spec: ParameterSpec, tp_size: int, index: int, ranks: Sequence[int]
-) -> list[tuple[int, ...]]:
-    if tp_size == 1:
-        return []
-    if spec.partial_gradient:
-        return [tuple(ranks)]
-    replicas = num_replicas(spec, tp_size)
-    if spec.replicate and replicas > 1:
-        first = index // replicas * replicas
-        return [tuple(ranks[first : first + replicas])]
-    return []
-
-
 class HostGradientSync:
     """A GradientSync of gradients in the host's own memory."""
 
@@ -110,9 +99,10 @@ class HostGradientSync:
             (backend.group(ranks), [arrays.hf_views[name] for name in names])
             for ranks, names in sums.shared
         ]
-        self._flat_buffers = arrays.flat_buffers
-        self._data = backend.group(sums.data)
-        self._replica = backend.group(sums.replica)
+        data = {axes: backend.group(ranks) for axes, ranks in sums.data.items()}
+        ranges = zip(arrays.ranges, arrays.flat_buffers, strict=True)
+        self._data = [(data[run.data_axes], values) for run, values in ranges]
+        self._norm_group = backend.group(sums.norm_ranks)
 
     def sum(self) -> float:
         for group, shares in self._shared:
@@ -122,9 +112,9 @@ class HostGradientSync:
             for share in shares:
                 share[...] = flat[start : start + share.size].reshape(share.shape)
                 start += share.size
-        if self._data.size > 1:
-            for run in self._flat_buffers:
-                self._data.sum_array(run)
+        for group, values in self._data:
+            if group.size > 1:
+                group.sum_array(values)
         square = sum(self._square(array) / copies for array, copies in self._norm_terms)
-        total = self._replica.sum_array(np.array([square], np.float64))
+        total = self._norm_group.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))

@@ -60,7 +60,7 @@ def update(
     settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
     own, padding = accumulate_gradients(policy, batch, packed, members, weights)
-    if policy.weights.layout.mesh.coordinates(policy.backend.rank).model != 0:
+    if policy.weights.layout.mesh.index(policy.backend.rank, "mp") != 0:
         own = {}
     by_rank = policy.backend.world.gather_objects(own)
     merged = {i: pair for samples in by_rank for i, pair in samples.items()}

@@ -14,7 +14,7 @@ from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.rounds import Piece, device_bucket_bytes, rounds
 from mindgrpo.weights.host_tensors import HostTensors
-from mindgrpo.weights.local_weights import Weights, is_transposed
+from mindgrpo.weights.local_weights import Weights
 
 # What a rank may receive into.
 Target = Weights | HostTensors
@@ -85,6 +85,8 @@ class DeviceRounds:
         for name, box, values in written:
             self._backend.host_device_bytes += box.size * target.pool.itemsize
             view = target.arrays.hf_views[name][box.within(target.boxes[name]).slices]
-            if is_transposed(name, view.ndim):  # the values come as their sender stores them
-                view = view.T
+            if target.layout.by_name[
+                name
+            ].transposed:  # the values arrive as their sender stores them
+                view = view.swapaxes(-1, -2)
             view[...] = values.asnumpy().reshape(view.shape)

@@ -8,7 +8,6 @@ touches no device and no weights, and refuses layouts that do not hold the same 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,9 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
-
-Ranks = tuple[int, ...]
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, Ranks, Rule
 
 
 @dataclass(frozen=True)
@@ -128,8 +125,14 @@ class Plan:
     @cached_property
     def lower_bound(self) -> int:
         """Bytes that ranks want and do not hold: found from the layouts, not from the moves."""
-        missing = (_missing_elements(self.source, self.target, spec) for spec in self.target.specs)
-        return sum(missing) * self.itemsize
+        known: dict[tuple[Rule, Rule], int] = {}
+        total = 0
+        for spec in self.target.specs:
+            rules = self.source.rule_of(spec.name), self.target.rule_of(spec.name)
+            if rules not in known:
+                known[rules] = _missing_elements(self.source, self.target, spec.name)
+            total += known[rules]
+        return total * self.itemsize
 
     def moves_in(self, rank: int) -> list[Move]:
         """Everything the rank's target boxes are made of, what it keeps included."""
@@ -196,20 +199,10 @@ class _BoxCutter:
 def _demands(
     source: Layout, target: Layout, spec: ParameterSpec, boxes: _BoxCutter
 ) -> Iterator[_Demand]:
-    held = _ranks_by_box(source, spec.name)
-    for wanted, wanted_by in _ranks_by_box(target, spec.name).items():
+    held = source.ranks_by_box(spec.name)
+    for wanted, wanted_by in target.ranks_by_box(spec.name).items():
         for box, size, home in boxes.cut(wanted, tuple(held)):
             yield _Demand(Segment(spec.name, box, size), held[home], wanted_by)
-
-
-def _ranks_by_box(layout: Layout, name: str) -> dict[Box, Ranks]:
-    """Distinct non-empty boxes with the ranks that hold each, both in ascending order."""
-    model_indices: defaultdict[Box, list[int]] = defaultdict(list)
-    for index, box in enumerate(layout.boxes_of(name)):
-        if box.size:
-            model_indices[box].append(index)
-    here = layout.mesh.array[list(layout.stages_of(name))]
-    return {box: tuple(here[:, :, own].ravel().tolist()) for box, own in model_indices.items()}
 
 
 def _choose_senders(demands: Sequence[_Demand], num_ranks: int) -> list[list[int]]:
@@ -236,15 +229,15 @@ def _choose_senders(demands: Sequence[_Demand], num_ranks: int) -> list[list[int
     return senders
 
 
-def _missing_elements(source: Layout, target: Layout, spec: ParameterSpec) -> int:
-    held = _ranks_by_box(source, spec.name)
+def _missing_elements(source: Layout, target: Layout, name: str) -> int:
+    held = {box: frozenset(ranks) for box, ranks in source.ranks_by_box(name).items()}
     missing = 0
-    for wanted, ranks in _ranks_by_box(target, spec.name).items():
+    for wanted, ranks in target.ranks_by_box(name).items():
         missing += wanted.size * len(ranks)
         for own, owners in held.items():
             common = wanted.intersect(own)
             if common is not None:
-                missing -= common.size * len(set(ranks).intersection(owners))
+                missing -= common.size * len(owners.intersection(ranks))
     return missing
 
 

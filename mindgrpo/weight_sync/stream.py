@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol
 
 from mindgrpo.backend.contract import Backend, Pool
@@ -46,7 +47,7 @@ class TensorSink(Protocol):
 
 def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the parameters as their files have them: before the layers, layer by layer, after them."""
-    ends = {"first": -1, "first_and_last": -1, "last": layout.stage_layers[-1].stop}
+    ends = {"first": -1, "first_and_last": -1, "last": layout.num_layers}
 
     def number(spec: ParameterSpec) -> int:
         return spec.position if isinstance(spec.position, int) else ends[spec.position]
@@ -57,12 +58,11 @@ def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
 def groups_of(layout: Layout) -> list[Layout]:
     """Returns the layout of each group, in the order of the model; the stages' n-th groups are one."""
     groups: dict[int, list[ParameterSpec]] = {}
-    num_layers = layout.stage_layers[-1].stop
     for spec in layout.specs:
-        number = num_layers if spec.position == "last" else -1
+        number = layout.num_layers if spec.position == "last" else -1
         if isinstance(spec.position, int):
             (stage,) = layout.stages_of(spec.name)
-            number = spec.position - layout.stage_layers[stage].start
+            number = list(chain(*layout.stage_layers[stage])).index(spec.position)
         groups.setdefault(number, []).append(spec)
     return [replace(layout, specs=tuple(groups[number])) for number in sorted(groups)]
 
@@ -87,7 +87,7 @@ def spread(
         for names in files[slice(*share)]:
             shapes = {name: layout.by_name[name].shape for name in names}
             groups += plan_shards(shapes, GROUP_BYTES, dtype)
-        stages.append(range(first, len(groups)))
+        stages.append((range(first, len(groups)),))
     specs = [
         replace(layout.by_name[name], position=number)
         for number, names in enumerate(groups)

@@ -65,9 +65,7 @@ def device_sums(weights: Weights) -> dict[str, int]:
     """Returns what `box_sum` gives for this rank's parameters; the device computes, and only sums are copied."""
     sums = {}
     for name in weights.names:
-        factors = _factors(weights.boxes[name])
-        if weights.is_transposed(name):
-            factors[-2:] = reversed(factors[-2:])
+        factors = weights.layout.by_name[name].as_stored(_factors(weights.boxes[name]))
         rows, columns = reduce(np.multiply.outer, factors[:-1]).ravel(), factors[-1]
         bits = _mixed(weights.part(name).reshape(rows.size, columns.size))
         # Products wrap, and so a sum of any width has the sum's lower 32 bits.

@@ -8,7 +8,6 @@ import numpy as np
 
 from mindgrpo.backend.contract import HostArrays, Pool
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weights.local_weights import is_transposed
 
 # Tensors begin at multiples of it, as other libraries want them.
 ALIGN_BYTES = 64
@@ -39,10 +38,9 @@ class HostTensors:
     def _lay_out(self, memory: HostArrays) -> None:
         offset = 0
         for name, box in self.boxes.items():
-            if is_transposed(name, len(box.shape)):
-                self.hf_views[name] = memory.view(offset, box.shape[::-1]).T
-            else:
-                self.hf_views[name] = memory.view(offset, box.shape)
+            spec = self.layout.by_name[name]
+            view = memory.view(offset, spec.as_stored(box.shape))
+            self.hf_views[name] = view.swapaxes(-1, -2) if spec.transposed else view
             offset += aligned_size(box, self.pool.itemsize)
 
     @property

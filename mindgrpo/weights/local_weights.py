@@ -1,7 +1,7 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
-Matrices are stored [in, out], as small products run faster that way, and q/k/v and gate/up concatenated in one
-matrix; on the host each can be had as a view of its Hugging Face tensor's slice, [out, in].
+How a parameter is stored is in its ParameterSpec; on the host each can be had as a view of its Hugging Face tensor's
+slice, [out, in].
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import mindspore as ms
@@ -20,24 +21,27 @@ from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
-FUSED = (
-    ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-)
-# Kept [vocabulary, hidden]: rows are gathered by token id.
-UNTRANSPOSED = ("model.embed_tokens.weight", "lm_head.weight")
-
 
 @dataclass(frozen=True)
-class FusedParameter:
+class StoredTensor:
     """One tensor of the pool: `specs` are concatenated along its last dim, `widths[i]` wide each."""
 
-    key: str
     specs: tuple[ParameterSpec, ...]
     shape: tuple[int, ...]
     widths: tuple[int, ...]
     offset: int
-    decay: bool
+
+    @property
+    def key(self) -> str:
+        return self.specs[0].key
+
+    @property
+    def decay(self) -> bool:
+        return self.specs[0].decay
+
+    @property
+    def data_axes(self) -> frozenset[str]:
+        return self.specs[0].data_axes
 
     @property
     def size(self) -> int:
@@ -51,35 +55,44 @@ class FusedParameter:
             start += width
 
 
-def _fused_key(name: str) -> str:
-    for key, modules in FUSED:
-        for module in modules:
-            name = name.replace(f".{module}.", f".{key}.")
-    return name
+@dataclass(frozen=True)
+class FlatRange:
+    """Neighbouring tensors of a pool that decay alike and whose gradients are summed over the same data axes.
+
+    `start` and `size` in elements.
+    """
+
+    decay: bool
+    data_axes: frozenset[str]
+    start: int
+    size: int
 
 
-def is_transposed(name: str, num_dims: int) -> bool:
-    """Tells whether parameter `name` is stored [in, out]."""
-    return num_dims == 2 and name not in UNTRANSPOSED
+def flat_ranges(stored: Sequence[StoredTensor]) -> tuple[FlatRange, ...]:
+    """Returns the ranges that tensors in the order of `arrange` make up."""
+    ranges = []
+    for (decay, axes), run in groupby(stored, lambda entry: (entry.decay, entry.data_axes)):
+        tensors = list(run)
+        size = sum(entry.size for entry in tensors)
+        ranges.append(FlatRange(decay, axes, tensors[0].offset, size))
+    return tuple(ranges)
 
 
-def arrange(layout: Layout, rank: int) -> tuple[FusedParameter, ...]:
-    """Lays out the rank's tensors in its pool: those with weight decay first, so that each kind is one flat range."""
+def arrange(layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
+    """Lays out the rank's tensors in its pool: those with weight decay first, and so that each kind is a flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.mesh.holds(rank):
-        stage = layout.mesh.coordinates(rank).stage
+        stage = layout.mesh.index(rank, "pp")
         for spec in layout.specs:
             if stage in layout.stages_of(spec.name):
-                groups.setdefault(_fused_key(spec.name), []).append(spec)
-    stored: list[FusedParameter] = []
+                groups.setdefault(spec.key, []).append(spec)
+    stored: list[StoredTensor] = []
     offset = 0
-    for key, specs in sorted(groups.items(), key=lambda group: not group[1][0].decay):
-        shapes = [local_shape(spec, layout.mesh.model_parallel) for spec in specs]
-        if is_transposed(specs[0].name, len(specs[0].shape)):
-            shapes = [shape[::-1] for shape in shapes]
+    for specs in sorted(groups.values(), key=lambda own: (not own[0].decay, *own[0].data_axes)):
+        shapes = [spec.as_stored(local_shape(spec, layout.mesh)) for spec in specs]
         widths = tuple(shape[-1] for shape in shapes)
         shape = (*shapes[0][:-1], sum(widths))
-        stored.append(FusedParameter(key, tuple(specs), shape, widths, offset, specs[0].decay))
+        stored.append(StoredTensor(tuple(specs), shape, widths, offset))
         offset += stored[-1].size
     return tuple(stored)
 
@@ -100,30 +113,29 @@ class WeightArrays:
     """Arrays of `layout` on `rank`, in host memory.
 
     `tensors[key]` as stored; `hf_views[name]` [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `flat_buffers` two 1-dim ranges of the memory, with and without weight decay.
+    Hugging Face tensor; `flat_buffers[i]` the memory of `ranges[i]`, one-dimensional.
     """
 
     def __init__(
-        self, layout: Layout, rank: int, fused: Sequence[FusedParameter], memory: HostArrays
+        self, layout: Layout, rank: int, fused: Sequence[StoredTensor], memory: HostArrays
     ) -> None:
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
         self.tensors = {e.key: memory.view(e.offset, e.shape) for e in fused}
         self.hf_views = dict(self._views(fused))
-        size = sum(entry.size for entry in fused)
-        decaying = sum(entry.size for entry in fused if entry.decay)
-        self.flat_buffers = memory.view(0, (decaying,)), memory.view(decaying, (size - decaying,))
+        self.ranges = flat_ranges(fused)
+        self.flat_buffers = [memory.view(run.start, (run.size,)) for run in self.ranges]
 
     @classmethod
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> WeightArrays:
         """The weights that another rank of this host holds in shared memory, without a copy."""
         return cls(layout, rank, arrange(layout, rank), pool)
 
-    def _views(self, fused: Sequence[FusedParameter]) -> Iterator[tuple[str, np.ndarray]]:
+    def _views(self, fused: Sequence[StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:
         for entry in fused:
             for spec, start, width in entry.columns():
                 view = self.tensors[entry.key][..., start : start + width]
-                if is_transposed(spec.name, len(spec.shape)):
-                    view = view.T
+                if spec.transposed:
+                    view = view.swapaxes(-1, -2)
                 box = self.boxes.get(spec.name)
                 if box is not None:
                     yield spec.name, view[tuple(slice(0, extent) for extent in box.shape)]
@@ -161,7 +173,7 @@ class Weights:
         if not on_host_only:
             self.parameters = {e.key: self._parameter_of(e) for e in self.fused}
 
-    def _parameter_of(self, entry: FusedParameter) -> Any:
+    def _parameter_of(self, entry: StoredTensor) -> Any:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
 
     @contextmanager
@@ -199,14 +211,9 @@ class Weights:
         entry, start = self._stored_at[name]
         own = self.boxes[name]
         slices = (own if box is None else box).within(own).slices
-        if is_transposed(name, len(slices)):
-            slices = slices[::-1]
+        slices = self.layout.by_name[name].as_stored(slices)
         last = slices[-1]
         return Region(entry.key, (*slices[:-1], slice(last.start + start, last.stop + start)))
-
-    def is_transposed(self, name: str) -> bool:
-        """Whether parameter `name` is stored [in, out]."""
-        return is_transposed(name, len(self.boxes[name].start))
 
     def part(self, name: str, box: Box | None = None) -> Any:
         """`box` of parameter `name` on the device, as it is stored: a view, which sees what is written later."""
@@ -221,7 +228,7 @@ class Weights:
             bits[region.slices] = device_bits(values.reshape(region.shape))
 
     @cached_property
-    def _stored_at(self) -> dict[str, tuple[FusedParameter, int]]:
+    def _stored_at(self) -> dict[str, tuple[StoredTensor, int]]:
         return {
             spec.name: (entry, start) for entry in self.fused for spec, start, _ in entry.columns()
         }

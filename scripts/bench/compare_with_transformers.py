@@ -27,14 +27,13 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.models.shard import Shard
     from mindgrpo.parallel.mesh import Mesh
-    from mindgrpo.parallel.sharding import Layout, layers_of_stage
+    from mindgrpo.parallel.sharding import Layout
     from mindgrpo.weights.local_weights import Weights
     from mindgrpo.weights.pretrained import load_weights
 
     config = read_config(model)
-    layers = tuple(layers_of_stage(config.num_hidden_layers, 1))
     backend = connect(SHARED_MEMORY, {})
-    weights = Weights(Layout(Mesh(1, 1), parameter_specs(config), layers), 0, backend)
+    weights = Weights(Layout.of(Mesh(1, 1), parameter_specs(config)), 0, backend)
     load_weights(weights, model)
     drawn = np.random.default_rng(SEED).integers(0, config.vocab_size, num_tokens)
     tokens = np.array([ids or drawn], np.int32)

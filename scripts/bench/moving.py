@@ -19,7 +19,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 
 
 def options(description: str) -> argparse.Namespace:
@@ -45,8 +45,7 @@ def model_of(given: argparse.Namespace) -> DecoderConfig:
 
 def layout(model: DecoderConfig, degrees: tuple[int, ...]) -> Layout:
     mesh = Mesh(*degrees)
-    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage)
-    return Layout(mesh, parameter_specs(model), tuple(stages))
+    return Layout.of(mesh, parameter_specs(model))
 
 
 class Alternating:

@@ -18,7 +18,7 @@ from launching import degrees
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.plan import plan_reshard
 
 QWEN2_5_72B = {
@@ -47,8 +47,7 @@ def options() -> argparse.Namespace:
 
 
 def layout(model: DecoderConfig, mesh: Mesh) -> Layout:
-    stages = layers_of_stage(model.num_hidden_layers, mesh.pipeline_stage)
-    return Layout(mesh, parameter_specs(model), tuple(stages))
+    return Layout.of(mesh, parameter_specs(model))
 
 
 def figures(model: DecoderConfig, train: Mesh, infer: Mesh) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -74,8 +74,7 @@ plain.DECODE_STEPS = 2
 
 
 def layout_of(config: DecoderConfig, mesh: Mesh) -> Layout:
-    stages = layers_of_stage(config.num_hidden_layers, mesh.pipeline_stage)
-    return Layout(mesh, parameter_specs(config), tuple(stages))
+    return Layout.of(mesh, parameter_specs(config))
 
 
 def as_of_another_engine(rollout: Rollout) -> list[np.ndarray]:
@@ -216,7 +215,7 @@ class Run:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The policy's, whole, on rank 0; nothing on the others."""
-        whole = layout_of(self.config, Mesh(1, 1, 1))
+        whole = layout_of(self.config, Mesh(1, 1))
         weights = Weights(whole, self.backend.rank, self.backend)
         weights.pool.load()
         plan = plan_reshard(self.train, whole)

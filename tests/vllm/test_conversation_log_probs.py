@@ -25,7 +25,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, layers_of_stage
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.conversations import run_together
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -45,8 +45,7 @@ CLOSE = 1e-5
 
 def engine_and_pipeline(backend: CpuBackend) -> tuple[EmbeddedEngine, ForwardPipeline]:
     config = read_config(MODEL)
-    stages = tuple(layers_of_stage(config.num_hidden_layers, 1))
-    layout = Layout(Mesh(1, 1, 1), parameter_specs(config), stages)
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     longest = MAX_PROMPT + MAX_TOKENS
     room = KVCacheConfig(8, 4, None, longest, MAX_TOKENS)
     engine = EmbeddedEngine(config, layout, backend, SAMPLING, room)
@@ -78,7 +77,7 @@ def test_log_probs_of_action_tokens_are_those_of_transformers_on_the_whole_conve
     rollout = conversations_of(engine)
     turns = [sum(m["role"] == "assistant" for m in own) for own in rollout.messages]
     assert {1, TURNS} <= set(turns)
-    trained = compute_log_probs(pipeline, Mesh(1, 1, 1), backend, PackedRollout(rollout))
+    trained = compute_log_probs(pipeline, Mesh(1, 1), backend, PackedRollout(rollout))
     rows = [
         np.concatenate([prompt, ids]).tolist()
         for prompt, ids in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)

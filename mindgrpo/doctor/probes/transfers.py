@@ -141,7 +141,7 @@ def model_of(num_ranks: int, num_bytes: int, itemsize: int) -> DecoderConfig:
 
 
 def _weights(model: DecoderConfig, mesh: Mesh, backend: Backend) -> Weights:
-    layout = Layout(mesh, parameter_specs(model), (range(model.num_hidden_layers),))
+    layout = Layout.of(mesh, parameter_specs(model))
     return Weights(layout, backend.rank, backend, dtype=backend.compute_dtype)
 
 

@@ -93,12 +93,11 @@ class VllmEngine:
         # What the process says of itself once it is ready; empty on ranks without one.
         self.description: Message = {}
         self._settings, self._backend = settings, backend
-        self._degree = layout.mesh.model_parallel
+        self._degree = layout.mesh.mp
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.mesh.first_ranks)
         self._sink = WeightBucket(self._layout, backend, settings.dtype, self._hand_over)
-        coordinates = layout.mesh.coordinates(backend.rank)
-        ranks = layout.mesh.replica(coordinates.data)
+        ranks = layout.mesh.group(backend.rank, ("mp",))
         self._group = backend.group(ranks)
         self._process: EngineProcess | None = None
         self._is_awake = False
