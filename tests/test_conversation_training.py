@@ -28,8 +28,8 @@ from mindgrpo.algorithm.losses import token_weights
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.policy import Policy
+from mindgrpo.training.stage_graphs import PolicyLoss
 from mindgrpo.training.update import UpdateReport, update
 
 LOSSES = {

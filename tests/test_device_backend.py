@@ -35,8 +35,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.memory.residency import Location, Residency
-from mindgrpo.models.lora import fill_adapters, merge
-from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs, fill_adapters, merge
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded import plain

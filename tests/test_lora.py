@@ -18,12 +18,12 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.lora import fill_adapters
-from mindgrpo.models.lora_specs import (
+from mindgrpo.models.lora import (
     TARGETS,
     LoraSettings,
     adapter_names,
     adapter_specs,
+    fill_adapters,
 )
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import compute_log_probs

@@ -18,7 +18,7 @@ from mindspore import Tensor
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import Tokens, policy_loss
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.training.loss_cell import PolicyLoss
+from mindgrpo.training.stage_graphs import PolicyLoss
 
 Result = tuple[float, np.ndarray, np.ndarray]
 Call = Callable[[list[np.ndarray]], Result]

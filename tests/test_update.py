@@ -294,7 +294,7 @@ def test_samples_without_advantage_need_no_backward_pass(
 
     monkeypatch.setattr(Policy, "accumulate", counted)
     spared = one_update(policy_of(settings), given)
-    monkeypatch.setattr("mindgrpo.training.accumulate.FORWARD_SHARE", 1.0)
+    monkeypatch.setattr("mindgrpo.training.update.FORWARD_SHARE", 1.0)
     whole = one_update(policy_of(settings), given)
     assert backward == [*([3] if len(equal) < 8 else []), 8]
     assert_same(spared, whole)

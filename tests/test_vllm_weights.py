@@ -15,8 +15,7 @@ from ranks_as_threads import ThreadBackend, run
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
-from mindgrpo.models.lora import fill_adapters
-from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_names, adapter_specs
+from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_names, adapter_specs, fill_adapters
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
@@ -25,8 +24,7 @@ from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import checksum
 from mindgrpo.rollout.vllm.engine import WeightBucket
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
-from mindgrpo.weights.host_tensors import HostTensors
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import fill_random
 
 NUM_LAYERS = 4

@@ -28,8 +28,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import make_policy
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.training.accumulate import accumulate_gradients
 from mindgrpo.training.policy import Policy
+from mindgrpo.training.update import accumulate_gradients
 
 
 def full_micro_batch(plan: RunPlan, shape: MicroShape) -> TrainBatch:

@@ -1,6 +1,6 @@
 """The losses on host arrays: token weights, the metrics of an update, and what the graph's loss is compared with.
 
-Pure numpy. The graph that is differentiated is training/loss_cell.py; `policy_loss` says the same without one.
+Pure numpy. The graph that is differentiated is training/stage_graphs.py; `policy_loss` says the same without one.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.lora import adapter_names
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.run.model_export import write_companions
 from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers

@@ -20,8 +20,7 @@ from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.lora import fill_adapters
-from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.lora import adapter_names, fill_adapters
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
@@ -39,7 +38,7 @@ from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
-from mindgrpo.weight_sync.verify import WeightCheck
+from mindgrpo.weight_sync.transfer import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
 

@@ -15,8 +15,7 @@ from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.syncer import WeightSyncer, mix
-from mindgrpo.weight_sync.transfer import Traffic
-from mindgrpo.weight_sync.verify import WeightCheck
+from mindgrpo.weight_sync.transfer import Traffic, WeightCheck
 from mindgrpo.weights.local_weights import Weights
 
 

@@ -14,8 +14,7 @@ from mindspore import Tensor
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.backend.contract import Backend, Link
 from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
-from mindgrpo.models.local_sizes import LOGITS_BYTES
-from mindgrpo.models.shard import Shard
+from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
 

@@ -1,4 +1,7 @@
-"""A rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with."""
+"""A rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with.
+
+What plans count is what cells are made with.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from mindspore import nn
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.local_sizes import local_heads, local_vocabulary
-from mindgrpo.models.lora import LowRankLinear
-from mindgrpo.models.lora_specs import LoraSettings, adapter_names
+from mindgrpo.models.lora import LoraSettings, LowRankLinear, adapter_names
 from mindgrpo.models.parallel_cells import (
     CopyTo,
     Float32Gradient,
@@ -25,6 +26,26 @@ from mindgrpo.models.parallel_cells import (
     ToFloat32,
 )
 from mindgrpo.weights.local_weights import Weights
+
+# The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
+LOGITS_BYTES = 64 << 20
+
+
+def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
+    """With the padding of the last rank."""
+    return -(-config.vocab_size // tp_size)
+
+
+def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
+    """As attention's kernels take them: a norm over the whole projection, and its bias, are none of theirs."""
+    return Heads(
+        config.num_attention_heads // tp_size,
+        max(1, config.num_key_value_heads // tp_size),
+        config.head_dim,
+        config.qkv_bias and config.family.qk_norm != "projection",
+        config.rms_norm_eps if config.family.qk_norm == "head" else None,
+        config.query_scale,
+    )
 
 
 @dataclass(frozen=True)

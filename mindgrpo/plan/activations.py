@@ -17,9 +17,9 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
-from mindgrpo.models.local_sizes import LOGITS_BYTES, local_heads, local_vocabulary
-from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype, flash_attention
+from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_vocabulary
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.run_plan import RunPlan
 

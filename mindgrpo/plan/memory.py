@@ -16,7 +16,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import CountedPool, PhaseMemory, Residency
-from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
@@ -24,7 +24,7 @@ from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.activations import activation_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
-from mindgrpo.training.buckets import BUCKET_BYTES
+from mindgrpo.training.gradient_sync import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread

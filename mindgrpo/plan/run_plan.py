@@ -21,10 +21,10 @@ from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.local_sizes import local_heads, local_vocabulary
-from mindgrpo.models.lora_specs import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
+from mindgrpo.models.shard import local_heads, local_vocabulary
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices

@@ -14,7 +14,7 @@ import psutil
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
 from mindgrpo.errors import UserError
-from mindgrpo.models.lora_specs import adapter_specs
+from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT

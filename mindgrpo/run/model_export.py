@@ -24,14 +24,13 @@ from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
 from mindgrpo.errors import UserError, writing
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.models.lora_specs import LoraSettings
+from mindgrpo.models.lora import LoraSettings
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.stream import TensorStream, bucket_size, in_model_order, spread
-from mindgrpo.weights.host_tensors import HostTensors
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.model_files import MAX_SHARD_BYTES, SafetensorsWriter, plan_shards
 
 if TYPE_CHECKING:

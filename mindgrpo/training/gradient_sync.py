@@ -1,20 +1,38 @@
 """Makes a rank's accumulated gradients those of the whole batch and the whole model, between passes.
 
 Which gradients are partial follows from the layout alone (`sums_of`, pure). They are summed where they are: arrays of
-the host's, or graphs on the device (device_update.py).
+the host's, or graphs on the device, where no gradient passes the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import mindspore as ms
 import numpy as np
+from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import StoredTensor, Weights
+
+# Large enough for the links, small beside the gradients.
+BUCKET_BYTES = 64 << 20
+
+
+def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Indices of neighbours that share a bucket, by their numbers of float32; one that is larger is alone."""
+    by_bucket: list[list[int]] = [[]]
+    room = BUCKET_BYTES // 4
+    for index, size in enumerate(sizes):
+        if by_bucket[-1] and size > room:
+            by_bucket.append([])
+            room = BUCKET_BYTES // 4
+        by_bucket[-1].append(index)
+        room -= size
+    return tuple(map(tuple, by_bucket))
 
 
 class GradientSync(Protocol):
@@ -118,3 +136,124 @@ class HostGradientSync:
         square = sum(self._square(array) / copies for array, copies in self._norm_terms)
         total = self._norm_group.sum_array(np.array([square], np.float64))
         return float(np.sqrt(total[0]))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Ranges [start, stop) of a parameter's columns, in order; `shape` is the parameter's on the device."""
+
+    parameter: Any
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    def size(self, start: int, stop: int) -> int:
+        return int(np.prod(self.shape[:-1])) * (stop - start)
+
+
+class _SumOverGroup(nn.Cell):
+    """Sums columns of parameters over a group, in buckets, one after the other; gives what the last one ends with."""
+
+    def __init__(self, columns: Sequence[_Columns], group: Group) -> None:
+        super().__init__()
+        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
+        self.ranges = tuple(own.ranges for own in columns)
+        self.outer = tuple(own.shape[:-1] for own in columns)
+        self.widths = tuple(own.shape[-1] for own in columns)
+        self.sizes = tuple(tuple(own.size(*one) for one in own.ranges) for own in columns)
+        self.buckets = buckets([sum(sizes) for sizes in self.sizes])
+        self.total = group.sum_cell()
+
+    def construct(self, ticket: Any) -> Any:
+        for bucket in self.buckets:
+            flat = []
+            for i in bucket:
+                for start, stop in self.ranges[i]:
+                    flat.append(self.parameters[i][..., start:stop].reshape(-1))
+            # The calls of all ranks need one order, which independent operations of a graph do not have.
+            total = self.total(ops.depend(ops.concat(flat), ticket))
+            ticket = total[:1]
+            begin = 0
+            for i in bucket:
+                # Read once and written once: a graph does not promise an order between the two of one parameter.
+                old, cursor, columns = self.parameters[i], 0, []
+                for number in range(len(self.ranges[i])):
+                    start, stop = self.ranges[i][number]
+                    if start > cursor:
+                        columns.append(old[..., cursor:start])
+                    end = begin + self.sizes[i][number]
+                    columns.append(total[begin:end].reshape((*self.outer[i], stop - start)))
+                    begin, cursor = end, stop
+                if cursor < self.widths[i]:
+                    columns.append(old[..., cursor:])
+                ticket = ops.depend(ticket, ops.assign(old, ops.concat(columns, -1)))
+        return ticket
+
+
+class _Norm(nn.Cell):
+    """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
+
+    def __init__(self, columns: Sequence[_Columns], copies: Sequence[int], group: Group) -> None:
+        super().__init__()
+        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
+        self.columns = tuple(own.ranges[0] for own in columns)
+        self.factors = tuple(1.0 / number for number in copies)
+        self.is_alone = group.size == 1
+        self.total = group.sum_cell()
+        self.zero = Tensor([0.0], ms.float32)
+
+    def construct(self) -> Any:
+        square = self.zero
+        for i in range(len(self.factors)):
+            start, stop = self.columns[i]
+            values = self.parameters[i][..., start:stop]
+            square = square + (values * values).sum() * self.factors[i]
+        if not self.is_alone:
+            square = self.total(square)
+        return ops.sqrt(square)
+
+
+def _columns_of(gradients: Weights, entry: StoredTensor, names: Collection[str] | None) -> _Columns:
+    """Those of the parameters `names`, neighbours as one; all of them where it is None."""
+    ranges: list[tuple[int, int]] = []
+    for spec, start, width in entry.columns():
+        if names is not None and spec.name not in names:
+            continue
+        stop = start + width
+        if ranges and ranges[-1][1] == start:
+            start, _ = ranges.pop()
+        ranges.append((start, stop))
+    return _Columns(gradients.parameters[entry.key], entry.shape, tuple(ranges))
+
+
+class DeviceGradientSync:
+    """A GradientSync in graphs. What a tensor holds beside its parameters' parts is padding, with no gradient."""
+
+    def __init__(self, gradients: Weights, backend: Backend) -> None:
+        sums = sums_of(gradients)
+        self._totals: list[Graph] = []
+
+        def add(ranks: tuple[int, ...], columns: list[_Columns]) -> None:
+            summed = [own for own in columns if own.ranges]
+            if len(ranks) > 1 and summed:
+                cell = _SumOverGroup(summed, backend.group(ranks))
+                self._totals.append(backend.graph(cell, "sum of gradients"))
+
+        for ranks, names in sums.shared:
+            add(ranks, [_columns_of(gradients, entry, names) for entry in gradients.fused])
+        for axes, ranks in sums.data.items():
+            tensors = [entry for entry in gradients.fused if entry.data_axes == axes]
+            add(ranks, [_columns_of(gradients, entry, None) for entry in tensors])
+        entries = {entry.key: entry for entry in gradients.fused}
+        terms = [
+            _columns_of(gradients, entries[term.key], term.name and (term.name,))
+            for term in sums.norm_terms
+        ]
+        copies = [term.copies for term in sums.norm_terms]
+        cell = _Norm(terms, copies, backend.group(sums.norm_ranks))
+        self._norm = backend.graph(cell, "gradient norm")
+        self._ticket = Tensor([0.0], ms.float32)
+
+    def sum(self) -> float:
+        for total in self._totals:
+            total(self._ticket)
+        return float(self._norm().asnumpy()[0])

@@ -14,14 +14,13 @@ from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.lora_specs import LoraSettings, adapter_specs
+from mindgrpo.models.lora import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.loss_cell import PolicyLoss
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import StepResult, forward_backward
-from mindgrpo.training.stage_graphs import LossStep, StageBackward
+from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward
 from mindgrpo.weights.local_weights import Weights, round_into
 
 

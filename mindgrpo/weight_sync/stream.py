@@ -15,8 +15,7 @@ from typing import Protocol
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
-from mindgrpo.models.lora import merge
-from mindgrpo.models.lora_specs import adapter_names
+from mindgrpo.models.lora import adapter_names, merge
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
@@ -24,8 +23,7 @@ from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.checksum import box_sum
-from mindgrpo.weights.host_tensors import HostTensors, aligned_size
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
 from mindgrpo.weights.model_files import plan_shards
 
 # Of tensors that a rank gathers at once to write them to files.

@@ -1,4 +1,8 @@
-"""What every way of giving the policy's weights to another role has in common."""
+"""What every way of giving the policy's weights to another role has in common, and the check that they arrived.
+
+Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
+generator's own before it draws: it computes with the policy's weights, bit for bit, and replicas with the same ones.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.weights.local_weights import Weights
 
 
 @dataclass(frozen=True)
@@ -45,3 +51,77 @@ class WeightTransfer(Protocol):
 
     def sums(self) -> dict[str, int]:
         """What weights/checksum.py's `part_sums` gives for the receiver's weights on this rank."""
+
+
+class WeightsDiffer(RuntimeError):
+    """Raised where weights that have to be equal are not."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    version: int
+    sums: dict[str, int]
+
+
+class WeightCheck:
+    """Compares sums of weights, except those of `adapted`, which the generator has with adapters added in.
+
+    With `interval` n, steps n, 2n, ... and the first are checked; None checks none.
+    """
+
+    def __init__(self, backend: Backend, interval: int | None, adapted: frozenset[str]) -> None:
+        self._backend, self._interval, self._adapted = backend, interval, adapted
+        self._kept: _Kept | None = None
+        self.is_due = False
+
+    def begin_step(self, step: int) -> None:
+        """`step` counts from 0."""
+        every = self._interval
+        self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
+
+    def lacks(self, version: int) -> bool:
+        """Tells whether sums of `version` are needed and not kept yet."""
+        return self.is_due and (self._kept is None or self._kept.version != version)
+
+    def keep(self, policy: Sequence[Weights], version: int) -> None:
+        """Keeps sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
+        if self.lacks(version):
+            first, *others = policy
+            self._kept = _Kept(version, self._totals(first.layout, part_sums(first), "policy's"))
+            for weights in others:
+                self._totals(weights.layout, part_sums(weights), "policy's")
+
+    def check(self, received: WeightTransfer, version: int) -> None:
+        """Compares what the generator has received with the policy's weights of `version`; all ranks together."""
+        if not self.is_due:
+            return
+        if self._kept is None or self._kept.version != version:
+            had = "none" if self._kept is None else f"version {self._kept.version}"
+            raise WeightsDiffer(
+                f"the generator was to be given the policy's weights of version {version}, but the last that it was "
+                f"given are {had}: they are stale"
+            )
+        sums = self._totals(received.layout, received.sums(), "generator's")
+        wrong = [
+            name
+            for name, value in self._kept.sums.items()
+            if name not in self._adapted and sums.get(name) != value
+        ]
+        if wrong:
+            most = len(wrong) > len(self._kept.sums) // 2
+            cause = "they are stale or were not resharded" if most else "the reshard damaged them"
+            raise WeightsDiffer(
+                f"{len(wrong)} of {len(self._kept.sums)} of the generator's tensors are not the policy's of version "
+                f"{version}, first {wrong[0]}: {cause}"
+            )
+
+    def _totals(self, layout: Layout, sums: dict[str, int], whose: str) -> dict[str, int]:
+        by_rank = self._backend.world.gather_objects(sums)
+        totals, wrong = total_sums(layout, by_rank, MODULUS)
+        if wrong:
+            name, ranks = next(iter(wrong.items()))
+            raise WeightsDiffer(
+                f"the {whose} {name} on rank {ranks[0]} is not what the other replicas have; {len(wrong)} tensors "
+                "differ between replicas: one of them was damaged or missed an update"
+            )
+        return totals

@@ -1,7 +1,7 @@
 """One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
 
 How a parameter is stored is in its ParameterSpec; on the host each can be had as a view of its Hugging Face tensor's
-slice, [out, in].
+slice, [out, in]. HostTensors are such slices one after another in the host's memory.
 """
 
 from __future__ import annotations
@@ -254,3 +254,46 @@ def round_into(target: Weights, source: Weights) -> None:
         weights.pool.load()
     for key, parameter in target.parameters.items():
         ops.assign(parameter, source.parameters[key].astype(mindspore_dtype(target.dtype)))
+
+
+# Tensors begin at multiples of it, as other libraries want them.
+ALIGN_BYTES = 64
+
+
+def aligned_size(box: Box, itemsize: int) -> int:
+    """Elements of a tensor and of what is left free up to the next one."""
+    return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES // itemsize
+
+
+class HostTensors:
+    """The parts of `layout`'s parameters that `rank` has, from the pool's start on; none off its mesh.
+
+    `hf_views` are [out, in]; matrices lie in memory [in, out] where ranks keep them so, and then nothing is transposed
+    on the way here. Several of these may use one pool, one after another. Weight sync writes into it as into any
+    rank's weights.
+    """
+
+    def __init__(self, layout: Layout, rank: int, pool: Pool) -> None:
+        self.layout, self.pool = layout, pool
+        self.boxes: Mapping[str, Box] = layout.held_by(rank)
+        self.hf_views: dict[str, np.ndarray] = {}
+        if not self.boxes:
+            return
+        with pool.on_host() as memory:
+            self._lay_out(memory)
+
+    def _lay_out(self, memory: HostArrays) -> None:
+        offset = 0
+        for name, box in self.boxes.items():
+            spec = self.layout.by_name[name]
+            view = memory.view(offset, spec.as_stored(box.shape))
+            self.hf_views[name] = view.swapaxes(-1, -2) if spec.transposed else view
+            offset += aligned_size(box, self.pool.itemsize)
+
+    @property
+    def arrays(self) -> HostTensors:
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.boxes)

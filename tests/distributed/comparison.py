@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.verify import WeightCheck, WeightsDiffer
+from mindgrpo.weight_sync.transfer import WeightCheck, WeightsDiffer
 
 
 class Comparison:

@@ -42,8 +42,7 @@ from mindgrpo.grpo.metrics import token_rows
 from mindgrpo.grpo.step import Stepper, StepSettings
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
-from mindgrpo.models.lora import fill_adapters
-from mindgrpo.models.lora_specs import TARGETS, LoraSettings
+from mindgrpo.models.lora import TARGETS, LoraSettings, fill_adapters
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard

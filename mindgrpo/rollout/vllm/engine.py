@@ -28,8 +28,7 @@ from mindgrpo.rollout.vllm.process import EngineProcess
 from mindgrpo.rollout.vllm.settings import VllmSettings
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.stream import TensorStream, bucket_size, groups_of
-from mindgrpo.weights.host_tensors import HostTensors, aligned_size
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
 from mindgrpo.weights.pretrained import check_tensors
 
 CONVERTED_AT_ONCE = 1 << 20
