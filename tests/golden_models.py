@@ -25,6 +25,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.stage_graphs import LossInputs
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
@@ -79,7 +80,7 @@ class Logits(nn.Cell):
         self.stage, self.head = Stage(shard, num_positions), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        return self.head(self.stage(tokens, positions, spans))
+        return self.head(self.stage(tokens, (positions, spans)))
 
 
 def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:
@@ -95,7 +96,8 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(rollout), np.float32))
     unread = (ones, np.zeros(len(ones), np.int32), ones)
-    results = policy.accumulate([batch], [(0 * ones, 0 * ones, -ones, ones, *unread)], False)
+    inputs = LossInputs(0 * ones, 0 * ones, -ones, ones, *unread)
+    results = policy.accumulate([batch], [inputs], False)
     assert results is not None
     by_sample = batch.gather(results[0].logps)
     return policy, [by_sample[i] for i in range(len(rollout))]

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -360,7 +361,7 @@ class CompileLog:
 
 
 class Graph:
-    """A cell that is compiled once a shape."""
+    """A cell that is compiled once a shape. Inputs are tensors and tuples of tensors."""
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
         self._cell, self._name, self._log = cell, name, log
@@ -371,7 +372,8 @@ class Graph:
             cell.phase, self._names = PHASES.get(name, OTHER_PHASE), cell.phase_cache
 
     def __call__(self, *inputs: Any) -> Any:
-        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
+        tensors = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in inputs)
+        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in tensors)
         if shapes in self._compiled:
             self._names |= self._compiled[shapes]
             return self._cell(*inputs)

@@ -7,7 +7,7 @@ matrix product comes from the backend's kernels, what differs between families f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -20,6 +20,32 @@ from mindgrpo.models.log_probs import TokenLogProbs
 from mindgrpo.models.parallel_cells import Same
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
+
+
+class StageInputs(NamedTuple):
+    """What each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3].
+
+    Spans as in backend/kernels/contract.py. Cells take these as a tuple in this order: a new input is a field here and
+    of the micro-batch, and is named again only by the cell that reads it.
+    """
+
+    positions: Any
+    spans: Any
+
+
+class HeadInputs(NamedTuple):
+    """What the last stage's head reads beside x: `labels` int32 [M] at `picks` int32 [M] of the N places.
+
+    A pick of -1 is padding: it takes a row of zeros.
+    """
+
+    picks: Any
+    labels: Any
+
+
+def tensors_of(kind: Any, arrays: Any) -> tuple[Tensor, ...]:
+    """Returns the fields of NamedTuple `kind`, read by their names from `arrays`, as tensors."""
+    return tuple(Tensor(getattr(arrays, name)) for name in kind._fields)
 
 
 @dataclass(frozen=True)
@@ -119,6 +145,11 @@ class GatedMlp(nn.Cell):
         return self.reduce(self.down(self.glu(self.gate_up(self.copy(x)))))
 
 
+def feed_forward(shard: Shard, index: int) -> nn.Cell:
+    """Returns the feed-forward of layer `index`, as its LayerKind asks."""
+    return GatedMlp(shard, f"model.layers.{index}.")
+
+
 class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
@@ -142,7 +173,7 @@ class Layer(nn.Cell):
         self.attention = Attention(shard.within("attention"), prefix, attend)
         self.attention_out = norm(norms.attention_out)
         self.mlp_in = AddNorm(shard, key(norms.mlp_in))
-        self.mlp = GatedMlp(shard.within("mlp"), prefix)
+        self.mlp = feed_forward(shard.within("mlp"), index)
         self.mlp_out = norm(norms.mlp_out)
 
     def construct(self, x: Any, added: Any, context: Any) -> Any:
@@ -159,7 +190,7 @@ class Rotary:
 
     def __init__(self, shard: Shard, num_positions: int) -> None:
         config = shard.config
-        local = [config.local_layers[index] for index in shard.layers]
+        local = [config.layers[index].is_local for index in shard.layers]
         kinds = sorted(set(local))
         self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
@@ -169,10 +200,7 @@ class Rotary:
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, positions int32 [R, T], spans int32 [R, T, 3]) -> x_NH.
-
-    Spans as in backend/kernels/contract.py; positions stay below `num_positions`.
-    """
+    """A stage's layers: (tokens int32 [R, T] or x_NH, StageInputs) -> x_NH; positions stay below `num_positions`."""
 
     def __init__(self, shard: Shard, num_positions: int, recompute: Recompute = KEEP_ALL) -> None:
         super().__init__()
@@ -192,7 +220,8 @@ class Stage(nn.Cell):
             recompute.apply(layers[-1], index)
         self.layers = nn.CellList(layers)
 
-    def construct(self, x: Any, positions: Any, spans: Any) -> Any:
+    def construct(self, x: Any, inputs: Any) -> Any:
+        positions, spans = inputs
         contexts = []
         for rope_and_mask in self.rope_and_masks:
             contexts.append(rope_and_mask(positions, spans))
@@ -226,10 +255,7 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage that ends in (log p [M], entropy [M]) of `labels` int32 [M] at `picks` int32 [M] of its N places.
-
-    A pick of -1 is padding: it takes a row of zeros.
-    """
+    """A last stage: (x, StageInputs, HeadInputs) -> (log p [M], entropy [M]) of the labels."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
@@ -247,6 +273,7 @@ class LogProbStage(nn.Cell):
             is_trained=shard.trains_weights,
         )
 
-    def construct(self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any) -> Any:
-        picked = self.pick(picks, self.stage(x, positions, spans))
+    def construct(self, x: Any, inputs: Any, head_inputs: Any) -> Any:
+        picks, labels = head_inputs
+        picked = self.pick(picks, self.stage(x, inputs))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)

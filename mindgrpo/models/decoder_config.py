@@ -27,12 +27,22 @@ ROPE_FACTORS = (*LLAMA3_FACTORS, "original_max_position_embeddings")
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes a layer from others of the model.
+
+    A local one sees the last `sliding_window` tokens and has rotary positions of base `local_rope_theta`.
+    """
+
+    is_local: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Dimensions of a dense decoder; `raw` is the config.json they came from, for writing it back.
 
-    Scores are multiplied by `query_scale`. Layers whose `local_layers` is True see the last `sliding_window` tokens
-    and have rotary positions of base `local_rope_theta`; the window is None in models without such layers.
+    Scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i; the sliding window is None in models
+    without local layers.
     """
 
     model_type: str
@@ -53,7 +63,7 @@ class DecoderConfig:
     output_bias: bool
     activation: Activation
     query_scale: float
-    local_layers: tuple[bool, ...]
+    layers: tuple[LayerKind, ...]
     local_rope_theta: float
     sliding_window: int | None
     raw: Mapping[str, Any]
@@ -119,7 +129,7 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         output_bias=bias and family.bias_key is not None,
         activation=_activation(raw, family.activation_key, where),
         query_scale=(_number(raw, scalar, where) if scalar else head_dim) ** -0.5,
-        local_layers=local,
+        layers=tuple(map(LayerKind, local)),
         local_rope_theta=local_theta,
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
         raw=dict(fields),

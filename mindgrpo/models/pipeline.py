@@ -13,7 +13,15 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.backend.contract import Backend, Link
-from mindgrpo.models.decoder import KEEP_ALL, LogProbStage, Recompute, Stage
+from mindgrpo.models.decoder import (
+    KEEP_ALL,
+    HeadInputs,
+    LogProbStage,
+    Recompute,
+    Stage,
+    StageInputs,
+    tensors_of,
+)
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
@@ -66,11 +74,11 @@ class ForwardPipeline:
             is_first = self.stage_index == 0
             previous = None if is_first else self.links["previous"].exchange(None, receives=True)
             x = Tensor(batch.tokens) if is_first else previous
-            where = Tensor(batch.positions), Tensor(batch.spans)
+            inputs = tensors_of(StageInputs, batch)
             if self.net is None:
-                self.links["next"].exchange(self.forward(x, *where), receives=False)
+                self.links["next"].exchange(self.forward(x, inputs), receives=False)
                 continue
-            logp, entropy = self.forward(x, *where, Tensor(batch.picks), Tensor(batch.labels))
+            logp, entropy = self.forward(x, inputs, tensors_of(HeadInputs, batch))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
 

@@ -36,6 +36,11 @@ def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
     return -(-config.vocab_size // tp_size)
 
 
+def local_inner(config: DecoderConfig, tp_size: int) -> int:
+    """The width of a feed-forward, with the padding of the last rank."""
+    return -(-config.intermediate_size // tp_size)
+
+
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
     """As attention's kernels take them: a norm over the whole projection, and its bias, are none of theirs."""
     return Heads(

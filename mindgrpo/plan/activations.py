@@ -19,7 +19,7 @@ from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype, flash_attention
-from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_vocabulary
+from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.run_plan import RunPlan
 
@@ -290,7 +290,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
     model, tp_size = plan.model, layout.mesh.mp
     block = Block(
         model.hidden_size,
-        -(-model.intermediate_size // tp_size),
+        local_inner(model, tp_size),
         local_heads(model, tp_size),
         is_silu=model.activation == "silu",
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),

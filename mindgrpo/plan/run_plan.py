@@ -24,7 +24,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
-from mindgrpo.models.shard import local_heads, local_vocabulary
+from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
@@ -185,7 +185,7 @@ class RunPlan:
         return LocalModelShape(
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
-            inner=-(-model.intermediate_size // tp_size),
+            inner=local_inner(model, tp_size),
             heads=local_heads(model, tp_size),
             vocabulary=Vocabulary(0, width, width),
             norm_eps=model.rms_norm_eps,

@@ -11,7 +11,9 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.schedule import Exchange, one_forward_one_backward
+from mindgrpo.models.decoder import HeadInputs, StageInputs, tensors_of
 from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.training.stage_graphs import LossInputs
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,11 @@ def forward_backward(
     pipeline: ForwardPipeline,
     batches: Sequence[MicroBatch],
     backward: Callable[..., Any],
-    loss_inputs: Sequence[tuple[Any, ...]],
+    loss_inputs: Sequence[LossInputs],
 ) -> list[StepResult] | None:
-    """Forward and backward of all micro-batches; gradients are added up by `backward`, a cell of this stage.
+    """Runs all micro-batches forward and backward; gradients are added up by `backward`, a cell of this stage.
 
-    `loss_inputs[i]` are what the loss takes [M] after the entropy, for the last stage, whose ranks get results; the
-    others None.
+    `loss_inputs[i]`, arrays, are for the last stage, whose ranks get results; the others None.
     """
     stage = _StageRun(pipeline, batches, backward, loss_inputs)
     for action in one_forward_one_backward(pipeline.stage_index, pipeline.num_stages, len(batches)):
@@ -54,7 +55,7 @@ class _StageRun:
         pipeline: ForwardPipeline,
         batches: Sequence[MicroBatch],
         backward: Callable[..., Any],
-        loss_inputs: Sequence[tuple[Any, ...]],
+        loss_inputs: Sequence[LossInputs],
     ) -> None:
         self._pipeline, self._batches = pipeline, batches
         self._backward, self._loss_inputs = backward, loss_inputs
@@ -80,19 +81,19 @@ class _StageRun:
             self._inputs[i] = Tensor(self._batches[i].tokens)
         # The last stage's forward pass is part of its backward graph.
         if self._pipeline.net is None:
-            self._outputs[i] = self._pipeline.forward(self._inputs[i], *self._where(i))
+            self._outputs[i] = self._pipeline.forward(self._inputs[i], self._stage_inputs(i))
 
     def backward(self, i: int) -> None:
-        x, batch = self._inputs.pop(i), self._batches[i]
+        x = self._inputs.pop(i)
         if self._pipeline.net is None:
-            dx = self._backward(x, *self._where(i), self._output_gradients.pop(i))
+            dx = self._backward(x, self._stage_inputs(i), self._output_gradients.pop(i))
         else:
-            numbers = (Tensor(values) for values in self._loss_inputs[i])
-            marks = Tensor(batch.picks), Tensor(batch.labels)
-            loss, logp, entropy, dx = self._backward(x, *self._where(i), *marks, *numbers)
+            head = tensors_of(HeadInputs, self._batches[i])
+            numbers = tensors_of(LossInputs, self._loss_inputs[i])
+            loss, logp, entropy, dx = self._backward(x, self._stage_inputs(i), head, numbers)
             self.results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
         if self._pipeline.stage_index > 0:
             self._input_gradients[i] = dx
 
-    def _where(self, i: int) -> tuple[Any, Any]:
-        return Tensor(self._batches[i].positions), Tensor(self._batches[i].spans)
+    def _stage_inputs(self, i: int) -> tuple[Tensor, ...]:
+        return tensors_of(StageInputs, self._batches[i])

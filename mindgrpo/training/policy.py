@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
@@ -20,7 +18,7 @@ from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import StepResult, forward_backward
-from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward
+from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward
 from mindgrpo.weights.local_weights import Weights, round_into
 
 
@@ -124,10 +122,10 @@ class Policy:
     def accumulate(
         self,
         batches: Sequence[MicroBatch],
-        loss_inputs: Sequence[tuple[np.ndarray, ...]],
+        loss_inputs: Sequence[LossInputs],
         has_old: bool,
     ) -> list[StepResult] | None:
-        """Adds the micro-batches' gradients; `loss_inputs[i]` are what the loss takes [M] after the entropy."""
+        """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays."""
         backward = self._backward_graph(has_old)
         return forward_backward(self.pipeline, batches, backward, loss_inputs)
 

@@ -6,7 +6,7 @@ algorithm/losses.py says the same of the losses in numpy, and a test compares th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
@@ -15,13 +15,25 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.models.decoder import LogProbStage, Stage
 
 
-class PolicyLoss(nn.Cell):
-    """The loss of [N] tokens, float32 but `starts`; where `weights` is 0 a token adds nothing, whatever it holds.
+class LossInputs(NamedTuple):
+    """What the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`; a tuple in the cells.
 
-    `rollout_is_weights` multiply the policy's term. `starts` int32 is the index of the first token of a token's sample
-    and `shares` one over the sample's tokens that count; both are read at sequence level only, where a sample's tokens
-    must all be here. Without `has_old` the ratio is 1 in value.
+    Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
+    `starts` int32 is the index of the first token of a token's sample and `shares` one over the sample's tokens that
+    count; both are read at sequence level only, where a sample's tokens must all be here.
     """
+
+    old: Any
+    reference: Any
+    advantages: Any
+    weights: Any
+    rollout_is_weights: Any
+    starts: Any
+    shares: Any
+
+
+class PolicyLoss(nn.Cell):
+    """(log p [M], entropy [M], LossInputs) -> the loss. Without `has_old` the ratio is 1 in value."""
 
     def __init__(self, loss_config: LossConfig, has_old: bool) -> None:
         super().__init__()
@@ -34,18 +46,8 @@ class PolicyLoss(nn.Cell):
         self.corrected = loss_config.corrected
         self.has_old = has_old
 
-    def construct(
-        self,
-        logp: Any,
-        entropy: Any,
-        old: Any,
-        reference: Any,
-        advantages: Any,
-        weights: Any,
-        rollout_is_weights: Any,
-        starts: Any,
-        shares: Any,
-    ) -> Any:
+    def construct(self, logp: Any, entropy: Any, inputs: Any) -> Any:
+        old, reference, advantages, weights, rollout_is_weights, starts, shares = inputs
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
         zeros = ops.zeros_like(logp)
@@ -90,7 +92,7 @@ def _float32(gradient: Any, unscaled: float) -> Any:
 
 
 class StageBackward(nn.Cell):
-    """(x, positions, spans, dy) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
+    """(x, StageInputs, dy) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
 
     The forward pass is done again inside, so nothing but x is kept between the two. The first stage's x is token ids
     and has no gradient: what it returns is of no use. dy and dx are `scale` times the gradients, as in LossStep.
@@ -109,21 +111,21 @@ class StageBackward(nn.Cell):
             get_all=not stage.is_first, get_by_list=True, sens_param=True
         )
 
-    def construct(self, x: Any, positions: Any, spans: Any, dy: Any) -> Any:
-        grads = self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
-        dx = positions
+    def construct(self, x: Any, inputs: Any, dy: Any) -> Any:
+        grads = self.gradient(self.stage, self.parameters_of_stage)(x, inputs, dy)
+        dx = x
         if not self.is_first:
-            inputs, grads = grads
-            dx = inputs[0]
+            of_inputs, grads = grads
+            dx = of_inputs[0]
         for i in range(len(self.accumulators)):
             ops.assign_add(self.accumulators[i], _float32(grads[i], self.unscaled))
         return dx
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward in one graph: -> (loss, log p [M], entropy [M], dx).
+    """The last stage, forward and backward: (x, StageInputs, HeadInputs, LossInputs) -> (loss, log p, entropy, dx).
 
-    `extras` are what the loss takes after the entropy. Gradients are taken of `scale` times the loss, so that a narrow
+    Gradients are taken of `scale` times the loss, so that a narrow
     dtype holds them, and accumulated without it.
     """
 
@@ -146,20 +148,16 @@ class LossStep(nn.Cell):
             self.forward, position, ms.ParameterTuple(parameters), has_aux=True
         )
 
-    def forward(
-        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, extras: Any
-    ) -> Any:
-        logp, entropy = self.net(x, positions, spans, picks, labels)
-        loss = self.loss(logp, entropy, *extras)
+    def forward(self, x: Any, inputs: Any, head_inputs: Any, loss_inputs: Any) -> Any:
+        logp, entropy = self.net(x, inputs, head_inputs)
+        loss = self.loss(logp, entropy, loss_inputs)
         if self.scale != 1.0:
             return loss * self.scale, loss, logp, entropy
         return loss, loss, logp, entropy
 
-    def construct(
-        self, x: Any, positions: Any, spans: Any, picks: Any, labels: Any, *extras: Any
-    ) -> Any:
-        # As one tuple: MindSpore never frees a graph, nor its weights, that passes `*extras` on to a gradient.
-        values, grads = self.gradient(x, positions, spans, picks, labels, extras)
+    def construct(self, x: Any, inputs: Any, head_inputs: Any, loss_inputs: Any) -> Any:
+        # As tuples: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
+        values, grads = self.gradient(x, inputs, head_inputs, loss_inputs)
         dx = values[0]
         if not self.only_stage:
             dx, grads = grads

@@ -16,6 +16,7 @@ from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, PackedRollout, num_micro_batches, padding_share
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.training.stage_graphs import LossInputs
 
 # What a pass forward costs of one forward and backward.
 FORWARD_SHARE = 1 / 3
@@ -110,23 +111,24 @@ def _padding(policy: Policy, packed: PackedRollout, members: Sequence[list[int]]
 
 def _loss_inputs(
     micro: MicroBatch, batch: TrainBatch, weights: np.ndarray, config: LossConfig
-) -> tuple[np.ndarray, ...]:
-    """What PolicyLoss takes after the entropy, [M] each; what its settings do not read is all zeros."""
+) -> LossInputs:
+    """Spreads a batch's numbers over the picks; what the loss's settings do not read is all zeros."""
     zeros = np.zeros(micro.picks.size, np.float32)
 
     def spread(values: Arrays | np.ndarray | None) -> np.ndarray:
         return zeros if values is None else micro.spread(values)
 
-    segments = (zeros.astype(np.int32), zeros)
+    starts, shares = (zeros.astype(np.int32), zeros)
     if config.by_sequence:
-        segments = micro.segments()
-    return (
-        spread(batch.old_logps),
-        spread(batch.reference_logps),
-        spread(batch.loss_advantages),
-        spread(weights) * micro.actions,
-        spread(batch.rollout_is_weights),
-        *segments,
+        starts, shares = micro.segments()
+    return LossInputs(
+        old=spread(batch.old_logps),
+        reference=spread(batch.reference_logps),
+        advantages=spread(batch.loss_advantages),
+        weights=spread(weights) * micro.actions,
+        rollout_is_weights=spread(batch.rollout_is_weights),
+        starts=starts,
+        shares=shares,
     )
 
 
