@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mindgrpo.errors import UserError
+from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.models.rotary import rotary_table
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,

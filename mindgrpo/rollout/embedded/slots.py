@@ -27,7 +27,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.models.rotary import rotary_table
+from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
