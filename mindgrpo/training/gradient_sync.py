@@ -16,7 +16,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
-from mindgrpo.weights.local_weights import StoredTensor, Weights
+from mindgrpo.weights.local_weights import FusedTensor, Weights
 
 # Large enough for the links, small beside the gradients.
 BUCKET_BYTES = 64 << 20
@@ -212,7 +212,7 @@ class _Norm(nn.Cell):
         return ops.sqrt(square)
 
 
-def _columns_of(gradients: Weights, entry: StoredTensor, names: Collection[str] | None) -> _Columns:
+def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str] | None) -> _Columns:
     """Those of the parameters `names`, neighbours as one; all of them where it is None."""
     ranges: list[tuple[int, int]] = []
     for spec, start, width in entry.columns():

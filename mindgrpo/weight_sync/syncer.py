@@ -44,9 +44,7 @@ class WeightSyncer:
         if adapters is not None:
             own = adapters.weights
             layout = replace(target.layout, specs=own.layout.specs)
-            self._copy = Weights(
-                layout, backend.rank, backend, "adapters_copy", on_host_only=target.on_host_only
-            )
+            self._copy = Weights(layout, backend.rank, backend, "adapters_copy")
             self.copies.append(self._copy.pool)
             self._low_rank = Resharder(plan_reshard(own.layout, layout), own, self._copy, backend)
 

@@ -23,7 +23,7 @@ from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class FusedTensor:
     """One tensor of the pool: `specs` are concatenated along its last dim, `widths[i]` wide each."""
 
     specs: tuple[ParameterSpec, ...]
@@ -68,7 +68,7 @@ class FlatRange:
     size: int
 
 
-def flat_ranges(stored: Sequence[StoredTensor]) -> tuple[FlatRange, ...]:
+def flat_ranges(stored: Sequence[FusedTensor]) -> tuple[FlatRange, ...]:
     """Returns the ranges that tensors in the order of `arrange` make up."""
     ranges = []
     for (decay, axes), run in groupby(stored, lambda entry: (entry.decay, entry.data_axes)):
@@ -78,7 +78,7 @@ def flat_ranges(stored: Sequence[StoredTensor]) -> tuple[FlatRange, ...]:
     return tuple(ranges)
 
 
-def arrange(layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
+def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
     """Lays out the rank's tensors in its pool: those with weight decay first, and so that each kind is a flat range."""
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.mesh.holds(rank):
@@ -86,13 +86,13 @@ def arrange(layout: Layout, rank: int) -> tuple[StoredTensor, ...]:
         for spec in layout.specs:
             if stage in layout.stages_of(spec.name):
                 groups.setdefault(spec.key, []).append(spec)
-    stored: list[StoredTensor] = []
+    stored: list[FusedTensor] = []
     offset = 0
     for specs in sorted(groups.values(), key=lambda own: (not own[0].decay, *own[0].data_axes)):
         shapes = [spec.as_stored(local_shape(spec, layout.mesh)) for spec in specs]
         widths = tuple(shape[-1] for shape in shapes)
         shape = (*shapes[0][:-1], sum(widths))
-        stored.append(StoredTensor(tuple(specs), shape, widths, offset))
+        stored.append(FusedTensor(tuple(specs), shape, widths, offset))
         offset += stored[-1].size
     return tuple(stored)
 
@@ -117,7 +117,7 @@ class WeightArrays:
     """
 
     def __init__(
-        self, layout: Layout, rank: int, fused: Sequence[StoredTensor], memory: HostArrays
+        self, layout: Layout, rank: int, fused: Sequence[FusedTensor], memory: HostArrays
     ) -> None:
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
         self.tensors = {e.key: memory.view(e.offset, e.shape) for e in fused}
@@ -130,7 +130,7 @@ class WeightArrays:
         """The weights that another rank of this host holds in shared memory, without a copy."""
         return cls(layout, rank, arrange(layout, rank), pool)
 
-    def _views(self, fused: Sequence[StoredTensor]) -> Iterator[tuple[str, np.ndarray]]:
+    def _views(self, fused: Sequence[FusedTensor]) -> Iterator[tuple[str, np.ndarray]]:
         for entry in fused:
             for spec, start, width in entry.columns():
                 view = self.tensors[entry.key][..., start : start + width]
@@ -173,7 +173,7 @@ class Weights:
         if not on_host_only:
             self.parameters = {e.key: self._parameter_of(e) for e in self.fused}
 
-    def _parameter_of(self, entry: StoredTensor) -> Any:
+    def _parameter_of(self, entry: FusedTensor) -> Any:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
 
     @contextmanager
@@ -228,7 +228,7 @@ class Weights:
             bits[region.slices] = device_bits(values.reshape(region.shape))
 
     @cached_property
-    def _stored_at(self) -> dict[str, tuple[StoredTensor, int]]:
+    def _stored_at(self) -> dict[str, tuple[FusedTensor, int]]:
         return {
             spec.name: (entry, start) for entry in self.fused for spec, start, _ in entry.columns()
         }
