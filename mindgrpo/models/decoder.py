@@ -25,7 +25,7 @@ from mindgrpo.models.shard import Shard
 
 
 class StageInputs(NamedTuple):
-    """What each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3].
+    """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3].
 
     Spans as in backend/kernels/contract.py. Cells take these as a tuple in this order: a new input is a field here and
     of the micro-batch, and is named again only by the cell that reads it.
@@ -36,7 +36,7 @@ class StageInputs(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """What the last stage's head reads beside x: `labels` int32 [M] at `picks` int32 [M] of the N places.
+    """Holds what the last stage's head reads beside x: `labels` int32 [M] at `picks` int32 [M] of the N places.
 
     A pick of -1 is padding: it takes a row of zeros.
     """
@@ -58,7 +58,7 @@ class Recompute:
     every: int = 1
 
     def applies_to(self, index: int) -> bool:
-        """`index` counts layers from 0 over the whole model."""
+        """Tells whether layer `index`, from 0 over the whole model, is one of these."""
         return bool(self.modules) and index % self.every == 0
 
     def apply(self, layer: Any, index: int) -> None:
@@ -111,7 +111,7 @@ class Norm(nn.Cell):
 
 
 class AddNorm(nn.Cell):
-    """(x_NH, what is to be added to it) -> (their sum, its norm as in Norm)."""
+    """Adds and norms: (x_NH, what is to be added to it) -> (their sum, its norm as in Norm)."""
 
     def __init__(self, shard: Shard, key: str | None) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class LogProbStage(nn.Cell):
 
 
 def rotary_table(config: DecoderConfig, num_positions: int, is_local: bool = False) -> np.ndarray:
-    """float32 [num_positions, 2 * head_dim]: cos of each angle, then sin; both halves of a head turn alike.
+    """Returns float32 [num_positions, 2 * head_dim]: cos of each angle, then sin; both halves of a head turn alike.
 
     `is_local`: of the model's local layers.
     """

@@ -29,7 +29,7 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What distinguishes a layer from others of the model.
+    """Distinguishes a layer from others of the model.
 
     A local one sees the last `sliding_window` tokens and has rotary positions of base `local_rope_theta`.
     """
@@ -70,7 +70,7 @@ class DecoderConfig:
 
 
 def read_config(directory: str | Path) -> DecoderConfig:
-    """The decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""
+    """Reads the decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         download = ""
@@ -93,7 +93,7 @@ def read_config(directory: str | Path) -> DecoderConfig:
 
 
 def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
-    """The `fields` of config.json as a DecoderConfig; `where` is named in errors."""
+    """Reads the `fields` of config.json as a DecoderConfig; `where` is named in errors."""
     family = _family(fields, where)
     named = {**family.defaults, **fields}
     # A null is as good as a key that is left out, but of how many positions the model knows.
@@ -148,7 +148,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def _heads(raw: Mapping[str, Any], where: str) -> tuple[int, int, int]:
-    """(heads of queries, heads of keys and values, head_dim)"""
+    """Returns (heads of queries, heads of keys and values, head_dim)."""
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
     if "head_dim" not in raw and hidden % heads:

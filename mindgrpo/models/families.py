@@ -32,7 +32,7 @@ PRE_NORMS = BlockNorms(attention_in="input_layernorm", mlp_in="post_attention_la
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What distinguishes one architecture from the others that the decoder computes.
+    """Distinguishes one architecture from the others that the decoder computes.
 
     `qkv_bias`: q, k and v have one; `bias_key` is config.json's switch in families where q, k, v and o may have one.
     `qk_norm`: over each head by itself, or over the whole projection of a token. A norm multiplies by `norm_offset`

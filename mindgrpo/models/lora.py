@@ -36,7 +36,7 @@ class LoraSettings:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of base tensor `name`."""
+    """Returns the names of A and B of base tensor `name`."""
     stem = name.removesuffix("weight")
     return f"{stem}{A}.weight", f"{stem}{B}.weight"
 
@@ -44,7 +44,7 @@ def adapter_names(name: str) -> tuple[str, str]:
 def adapter_specs(
     base: Sequence[ParameterSpec], settings: LoraSettings
 ) -> tuple[ParameterSpec, ...]:
-    """A and B of every base matrix that is a target. Raises UserError for a target that the model has not."""
+    """Returns A and B of every base matrix that is a target. Raises UserError for a target that the model lacks."""
     specs: list[ParameterSpec] = []
     seen = set()
     for spec in base:
@@ -78,7 +78,7 @@ def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
 
 
 def fill_adapters(adapters: Weights, seed: int) -> None:
-    """A uniform in +-1 / sqrt(in), B zero: the model is the base at first, under every layout the same."""
+    """Draws A uniformly in +-1 / sqrt(in), B is zero: the model is the base at first, under every layout the same."""
     with adapters.on_host(write=True) as host:
         for spec in adapters.specs():
             part = host.hf_views.get(spec.name)

@@ -49,7 +49,7 @@ COMPARED = (
 
 
 def read_section(path: str | Path) -> Mapping[str, Any]:
-    """The file's model: model_config:. Raises UserError where it has none."""
+    """Reads the file's model: model_config:. Raises UserError where it has none."""
     try:
         document = parse_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
     except yaml.YAMLError as error:
@@ -127,7 +127,7 @@ FLASH = "use_flash_attention"
 
 @dataclass(frozen=True)
 class StatedDtypes:
-    """Of a configuration's model YAMLs, None where none says it; `path` is the file that says `compute_dtype`."""
+    """Holds what a configuration's model YAMLs state, None where none does; `path` is the file with `compute_dtype`."""
 
     compute_dtype: str | None = None
     path: str = ""

@@ -13,7 +13,7 @@ PARTIAL = frozenset(("dp", "mp"))
 
 
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
-    """In model order."""
+    """Returns all parameters, in model order."""
     tied = config.tie_word_embeddings
     # Kept [vocabulary, hidden]: rows are gathered by token id.
     table: dict[str, Any] = {

@@ -67,7 +67,7 @@ class ForwardPipeline:
     def log_probs(
         self, batches: Sequence[MicroBatch]
     ) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """(log p, entropy), float32 [M] each, of every micro-batch's labels; None where this is not the last stage."""
+        """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage."""
         results = []
         for i, batch in enumerate(batches):
             self.progress(i, len(batches))
@@ -86,7 +86,7 @@ class ForwardPipeline:
 def compute_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> list[np.ndarray]:
-    """float32 [completion length] a sample: log-probs of `pipeline`'s weights, forward only; all ranks together.
+    """Returns float32 [completion length] a sample: log-probs by `pipeline`'s weights, forward only; all ranks join.
 
     `pipeline` is None on ranks outside of `mesh`.
     """

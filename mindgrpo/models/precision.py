@@ -20,7 +20,7 @@ from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
 
 
 def matmul_precision(config: Config) -> MatmulPrecision:
-    """Of this machine. Raises UserError."""
+    """Resolves the choice for this machine. Raises UserError."""
     context = config.context
     return resolve_matmul_precision(
         context.float32_matmul_precision, context.target, _has_kernels(config)
@@ -28,7 +28,7 @@ def matmul_precision(config: Config) -> MatmulPrecision:
 
 
 def compute_dtype(config: Config) -> Dtype:
-    """Of this machine. Raises UserError."""
+    """Resolves the choice for this machine. Raises UserError."""
     context, stated = config.context, stated_dtypes(config)
     asked: str = context.compute_dtype
     key = DTYPE_KEY
@@ -40,7 +40,7 @@ def compute_dtype(config: Config) -> Dtype:
 
 
 def flash_attention(config: Config) -> bool:
-    """Whether a device uses its fused attention, where it has one. Raises UserError."""
+    """Tells whether a device uses its fused attention, where it has one. Raises UserError."""
     stated, dtype = stated_dtypes(config).flash_attention, compute_dtype(config)
     if stated and dtype == "float32" and config.context.target.has_fused_attention:
         raise UserError(
@@ -51,7 +51,7 @@ def flash_attention(config: Config) -> bool:
 
 
 def dtype_notices(config: Config) -> list[str]:
-    """What of the model YAMLs' words on dtypes has no effect."""
+    """Lists the dtypes stated in the model YAMLs that have no effect."""
     stated, dtype = stated_dtypes(config), compute_dtype(config)
     notices = []
     if stated.compute_dtype not in (None, dtype):
@@ -65,7 +65,7 @@ def dtype_notices(config: Config) -> list[str]:
 
 
 def loss_scale(config: Config) -> float:
-    """1 where the compute dtype needs none. Raises UserError."""
+    """Returns the factor of the loss, 1 where the compute dtype needs none. Raises UserError."""
     asked, dtype = config.context.loss_scale, compute_dtype(config)
     if dtype == "float16":
         return 1024.0 if asked is None else asked

@@ -37,12 +37,12 @@ def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
 
 
 def local_inner(config: DecoderConfig, tp_size: int) -> int:
-    """The width of a feed-forward, with the padding of the last rank."""
+    """Returns the width of a feed-forward, with the padding of the last rank."""
     return -(-config.intermediate_size // tp_size)
 
 
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
-    """As attention's kernels take them: a norm over the whole projection, and its bias, are none of theirs."""
+    """Returns heads as attention's kernels take them: a norm over the whole projection, and its bias, are not theirs."""
     return Heads(
         config.num_attention_heads // tp_size,
         max(1, config.num_key_value_heads // tp_size),
@@ -104,13 +104,13 @@ class Shard:
         self._scope: tuple[object, ...] = ()
 
     def sharing_cells(self) -> Shard:
-        """The same, of which equal cells without weights are one object: a graph compiles it once, not once a layer."""
+        """Returns a copy whose equal cells without weights are one object: a graph compiles it once, not once a layer."""
         shard = copy(self)
         shard._shared_cells = {}
         return shard
 
     def within(self, scope: object) -> Shard:
-        """The same, whose cells are shared with those of the same scope alone.
+        """Returns a copy whose cells are shared with those of the same scope alone.
 
         Whether it is computed again is a cell's own property, so what may differ in that must not share.
         """
@@ -119,7 +119,7 @@ class Shard:
         return shard
 
     def cell(self, make: Callable[..., nn.Cell], *arguments: Any) -> nn.Cell:
-        """make(*arguments), a cell without weights; the arguments are hashable."""
+        """Returns make(*arguments), a cell without weights; the arguments are hashable."""
         if self._shared_cells is None:
             return make(*arguments)
         key = (self._scope, make, *arguments)
@@ -134,7 +134,7 @@ class Shard:
         return self.cell(ReduceFrom, self.group, self.is_trained)
 
     def linear(self, key: str) -> nn.Cell:
-        """The product with matrix `key` (without bias)."""
+        """Returns the product with matrix `key` (without bias)."""
         matmul = self.cell(self.kernels.matmul)
         base = Linear(self[key], matmul, self.exact())
         a_key, b_key = adapter_names(key)
@@ -148,15 +148,15 @@ class Shard:
         return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
 
     def exact(self) -> nn.Cell:
-        """What matrices go through before products, so that their gradients are float32."""
+        """Returns what matrices pass through before products, so that their gradients are float32."""
         return self.cell(Same if self.weights.dtype == "float32" else Float32Gradient)
 
     def float32(self) -> nn.Cell:
-        """What vectors of weights go through: they are used, and have gradients, in float32."""
+        """Returns what vectors of weights pass through: they are used, and have gradients, in float32."""
         return self.cell(Same if self.weights.dtype == "float32" else ToFloat32)
 
     def embedding(self) -> nn.Cell:
-        """(tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
+        """Returns the cell (tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
         kernels, exact = self.kernels, self.weights.dtype != "float32"
         return (kernels.exact_embedding if exact else kernels.embedding)(self.first_token)
 
@@ -184,7 +184,7 @@ class Shard:
         return self[self.head_key]
 
     def padding_bias(self) -> np.ndarray | None:
-        """float32 [1, local vocabulary] that keeps padded columns out of a softmax; None where there are none."""
+        """Returns float32 [1, local vocabulary] that keeps padding out of a softmax; None where there is none."""
         ids = np.arange(self.first_token, self.first_token + self.local_vocab)
         if ids[-1] < self.config.vocab_size:
             return None

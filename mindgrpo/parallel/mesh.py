@@ -80,12 +80,12 @@ class Mesh:
 
     @property
     def end(self) -> int:
-        """All of its ranks are below this one."""
+        """Returns the number that all of its ranks are below."""
         return self.size * self.spacing
 
     @property
     def first_ranks(self) -> Mesh:
-        """The first rank of each replica of a mesh without pipeline stages."""
+        """Returns the mesh of the first ranks of the replicas of a mesh without pipeline stages."""
         return Mesh(self.dp, 1, spacing=self.mp)
 
     def ranks(self, view: tuple[str, ...] = DENSE) -> NDArray[np.int64]:

@@ -115,7 +115,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where there is no common element."""
+        """Returns the common part, or None where there is no common element."""
         if len(self.start) != len(other.start):
             raise ValueError(f"{self} and {other} are boxes of different tensors")
         start = tuple(map(max, self.start, other.start))
@@ -125,7 +125,7 @@ class Box:
         return Box(start, stop)
 
     def within(self, outer: Box) -> Box:
-        """This box in the coordinates of `outer`, which must contain it."""
+        """Returns this box in the coordinates of `outer`, which must contain it."""
         if self.size and self.intersect(outer) != self:
             raise ValueError(f"{self} does not lie within {outer}")
         return Box(*(tuple(map(sub, edge, outer.start)) for edge in (self.start, self.stop)))
@@ -134,7 +134,7 @@ class Box:
 def layers_of_stage(
     num_layers: int, pipeline_stage: int, offset: int | Sequence[int] = 0
 ) -> StageLayers:
-    """Each stage's layers, in one chunk. `offset` 0 gives the earliest stages the layers that are left over.
+    """Returns each stage's layers, in one chunk. `offset` 0 gives the earliest stages the layers that are left over.
 
     A list reads as in MindFormers: stage i has num_layers // pipeline_stage + offset[i] layers.
     """
@@ -167,7 +167,7 @@ def layers_of_stage(
 
 
 def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
-    """The part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
+    """Returns the part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
     start, stop = [0] * len(spec.shape), list(spec.shape)
     for split in spec.splits:
         size, dim = getattr(mesh, split.axis), split.dim
@@ -182,7 +182,7 @@ def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
 
 
 def _copies(spec: ParameterSpec, split: Split, size: int, units: int) -> int:
-    """How many neighbours of `size` ranks share each of `units`. Raises UserError where heads would be cut."""
+    """Counts the neighbours, of `size` ranks, that share each of `units`. Raises UserError where heads would be cut."""
     key = CONFIG_KEYS.get(split.axis, split.axis)
     if split.replicate:
         if units and units % size and size % units:
@@ -202,7 +202,7 @@ def _copies(spec: ParameterSpec, split: Split, size: int, units: int) -> int:
 
 
 def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The shape to allocate: the same on every rank, padded where shares are short. The first share is never short."""
+    """Returns the shape to allocate: the same on every rank, padded where shares are short; the first never is."""
     return box_of(spec, mesh, dict.fromkeys(spec.axes, 0)).shape
 
 
@@ -262,7 +262,7 @@ class Layout:
         return (self._stage_of_layer[position],)
 
     def whole_on(self, mesh: Mesh) -> Layout:
-        """The same parameters on a mesh that splits none of them."""
+        """Lays the same parameters out on a mesh that splits none of them."""
         if mesh.size != mesh.dp:
             raise ValueError(f"{mesh} splits parameters")
         return Layout(mesh, self.specs, ((range(self.num_layers),),))
@@ -279,7 +279,7 @@ class Layout:
         return self._rules[name]
 
     def ranks_by_box(self, name: str) -> Mapping[Box, Ranks]:
-        """Distinct non-empty boxes with the ranks that hold each, both in ascending order."""
+        """Returns the distinct non-empty boxes with the ranks that hold each, both in ascending order."""
         rule = self._rules[name]
         if rule not in self._known:
             self._known[rule] = self._ranks_by_box(self.by_name[name], rule[2])
@@ -299,7 +299,7 @@ class Layout:
 
     @cached_property
     def _held(self) -> dict[tuple[int, ...], dict[str, Box]]:
-        """By stage and indices along the axes of splits."""
+        """Keeps what `held_by` returns, by stage and indices along the axes of splits."""
         return {}
 
     @cached_property
@@ -307,7 +307,7 @@ class Layout:
         return tuple(dict.fromkeys(("pp", *(axis for spec in self.specs for axis in spec.axes))))
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Non-empty boxes by name, in the order of `specs`; nothing for ranks off the mesh."""
+        """Returns the non-empty boxes by name, in the order of `specs`; nothing for ranks off the mesh."""
         if not self.mesh.holds(rank):
             return {}
         index = {axis: self.mesh.index(rank, axis) for axis in self._axes}
@@ -327,7 +327,7 @@ class Layout:
         return dict(self._held[key])
 
     def holders(self, name: str) -> list[tuple[int, Box]]:
-        """(rank, non-empty box) in the order of ranks."""
+        """Returns (rank, non-empty box) in the order of ranks."""
         by_box = self.ranks_by_box(name)
         return sorted(
             ((rank, box) for box, ranks in by_box.items() for rank in ranks), key=lambda one: one[0]

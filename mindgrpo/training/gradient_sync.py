@@ -23,7 +23,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Indices of neighbours that share a bucket, by their numbers of float32; one that is larger is alone."""
+    """Returns the indices of neighbours that share a bucket, by their numbers of float32; a larger one is alone."""
     by_bucket: list[list[int]] = [[]]
     room = BUCKET_BYTES // 4
     for index, size in enumerate(sizes):

@@ -48,7 +48,7 @@ def forward_backward(
 
 
 class _StageRun:
-    """What a stage holds on the device between the passes of one batch, by micro-batch."""
+    """Holds what a stage has on the device between the passes of one batch, by micro-batch."""
 
     def __init__(
         self,

@@ -83,16 +83,16 @@ class Policy:
 
     @property
     def trained(self) -> Weights:
-        """What has gradients: the adapters where there are some, else the weights."""
+        """Returns what has gradients: the adapters where there are some, else the weights."""
         return self.adapters.weights if self.adapters else self.weights
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer changes weights of its own, of which those that are trained are roundings."""
+        """Tells whether the optimizer changes weights of its own, of which the trained ones are roundings."""
         return self.masters is not self.trained
 
     def _make_masters(self) -> Weights:
-        """What the optimizer changes, float32."""
+        """Returns what the optimizer changes, float32."""
         if self.trained.dtype == "float32":
             return self.trained
         return Weights(self.trained.layout, self.backend.rank, self.backend, "master", shared=True)
@@ -104,7 +104,7 @@ class Policy:
             self.backend.synchronize()
 
     def _backward_graph(self, has_old: bool) -> Any:
-        """The stage's backward; only the last stage's differs by whether old log-probs are given."""
+        """Returns the stage's backward; only the last stage's differs by whether old log-probs are given."""
         if has_old not in self._backward:
             trained = self.shard.adapter_parameters if self.adapters else self.shard.parameters
             parameters = list(trained.values())
@@ -134,7 +134,7 @@ class Policy:
         return self.optimizer.sum_gradients()
 
     def bad_gradient(self) -> NonFinite | None:
-        """Of this rank's gradients."""
+        """Finds a number that is not finite in this rank's gradients."""
         with self.gradients.on_host() as host:
             return in_arrays((f"the gradient of {name}", g) for name, g in host.hf_views.items())
 

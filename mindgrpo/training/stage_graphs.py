@@ -16,7 +16,7 @@ from mindgrpo.models.decoder import LogProbStage, Stage
 
 
 class LossInputs(NamedTuple):
-    """What the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`; a tuple in the cells.
+    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`; cells take a tuple.
 
     Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
     `starts` int32 is the index of the first token of a token's sample and `shares` one over the sample's tokens that

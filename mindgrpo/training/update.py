@@ -53,7 +53,7 @@ def _split(
     members: Sequence[int],
     weights: np.ndarray,
 ) -> tuple[list[int], list[int]]:
-    """`members` that go backward, and those that have no gradient, where that spares time: else none of these."""
+    """Returns `members` that go backward, and those without a gradient where that spares time, else none of these."""
     everybody = list(members)
     has_gradient = losses.has_gradient(batch.loss_advantages, weights, policy.settings.loss_config)
     kept = [i for i in everybody if has_gradient[i]]
@@ -69,7 +69,7 @@ def _split(
 
 
 def _num_micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> int:
-    """Of a rank."""
+    """Counts the micro-batches of a rank."""
     shape, num_shares = policy.settings.shape, policy.weights.layout.mesh.dp
     return num_micro_batches(packed.rows(shape, members), shape, num_shares)
 
@@ -211,7 +211,7 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
 
 
 def _weights(batch: TrainBatch, members: Sequence[int], config: LossConfig) -> np.ndarray:
-    """float32 [samples], the weight of each of a sample's action tokens; 0 for those that are no members."""
+    """Returns float32 [samples], the weight of each of a sample's action tokens; 0 unless it is a member."""
     chosen = list(members)
     mask = None if batch.sample_mask is None else batch.sample_mask[chosen]
     weights = np.zeros(len(batch), np.float32)
@@ -251,7 +251,7 @@ def _report(
 def _tokens(
     batch: TrainBatch, logps: PerToken, entropy: PerToken, weights: np.ndarray
 ) -> losses.Tokens:
-    """The update's tokens that count, in float64 and in the order of the samples, for the graph's loss again.
+    """Returns the update's tokens that count, in float64 and in the order of the samples, for the graph's loss again.
 
     On-policy the loss is a sum that cancels to nearly nothing, where float32 would show the order of
     the rows, and so the layout, in every digit.
@@ -280,5 +280,5 @@ def _tokens(
 
 
 def _mean(values: np.ndarray) -> float:
-    """0.0 where there is no token at all."""
+    """Returns the mean, 0.0 where there is no token at all."""
     return float(values.mean()) if values.size else 0.0

@@ -28,7 +28,7 @@ Target = Weights | HostTensors
 
 @dataclass
 class _Round:
-    """What goes to each rank and what comes from each, in the order in which both sides lay it out."""
+    """Holds what is sent to each rank and received from each, in the order in which both sides lay it out."""
 
     sends: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -103,12 +103,12 @@ class ReshardError(RuntimeError):
 
 
 class _Moving(Protocol):
-    """How a plan is carried out; `extra_bytes` is the memory that it takes beside the weights on both sides."""
+    """Carries a plan out; `extra_bytes` is the memory that it takes beside the weights on both sides."""
 
     extra_bytes: int
 
     def run(self) -> int:
-        """All ranks together; returns how many elements of the target were written."""
+        """Moves the weights, all ranks together; returns how many elements of the target were written."""
 
 
 class Resharder:
@@ -143,7 +143,7 @@ class Resharder:
         return self._moving.extra_bytes
 
     def run(self) -> Traffic:
-        """All ranks together. Raises ReshardError."""
+        """Moves the weights, all ranks together. Raises ReshardError."""
         started = time.perf_counter()
         arrived = self._moving.run()
         wanted = sum(box.size for box in self._target.boxes.values())

@@ -84,7 +84,7 @@ class Plan:
         return np.not_equal(self.source_of_move, self.target_of_move)
 
     def traffic(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-        """(source rank, target rank, bytes) of every move between two ranks."""
+        """Returns (source rank, target rank, bytes) of every move between two ranks."""
         rows = self._travels
         return self.source_of_move[rows], self.target_of_move[rows], self._bytes_of_move[rows]
 
@@ -115,7 +115,7 @@ class Plan:
         return totals
 
     def kept_bytes(self, rank: int) -> int:
-        """Of what the rank wants and holds itself."""
+        """Counts the bytes that the rank wants and holds itself."""
         return int(self._kept[rank]) if rank < self.num_ranks else 0
 
     @property
@@ -124,7 +124,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Bytes that ranks want and do not hold: found from the layouts, not from the moves."""
+        """Counts the bytes that ranks want and do not hold, found from the layouts, not from the moves."""
         known: dict[tuple[Rule, Rule], int] = {}
         total = 0
         for spec in self.target.specs:
@@ -135,7 +135,7 @@ class Plan:
         return total * self.itemsize
 
     def moves_in(self, rank: int) -> list[Move]:
-        """Everything the rank's target boxes are made of, what it keeps included."""
+        """Returns all that the rank's target boxes are made of, what it keeps included."""
         return self._moves(np.flatnonzero(self.target_of_move == rank))
 
     def of(self, rank: int) -> RankPlan:
@@ -186,7 +186,7 @@ class _BoxCutter:
         self._known: dict[tuple[Box, tuple[Box, ...]], list[tuple[Box, int, Box]]] = {}
 
     def cut(self, wanted: Box, held: tuple[Box, ...]) -> list[tuple[Box, int, Box]]:
-        """(part, its size, the held box it comes from), together exactly `wanted`."""
+        """Returns (part, its size, the held box it is in), together exactly `wanted`."""
         if (key := (wanted, held)) not in self._known:
             cuts = [(wanted.intersect(box), box) for box in held]
             cut = [(part, part.size, box) for part, box in cuts if part is not None]
@@ -206,7 +206,7 @@ def _demands(
 
 
 def _choose_senders(demands: Sequence[_Demand], num_ranks: int) -> list[list[int]]:
-    """A sender for each wanted part: its owner if that is the receiver, else the least loaded.
+    """Chooses a sender for each wanted part: its owner if that is the receiver, else the least loaded.
 
     Big parts come first, so that small ones even out what big ones left uneven.
     """

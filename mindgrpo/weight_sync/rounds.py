@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 def rounds(
     plan: Plan, bucket_bytes: int, itemsize: int | None = None, rank: int | None = None
 ) -> list[list[Piece]]:
-    """The pieces of each round, ordered by sender, offset and target.
+    """Returns the pieces of each round, ordered by sender, offset and target.
 
     With `rank`, only the pieces it sends or receives; the number of rounds stays that of all
     ranks, so that all pass the same barriers. `itemsize` is the plan's unless given.
@@ -61,7 +61,7 @@ def rounds(
 
 
 def _gifts(plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
-    """Each sender with the parts it gives away and to whom, in the order of ranks and parts."""
+    """Yields each sender with the parts it gives away and to whom, in the order of ranks and parts."""
     rows = np.flatnonzero(plan.source_of_move != plan.target_of_move)
     rows = rows[np.argsort(plan.source_of_move[rows], kind="stable")]
     columns = (plan.source_of_move, plan.part_of_move, plan.target_of_move)
@@ -111,18 +111,18 @@ def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
 
 
 def largest_row(plan: Plan) -> int:
-    """Elements of the longest row that moves."""
+    """Counts the elements of the longest row that moves."""
     return max((part.size // part.box.shape[0] for part in plan.segments), default=1)
 
 
 def device_bucket_bytes(plan: Plan, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> int:
-    """Of a bucket between devices: the largest row of all ranks decides, so that every rank chooses alike."""
+    """Returns a bucket's size between devices: the largest row of all ranks decides, so that all choose alike."""
     size = min(bucket_bytes, max(SMALLEST_BUCKET_BYTES, plan.bytes_moved))
     return max(size, largest_row(plan) * plan.itemsize)
 
 
 def device_buffer_bytes(plan: Plan) -> int:
-    """Bytes beside the weights on the rank that needs most, while a plan runs between devices.
+    """Counts the bytes beside the weights on the rank that needs most, while a plan runs between devices.
 
     What it keeps is copied at once; with each rank that it sends to or receives from it has a bucket at most.
     """

@@ -62,7 +62,7 @@ class WeightSyncer:
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:
-    """old = share * new + (1 - share) * old, where they are; both of one layout."""
+    """Makes old = share * new + (1 - share) * old, where they are; both of one layout."""
     if old.pool.is_host_memory:
         for run, fresh in zip(old.arrays.flat_buffers, new.arrays.flat_buffers, strict=True):
             # In float32, whatever dtype they are kept in.

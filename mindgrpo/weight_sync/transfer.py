@@ -32,25 +32,25 @@ class WeightTransfer(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """The receiver's."""
+        """Returns the receiver's."""
 
     @property
     def copies(self) -> Sequence[Pool]:
-        """What it needs on the device besides the weights on both sides."""
+        """Lists what it needs on the device besides the weights on both sides."""
 
     @property
     def host_copies(self) -> Sequence[Pool]:
-        """What it keeps in the host's memory."""
+        """Lists what it keeps in the host's memory."""
 
     def run(self, keeps_sums: bool = False) -> Traffic:
-        """All ranks together, with the weights of both sides and `copies` on the device."""
+        """Moves the weights, all ranks together, with those of both sides and `copies` on the device."""
 
     @property
     def has_sums(self) -> bool:
-        """Whether `sums` can be had: of weights that are no longer at hand only where the last run kept them."""
+        """Tells whether `sums` can be had: of weights that were handed on, only where the last run kept them."""
 
     def sums(self) -> dict[str, int]:
-        """What weights/checksum.py's `part_sums` gives for the receiver's weights on this rank."""
+        """Returns weights/checksum.py's `part_sums` of the receiver's weights on this rank."""
 
 
 class WeightsDiffer(RuntimeError):
@@ -75,7 +75,7 @@ class WeightCheck:
         self.is_due = False
 
     def begin_step(self, step: int) -> None:
-        """`step` counts from 0."""
+        """Decides whether step `step`, from 0, is checked."""
         every = self._interval
         self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
 

@@ -48,7 +48,7 @@ class FusedTensor:
         return int(np.prod(self.shape))
 
     def columns(self) -> Iterator[tuple[ParameterSpec, int, int]]:
-        """Each parameter with its first column and its number of columns."""
+        """Yields each parameter with its first column and its number of columns."""
         start = 0
         for spec, width in zip(self.specs, self.widths, strict=True):
             yield spec, start, width
@@ -127,7 +127,7 @@ class WeightArrays:
 
     @classmethod
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> WeightArrays:
-        """The weights that another rank of this host holds in shared memory, without a copy."""
+        """Views the weights that another rank of this host holds in shared memory, without a copy."""
         return cls(layout, rank, arrange(layout, rank), pool)
 
     def _views(self, fused: Sequence[FusedTensor]) -> Iterator[tuple[str, np.ndarray]]:
@@ -178,7 +178,7 @@ class Weights:
 
     @contextmanager
     def on_host(self, write: bool = False) -> Iterator[WeightArrays]:
-        """The values as arrays, valid inside; with `write`, what was written goes to the device."""
+        """Yields the values as arrays, valid inside; with `write`, what was written goes to the device."""
         if self.pool.is_host_memory:
             yield self.arrays
             return
@@ -187,7 +187,7 @@ class Weights:
 
     @cached_property
     def arrays(self) -> WeightArrays:
-        """The weights themselves. Raises ValueError where the device's memory is not the host's."""
+        """Returns the weights themselves. Raises ValueError where the device's memory is not the host's."""
         if not self.pool.is_host_memory:
             raise ValueError(f"the {self.name}'s weights are in a device's memory: use on_host()")
         with self.pool.on_host() as memory:
@@ -203,11 +203,11 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters that this rank holds a part of."""
+        """Lists the parameters that this rank holds a part of."""
         return [spec.name for spec in self.specs() if spec.name in self.boxes]
 
     def region(self, name: str, box: Box | None = None) -> Region:
-        """Where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
+        """Tells where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
         entry, start = self._stored_at[name]
         own = self.boxes[name]
         slices = (own if box is None else box).within(own).slices
@@ -216,7 +216,7 @@ class Weights:
         return Region(entry.key, (*slices[:-1], slice(last.start + start, last.stop + start)))
 
     def part(self, name: str, box: Box | None = None) -> Any:
-        """`box` of parameter `name` on the device, as it is stored: a view, which sees what is written later."""
+        """Returns `box` of parameter `name` on the device, as it is stored: a view, which sees later writes."""
         region = self.region(name, box)
         return self.parameters[region.key][region.slices]
 
@@ -239,7 +239,7 @@ class Weights:
 
 
 def device_bits(tensor: Any) -> Any:
-    """The same memory of the device as integers, int32 or int16."""
+    """Returns the same memory of the device as integers, int32 or int16."""
     return tensor.view(ms.int32 if tensor.dtype == ms.float32 else ms.int16)
 
 
@@ -261,7 +261,7 @@ ALIGN_BYTES = 64
 
 
 def aligned_size(box: Box, itemsize: int) -> int:
-    """Elements of a tensor and of what is left free up to the next one."""
+    """Counts the elements of a tensor and of what is left free up to the next one."""
     return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES // itemsize
 
 
