@@ -6,10 +6,11 @@ from math import prod
 from typing import Any
 
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.parallel.mesh import DENSE_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
 
 # Of gradients of which each rank of a model group sees a part.
-PARTIAL = frozenset(("dp", "mp"))
+PARTIAL = DENSE_DATA | {"mp"}
 
 
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:

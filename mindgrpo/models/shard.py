@@ -42,7 +42,7 @@ def local_inner(config: DecoderConfig, tp_size: int) -> int:
 
 
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
-    """Returns heads as attention's kernels take them: a norm over the whole projection, and its bias, are not theirs."""
+    """Returns heads as attention's kernels take them: a norm over the projection, and its bias, are not theirs."""
     return Heads(
         config.num_attention_heads // tp_size,
         max(1, config.num_key_value_heads // tp_size),
@@ -104,7 +104,7 @@ class Shard:
         self._scope: tuple[object, ...] = ()
 
     def sharing_cells(self) -> Shard:
-        """Returns a copy whose equal cells without weights are one object: a graph compiles it once, not once a layer."""
+        """Returns a copy whose equal cells without weights are one object, so that a graph compiles it once."""
         shard = copy(self)
         shard._shared_cells = {}
         return shard

@@ -22,6 +22,7 @@ DENSE = ("pp", "dp", "mp")
 EXPERT = ("pp", "edp", "ep", "emp")
 # Axes whose ranks see other tokens: all gradients are sums over those of their view.
 DATA_AXES = frozenset(("dp", "edp"))
+DENSE_DATA = DATA_AXES.intersection(DENSE)
 # Keys of a parallel_config.
 CONFIG_KEYS = {
     "dp": "data_parallel",

@@ -16,7 +16,7 @@ from operator import le, sub
 from typing import Literal, TypeVar
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.mesh import CONFIG_KEYS, DATA_AXES, Mesh, view_of
+from mindgrpo.parallel.mesh import CONFIG_KEYS, DATA_AXES, DENSE_DATA, Mesh, view_of
 
 Position = int | Literal["first", "last", "first_and_last"]
 Ranks = tuple[int, ...]
@@ -56,7 +56,7 @@ class ParameterSpec:
     splits: tuple[Split, ...] = ()
     position: Position = field(kw_only=True)
     decay: bool = field(kw_only=True)
-    summed_over: frozenset[str] = field(default=frozenset(("dp",)), kw_only=True)
+    summed_over: frozenset[str] = field(default=DENSE_DATA, kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
     fused_key: str = field(default="", kw_only=True)
 
