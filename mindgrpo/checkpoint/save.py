@@ -33,7 +33,7 @@ from mindgrpo.checkpoint.format import (
     write_manifest,
 )
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.parallel.sharding import Box, Layout, Ranks
 from mindgrpo.weights.checksum import total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import by_rows, header_of
@@ -79,13 +79,10 @@ def plan_chunks(
 
     Chunks that one rank alone holds are dealt first, then the largest: those with a choice even the loads out.
     """
-    chunks: list[tuple[Chunk, list[int]]] = []
+    chunks: list[tuple[Chunk, Ranks]] = []
     for role, layout in layouts.items():
         for spec in layout.specs:
-            ranks_of: dict[Box, list[int]] = {}
-            for rank, box in layout.holders(spec.name):
-                ranks_of.setdefault(box, []).append(rank)
-            for box, ranks in ranks_of.items():
+            for box, ranks in layout.ranks_by_box(spec.name).items():
                 chunks += [(Chunk(role, spec.name, part), ranks) for part in cut(box, chunk_bytes)]
     loads = [0] * num_ranks
     by_rank: list[list[tuple[int, Chunk]]] = [[] for _ in range(num_ranks)]

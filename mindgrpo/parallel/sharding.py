@@ -325,10 +325,3 @@ class Layout:
                     held[spec.name] = boxes[rule]
             self._held[key] = held
         return dict(self._held[key])
-
-    def holders(self, name: str) -> list[tuple[int, Box]]:
-        """Returns (rank, non-empty box) in the order of ranks."""
-        by_box = self.ranks_by_box(name)
-        return sorted(
-            ((rank, box) for box, ranks in by_box.items() for rank in ranks), key=lambda one: one[0]
-        )

@@ -35,17 +35,14 @@ class _Place(NamedTuple):
     box: Box
 
 
-def rounds(
-    plan: Plan, bucket_bytes: int, itemsize: int | None = None, rank: int | None = None
-) -> list[list[Piece]]:
+def rounds(plan: Plan, bucket_bytes: int, rank: int | None = None) -> list[list[Piece]]:
     """Returns the pieces of each round, ordered by sender, offset and target.
 
     With `rank`, only the pieces it sends or receives; the number of rounds stays that of all
-    ranks, so that all pass the same barriers. `itemsize` is the plan's unless given.
+    ranks, so that all pass the same barriers.
     """
-    itemsize = plan.itemsize if itemsize is None else itemsize
-    _refuse_small_bucket(plan, bucket_bytes, itemsize)
-    capacity = bucket_bytes // itemsize
+    _refuse_small_bucket(plan, bucket_bytes)
+    capacity = bucket_bytes // plan.itemsize
     result: list[list[Piece]] = []
     for sender, targets_by_part in _gifts(plan):
         sent = [plan.segments[index] for index in targets_by_part]
@@ -98,11 +95,11 @@ def _cut_rows(box: Box, first: int, last: int) -> Box:
     return Box((first, *box.start[1:]), (last, *box.stop[1:]))
 
 
-def _refuse_small_bucket(plan: Plan, bucket_bytes: int, itemsize: int) -> None:
+def _refuse_small_bucket(plan: Plan, bucket_bytes: int) -> None:
     if not plan.segments:
         return
     widest = max(plan.segments, key=lambda part: _rows(part)[2])
-    need = _rows(widest)[2] * itemsize
+    need = _rows(widest)[2] * plan.itemsize
     if need > bucket_bytes:
         raise UserError(
             f"a reshard bucket of {bucket_bytes} bytes cannot hold one row of {widest.name}; "
