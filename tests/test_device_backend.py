@@ -42,7 +42,7 @@ from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import mix
+from mindgrpo.weight_sync.transfer import mix
 from mindgrpo.weights.checksum import device_sums, host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random

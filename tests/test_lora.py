@@ -31,7 +31,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.run.model_export import export_adapters
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.transfer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 
 

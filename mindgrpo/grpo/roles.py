@@ -14,8 +14,8 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.syncer import WeightSyncer, mix
-from mindgrpo.weight_sync.transfer import Traffic, WeightCheck
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.transfer import WeightCheck, WeightSyncer, mix
 from mindgrpo.weights.local_weights import Weights
 
 

@@ -19,7 +19,6 @@ from mindgrpo.backend.host_memory import Copies
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.rounds import DEFAULT_BUCKET_BYTES, Piece, device_bucket_bytes, rounds
-from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.local_weights import HostTensors, WeightArrays, Weights
 
 # What a rank may receive into.
@@ -96,6 +95,17 @@ class DeviceRounds:
             ].transposed:  # the values arrive as their sender stores them
                 view = view.swapaxes(-1, -2)
             view[...] = values.asnumpy().reshape(view.shape)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """`bytes_received` of this rank only; `seconds` of the whole call."""
+
+    bytes_received: int
+    seconds: float
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.bytes_received + other.bytes_received, self.seconds + other.seconds)
 
 
 class ReshardError(RuntimeError):

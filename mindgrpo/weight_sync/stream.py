@@ -19,9 +19,8 @@ from mindgrpo.models.lora import adapter_names, merge
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
-from mindgrpo.weight_sync.execute import Resharder
+from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.transfer import Traffic
 from mindgrpo.weights.checksum import box_sum
 from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
 from mindgrpo.weights.model_files import plan_shards

@@ -21,8 +21,8 @@ from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.training.policy import Policy
-from mindgrpo.weight_sync.syncer import WeightSyncer
-from mindgrpo.weight_sync.transfer import Traffic
+from mindgrpo.weight_sync.execute import Traffic
+from mindgrpo.weight_sync.transfer import WeightSyncer
 
 Change = Callable[[Any], Any]
 

@@ -60,7 +60,7 @@ from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.transfer import WeightSyncer
 from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random

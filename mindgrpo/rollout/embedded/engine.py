@@ -23,7 +23,7 @@ from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Result, RolloutStats, SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.syncer import WeightSyncer
+from mindgrpo.weight_sync.transfer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
