@@ -80,7 +80,7 @@ class Logits(nn.Cell):
         self.stage, self.head = Stage(shard, num_positions), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        return self.head(self.stage(tokens, (positions, spans)))
+        return self.head(self.stage(tokens, positions, spans))
 
 
 def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:

@@ -135,7 +135,7 @@ def test_the_loss_and_its_slope_by_each_log_prob_are_numpys(
     inputs += [micro.spread(batch.reference_logps), micro.spread(batch.advantages)]
     inputs += [micro.spread(weights) * micro.actions, blank, blank.astype(np.int32), blank]
     cell = ms.value_and_grad(PolicyLoss(loss, True), 0)
-    value, slope = cell(*map(Tensor, inputs[:2]), tuple(map(Tensor, inputs[2:])))
+    value, slope = cell(*(Tensor(array) for array in inputs))
     assert float(value) == pytest.approx(expected, rel=1e-5)
     found = micro.gather(slope.asnumpy())
     for i, mask in enumerate(batch.rollout.action_mask):

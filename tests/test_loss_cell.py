@@ -52,9 +52,7 @@ def compiled() -> Compiled:
         cell = ms.value_and_grad(PolicyLoss(loss_config, has_old), (0, 1))
 
         def call(arrays: list[np.ndarray]) -> Result:
-            value, (by_logp, by_entropy) = cell(
-                *map(Tensor, arrays[:2]), tuple(map(Tensor, arrays[2:]))
-            )
+            value, (by_logp, by_entropy) = cell(*(Tensor(x) for x in arrays))
             return float(value), by_logp.asnumpy(), by_entropy.asnumpy()
 
         return made.setdefault((loss_config, has_old), call)

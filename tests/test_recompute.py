@@ -49,9 +49,9 @@ class Backward(nn.Cell):
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.parameters_of_stage = ms.ParameterTuple(parameters)
 
-    def construct(self, x: object, inputs: object, dy: object) -> object:
-        y = self.stage(x, inputs)
-        return y, self.gradient(self.stage, self.parameters_of_stage)(x, inputs, dy)
+    def construct(self, x: object, positions: object, spans: object, dy: object) -> object:
+        y = self.stage(x, positions, spans)
+        return y, self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
 
 
 # Products in float32, and of bfloat16 factors.
@@ -72,7 +72,7 @@ def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[
     dy = Tensor(np.ones((TOKENS, 32), np.float32))
     ms.set_context(save_graphs=1, save_graphs_path=str(folder))
     try:
-        cell(tokens, (tokens, spans), dy)
+        cell(tokens, tokens, spans, dy)
     finally:
         ms.set_context(save_graphs=0)
     (last,) = folder.glob("*_validate_*.ir")

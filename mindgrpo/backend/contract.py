@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -361,7 +360,10 @@ class CompileLog:
 
 
 class Graph:
-    """A cell that is compiled once a shape. Inputs are tensors and tuples of tensors."""
+    """A cell that is compiled once a shape.
+
+    Inputs are tensors: of those in a tuple MindSpore would compute with the first call's for ever.
+    """
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
         self._cell, self._name, self._log = cell, name, log
@@ -372,8 +374,7 @@ class Graph:
             cell.phase, self._names = PHASES.get(name, OTHER_PHASE), cell.phase_cache
 
     def __call__(self, *inputs: Any) -> Any:
-        tensors = chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in inputs)
-        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in tensors)
+        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
         if shapes in self._compiled:
             self._names |= self._compiled[shapes]
             return self._cell(*inputs)

@@ -27,8 +27,8 @@ from mindgrpo.models.shard import Shard
 class StageInputs(NamedTuple):
     """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3].
 
-    Spans as in backend/kernels/contract.py. Cells take these as a tuple in this order: a new input is a field here and
-    of the micro-batch, and is named again only by the cell that reads it.
+    Spans as in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
+    micro-batch, and is named again only by the cell that reads it.
     """
 
     positions: Any
@@ -202,7 +202,7 @@ class Rotary:
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, StageInputs) -> x_NH; positions stay below `num_positions`."""
+    """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`."""
 
     def __init__(self, shard: Shard, num_positions: int, recompute: Recompute = KEEP_ALL) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Stage(nn.Cell):
             recompute.apply(layers[-1], index)
         self.layers = nn.CellList(layers)
 
-    def construct(self, x: Any, inputs: Any) -> Any:
+    def construct(self, x: Any, *inputs: Any) -> Any:
         positions, spans = inputs
         contexts = []
         for rope_and_mask in self.rope_and_masks:
@@ -257,11 +257,11 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage: (x, StageInputs, HeadInputs) -> (log p [M], entropy [M]) of the labels."""
+    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self.of_stage = stage, len(StageInputs._fields)
         self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = shard.copy_to_group()
@@ -275,9 +275,9 @@ class LogProbStage(nn.Cell):
             is_trained=shard.trains_weights,
         )
 
-    def construct(self, x: Any, inputs: Any, head_inputs: Any) -> Any:
-        picks, labels = head_inputs
-        picked = self.pick(picks, self.stage(x, inputs))
+    def construct(self, x: Any, *inputs: Any) -> Any:
+        picks, labels = inputs[self.of_stage :]
+        picked = self.pick(picks, self.stage(x, *inputs[: self.of_stage]))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
 
 

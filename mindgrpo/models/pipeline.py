@@ -76,9 +76,9 @@ class ForwardPipeline:
             x = Tensor(batch.tokens) if is_first else previous
             inputs = tensors_of(StageInputs, batch)
             if self.net is None:
-                self.links["next"].exchange(self.forward(x, inputs), receives=False)
+                self.links["next"].exchange(self.forward(x, *inputs), receives=False)
                 continue
-            logp, entropy = self.forward(x, inputs, tensors_of(HeadInputs, batch))
+            logp, entropy = self.forward(x, *inputs, *tensors_of(HeadInputs, batch))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
 

@@ -81,16 +81,16 @@ class _StageRun:
             self._inputs[i] = Tensor(self._batches[i].tokens)
         # The last stage's forward pass is part of its backward graph.
         if self._pipeline.net is None:
-            self._outputs[i] = self._pipeline.forward(self._inputs[i], self._stage_inputs(i))
+            self._outputs[i] = self._pipeline.forward(self._inputs[i], *self._stage_inputs(i))
 
     def backward(self, i: int) -> None:
         x = self._inputs.pop(i)
         if self._pipeline.net is None:
-            dx = self._backward(x, self._stage_inputs(i), self._output_gradients.pop(i))
+            dx = self._backward(x, self._output_gradients.pop(i), *self._stage_inputs(i))
         else:
             head = tensors_of(HeadInputs, self._batches[i])
             numbers = tensors_of(LossInputs, self._loss_inputs[i])
-            loss, logp, entropy, dx = self._backward(x, self._stage_inputs(i), head, numbers)
+            loss, logp, entropy, dx = self._backward(x, *self._stage_inputs(i), *head, *numbers)
             self.results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
         if self._pipeline.stage_index > 0:
             self._input_gradients[i] = dx

@@ -12,11 +12,11 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.models.decoder import LogProbStage, Stage
+from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs
 
 
 class LossInputs(NamedTuple):
-    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`; cells take a tuple.
+    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`.
 
     Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
     `starts` int32 is the index of the first token of a token's sample and `shares` one over the sample's tokens that
@@ -33,7 +33,7 @@ class LossInputs(NamedTuple):
 
 
 class PolicyLoss(nn.Cell):
-    """(log p [M], entropy [M], LossInputs) -> the loss. Without `has_old` the ratio is 1 in value."""
+    """(log p [M], entropy [M], *LossInputs) -> the loss. Without `has_old` the ratio is 1 in value."""
 
     def __init__(self, loss_config: LossConfig, has_old: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PolicyLoss(nn.Cell):
         self.corrected = loss_config.corrected
         self.has_old = has_old
 
-    def construct(self, logp: Any, entropy: Any, inputs: Any) -> Any:
+    def construct(self, logp: Any, entropy: Any, *inputs: Any) -> Any:
         old, reference, advantages, weights, rollout_is_weights, starts, shares = inputs
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
@@ -92,7 +92,7 @@ def _float32(gradient: Any, unscaled: float) -> Any:
 
 
 class StageBackward(nn.Cell):
-    """(x, StageInputs, dy) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
+    """(x, dy, *StageInputs) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
 
     The forward pass is done again inside, so nothing but x is kept between the two. The first stage's x is token ids
     and has no gradient: what it returns is of no use. dy and dx are `scale` times the gradients, as in LossStep.
@@ -111,8 +111,12 @@ class StageBackward(nn.Cell):
             get_all=not stage.is_first, get_by_list=True, sens_param=True
         )
 
-    def construct(self, x: Any, inputs: Any, dy: Any) -> Any:
-        grads = self.gradient(self.stage, self.parameters_of_stage)(x, inputs, dy)
+    def forward(self, x: Any, inputs: Any) -> Any:
+        return self.stage(x, *inputs)
+
+    def construct(self, x: Any, dy: Any, *inputs: Any) -> Any:
+        # As one tuple: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
+        grads = self.gradient(self.forward, self.parameters_of_stage)(x, inputs, dy)
         dx = x
         if not self.is_first:
             of_inputs, grads = grads
@@ -123,7 +127,7 @@ class StageBackward(nn.Cell):
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward: (x, StageInputs, HeadInputs, LossInputs) -> (loss, log p, entropy, dx).
+    """The last stage, forward and backward: (x, *StageInputs, *HeadInputs, *LossInputs) -> (loss, log p, entropy, dx).
 
     Gradients are taken of `scale` times the loss, so that a narrow
     dtype holds them, and accumulated without it.
@@ -139,7 +143,7 @@ class LossStep(nn.Cell):
     ) -> None:
         super().__init__()
         self.scale, self.unscaled = scale, 1.0 / scale
-        self.net = net
+        self.net, self.of_net = net, len(StageInputs._fields) + len(HeadInputs._fields)
         self.loss = loss
         self.only_stage = net.stage.is_first
         self.accumulators = ms.ParameterTuple(accumulators)
@@ -148,16 +152,15 @@ class LossStep(nn.Cell):
             self.forward, position, ms.ParameterTuple(parameters), has_aux=True
         )
 
-    def forward(self, x: Any, inputs: Any, head_inputs: Any, loss_inputs: Any) -> Any:
-        logp, entropy = self.net(x, inputs, head_inputs)
-        loss = self.loss(logp, entropy, loss_inputs)
+    def forward(self, x: Any, inputs: Any) -> Any:
+        logp, entropy = self.net(x, *inputs[: self.of_net])
+        loss = self.loss(logp, entropy, *inputs[self.of_net :])
         if self.scale != 1.0:
             return loss * self.scale, loss, logp, entropy
         return loss, loss, logp, entropy
 
-    def construct(self, x: Any, inputs: Any, head_inputs: Any, loss_inputs: Any) -> Any:
-        # As tuples: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
-        values, grads = self.gradient(x, inputs, head_inputs, loss_inputs)
+    def construct(self, x: Any, *inputs: Any) -> Any:
+        values, grads = self.gradient(x, inputs)
         dx = values[0]
         if not self.only_stage:
             dx, grads = grads
