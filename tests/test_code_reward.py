@@ -22,8 +22,9 @@ from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.isolation import Isolation, IsolationUnavailable
 from mindgrpo.rewards.builtin.program import code_reward, last_code_block
 from mindgrpo.rewards.builtin.sandboxed.plain_data import NotPlain, decode, encode
-from mindgrpo.rewards.outcome import Failure, Score, from_json, to_json
+from mindgrpo.rewards.outcome import Score, from_json, to_json
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.workers.protocol import CallFailure
 
 FENCED = "Here:\n```python\n{}\n```\nDone."
 DOUBLE = FENCED.format("print(2 * int(input()))")
@@ -146,7 +147,7 @@ def test_unjudgeable_assertions_are_a_metric_and_earn_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", [None, 0.5, Score(0.5, {"unjudgeable": 2}), Failure("nan", "x")]
+    "outcome", [None, 0.5, Score(0.5, {"unjudgeable": 2}), CallFailure("nan", "x")]
 )
 def test_an_outcome_crosses_processes_as_it_is(outcome: Any) -> None:
     back = from_json(json.loads(json.dumps(to_json(outcome))))

@@ -17,8 +17,8 @@ from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
 from mindgrpo.algorithm.sample import STOPPED
 from mindgrpo.checkpoint.folders import folder_of
-from mindgrpo.rewards.outcome import RAISED
 from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.workers.protocol import RAISED
 
 # Fails on some turns; has a state, random numbers, and a column of the row.
 GAME = """

@@ -35,7 +35,6 @@ from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import Observation, Opening, Question, Result
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import RolloutScorer
-from mindgrpo.rewards.outcome import RAISED, Failure
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.environment import (
@@ -45,6 +44,7 @@ from mindgrpo.rollout.environment import (
     turn_rewards,
 )
 from mindgrpo.rollout.turns import read_turns, turn_figures
+from mindgrpo.workers.protocol import RAISED, CallFailure
 
 DATA_PROMPT = np.array([5, 6], np.int32)
 
@@ -68,11 +68,11 @@ class Scripted:
         if isinstance(question, Opening):
             word = question.row["word"]
             if word == "fails":
-                return Failure(RAISED, "no such level")
+                return CallFailure(RAISED, "no such level")
             return Observation((user(word),))
         assert isinstance(question, str)
         if "fails" in question:
-            return Failure(RAISED, "no such move")
+            return CallFailure(RAISED, "no such move")
         reward = float(question.split()[-1])
         return Observation((user(f"you get {reward:g}"),), reward, "done" in question)
 
@@ -302,7 +302,7 @@ def test_every_token_has_the_advantage_of_its_turn(tokenizer: Tokenizer) -> None
 def test_rewards_in_conversations_that_failed_are_not_known(tokenizer: Tokenizer) -> None:
     made = Talk(tokenizer, {0: ["a 1", "fails"], 1: ["done 2"]}).made
     result = rewards_in([one.messages for one in made])
-    assert result.values == {1: 2.0} and result.failures == {0: Failure(RAISED, "no such move")}
+    assert result.values == {1: 2.0} and result.failures == {0: CallFailure(RAISED, "no such move")}
 
 
 ENVIRONMENT = """

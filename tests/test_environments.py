@@ -16,14 +16,14 @@ from mindgrpo.environments.contract import Closing, Observation, Opening
 from mindgrpo.environments.load import load_environment
 from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.outcome import (
+from mindgrpo.workers.protocol import (
     BAD_RESULT,
     EXIT,
     MEMORY,
     NOT_FINITE,
     RAISED,
     TIMEOUT,
-    Failure,
+    CallFailure,
 )
 
 DEADLINE = 2.5
@@ -132,7 +132,7 @@ def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[Environmen
 
 def is_worker(process: psutil.Process) -> bool:
     try:
-        return "mindgrpo.rewards.workers" in " ".join(process.cmdline())
+        return "mindgrpo.workers" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 
@@ -176,9 +176,9 @@ def test_state_is_kept_from_turn_to_turn_and_each_conversation_has_its_own(
     assert isinstance(last[5], Observation) and not last[5].is_done
     # What is done is gone, and so is everything after a rollout.
     (gone,) = counts.ask({4: "x"}).values()
-    assert isinstance(gone, Failure) and gone.kind == EXIT
+    assert isinstance(gone, CallFailure) and gone.kind == EXIT
     counts.end_all()
-    assert all(isinstance(result, Failure) for result in counts.ask({5: "x", 6: "x"}).values())
+    assert all(isinstance(result, CallFailure) for result in counts.ask({5: "x", 6: "x"}).values())
 
 
 def test_random_numbers_follow_from_the_seed(counts: EnvironmentPool) -> None:
@@ -190,17 +190,19 @@ def test_random_numbers_follow_from_the_seed(counts: EnvironmentPool) -> None:
 def test_environments_that_fail_cost_themselves_alone(misbehaves: EnvironmentPool) -> None:
     turns = ["fine", *["hangs"] * 8, "raises", "exits", "leaves", "eats", "fine"]
     rows = {sample: Opening({}, "0") for sample in range(len(turns))}
-    assert not any(isinstance(result, Failure) for result in misbehaves.ask(rows).values())
+    assert not any(isinstance(result, CallFailure) for result in misbehaves.ask(rows).values())
     started = time.monotonic()
     results = misbehaves.ask(dict(enumerate(turns)))
     assert time.monotonic() - started < DEADLINE + 20
-    kinds = [result.kind if isinstance(result, Failure) else None for result in results.values()]
+    kinds = [
+        result.kind if isinstance(result, CallFailure) else None for result in results.values()
+    ]
     assert kinds[:1] + kinds[1:9] == [None, *[TIMEOUT] * 8]
     assert kinds[9:12] == [RAISED, EXIT, RAISED]
     assert kinds[12] in (MEMORY, RAISED) and kinds[13] is None
     late, raised = results[1], results[9]
-    assert isinstance(late, Failure) and "no answer within 2.5 s, in step at " in late.message
-    assert isinstance(raised, Failure) and "ValueError: no such move at " in raised.message
+    assert isinstance(late, CallFailure) and "no answer within 2.5 s, in step at " in late.message
+    assert isinstance(raised, CallFailure) and "ValueError: no such move at " in raised.message
     assert misbehaves.ask({0: "fine"})[0] == Observation(
         ({"role": "user", "content": "well"},), 1.0
     )
@@ -226,7 +228,7 @@ def test_what_is_no_observation_is_a_failure(
 ) -> None:
     misbehaves.ask({0: Opening({}, "0")})
     (failure,) = misbehaves.ask({0: turn}).values()
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, CallFailure)
     assert failure.kind == kind and sentence in failure.message
 
 
@@ -234,9 +236,13 @@ def test_a_reset_that_fails_leaves_no_environment(misbehaves: EnvironmentPool) -
     results = misbehaves.ask(
         {i: Opening({"in_reset": turn}, "0") for i, turn in enumerate(["raises", "hangs", "none"])}
     )
-    kinds = [result.kind if isinstance(result, Failure) else None for result in results.values()]
+    kinds = [
+        result.kind if isinstance(result, CallFailure) else None for result in results.values()
+    ]
     assert kinds == [RAISED, TIMEOUT, None]
-    assert [isinstance(r, Failure) for r in misbehaves.ask({0: "x", 1: "x", 2: "x"}).values()] == [
+    assert [
+        isinstance(r, CallFailure) for r in misbehaves.ask({0: "x", 1: "x", 2: "x"}).values()
+    ] == [
         True,
         True,
         False,
@@ -260,7 +266,7 @@ def test_one_that_ends_the_worker_fails_those_of_its_rollout_and_nothing_later(
 ) -> None:
     misbehaves.ask({0: Opening({}, "0"), 1: Opening({}, "0")})
     results = misbehaves.ask({0: "kills the worker", 1: "hangs"})
-    assert all(isinstance(result, Failure) for result in results.values())
+    assert all(isinstance(result, CallFailure) for result in results.values())
     misbehaves.ask({0: Opening({}, "0")})
     assert isinstance(misbehaves.ask({0: "fine"})[0], Observation)
 

@@ -131,7 +131,7 @@ def test_waiting_for_a_function_costs_no_processor_time(scorer: Callable[..., Sc
 
 
 def test_a_worker_imports_its_reward_and_no_device_library(scorer: Callable[..., Scorer]) -> None:
-    names = ["mindspore", "numpy", "sympy", "mindgrpo.rewards.workers.worker"]
+    names = ["mindspore", "numpy", "sympy", "mindgrpo.workers.worker"]
     scores = score(scorer(f"{ODD}:loaded"), names)
     assert scores.total.tolist() == [0.0, 0.0, 0.0, 1.0]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindgrpo.rewards.call import BadResult, as_float
-from mindgrpo.rewards.outcome import Failure
+from mindgrpo.workers.protocol import CallFailure
 
 # Of all messages of one reset or step: no conversation has room for more.
 MOST_LETTERS = 1 << 18
@@ -58,7 +58,7 @@ class Observation:
         return cls(tuple(messages), float(reward), bool(is_done))
 
 
-Result = Observation | Failure
+Result = Observation | CallFailure
 
 
 def opening_of(returned: object) -> Observation:

@@ -1,13 +1,10 @@
-"""The process of one environment: makes the object, and calls it as it is asked until its conversation ends."""
+"""Makes the object of one environment, and calls it as it is asked until its conversation ends."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
-import pickle
 import random
-import socket
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,50 +17,33 @@ from mindgrpo.environments.contract import (
     opening_of,
     step_of,
 )
+from mindgrpo.environments.load import load_environment
 from mindgrpo.rewards.call import BadResult, judged
-from mindgrpo.rewards.outcome import BAD_RESULT, MEMORY, RAISED, Failure
-from mindgrpo.rewards.workers.worker import flush
 from mindgrpo.user_code import describe
-
-
-def serve_episode(make: Callable[[], Any], channel: socket.socket) -> None:
-    """Answers each question on `channel`, which come pickled, with a line of JSON, until it is closed."""
-    episode, received = Episode(make), channel.makefile("rb")
-    while True:
-        try:
-            question: Question = pickle.load(received)
-        except EOFError:
-            return
-        result = episode.answer(question)
-        if isinstance(result, Failure):
-            answer: dict[str, Any] = {"failed": [result.kind, result.message]}
-        else:
-            answer = {"value": result.as_json()}
-        flush()
-        channel.sendall(json.dumps(answer).encode() + b"\n")
+from mindgrpo.workers.protocol import BAD_RESULT, MEMORY, RAISED, CallFailure
 
 
 class Episode:
-    """`make` gives the user's object. Its methods may be async: they share an event loop."""
+    """`make` returns the user's object. Its methods may be async: they share an event loop."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def answer(self, question: Question) -> Observation | Failure:
-        """Whatever the user's code raises is a Failure."""
+    def answer(self, question: Question) -> Observation | CallFailure:
+        """Whatever the user's code raises is a CallFailure."""
         try:
             return self._answer(question)
         except BadResult as error:
             method = "reset" if isinstance(question, Opening) else "step"
-            return Failure(BAD_RESULT, f"{method} returned {error}")
+            return CallFailure(BAD_RESULT, f"{method} returned {error}")
         except MemoryError as error:
-            return Failure(MEMORY, describe(error))
+            return CallFailure(MEMORY, describe(error))
         except BaseException as error:
-            return Failure(RAISED, describe(error))
+            return CallFailure(RAISED, describe(error))
 
-    def _answer(self, question: Question) -> Observation | Failure:
+    def _answer(self, question: Question) -> Observation | CallFailure:
         if isinstance(question, Opening):
             seed_generators(question.seed)
             self._environment = self._make()
@@ -75,8 +55,8 @@ class Episode:
             return Observation(())
         observation = step_of(self._value(self._environment.step(question)))
         reward = judged(observation.reward)
-        if isinstance(reward, Failure):
-            return Failure(reward.kind, f"step {reward.message} for reward")
+        if isinstance(reward, CallFailure):
+            return CallFailure(reward.kind, f"step {reward.message} for reward")
         return observation
 
     def _value(self, returned: Any) -> Any:
@@ -89,6 +69,19 @@ class Episode:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(wait())
+
+
+class EnvironmentService:
+    """Serves the class that `text` (rl_config.environment) names; each forked process has one object of it."""
+
+    description = None
+
+    def __init__(self, text: str) -> None:
+        self._episode = Episode(load_environment(text))
+
+    def answer(self, content: Question) -> dict[str, Any] | CallFailure:
+        result = self._episode.answer(content)
+        return result if isinstance(result, CallFailure) else result.as_json()
 
 
 def seed_generators(seed: str) -> None:

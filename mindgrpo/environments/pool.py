@@ -1,17 +1,18 @@
-"""The environments of a rollout as their rank sees them: questions by sample, and what came of each."""
+"""Asks the environments of a rollout: questions by sample, each environment in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mindgrpo.environments.contract import Closing, Observation, Question, Result
-from mindgrpo.environments.host import EnvironmentHost, Round
+from mindgrpo.environments.contract import Closing, Observation, Opening, Result
+from mindgrpo.environments.contract import Question as EnvironmentQuestion
+from mindgrpo.environments.episode import EnvironmentService
 from mindgrpo.environments.load import ENVIRONMENT
-from mindgrpo.rewards.outcome import EXIT, Failure
-from mindgrpo.rewards.workers.connection import Output, Worker, WorkerEnded
+from mindgrpo.workers.client import Worker
+from mindgrpo.workers.protocol import EXIT, CallFailure, Question
 
 # Beyond a deadline: for starting a process for each, and for the end of those that hang.
 GRACE_SECONDS = 10.0
@@ -26,70 +27,57 @@ class EnvironmentLimits:
 
 
 class EnvironmentPool:
-    """Of the class that `text` (rl_config.environment) names. The worker starts with the first environment."""
+    """Runs the class that `text` (rl_config.environment) names. The worker starts with the first environment."""
 
     def __init__(self, text: str, limits: EnvironmentLimits) -> None:
-        self._text, self._limits = text, limits
-        self._output = Output()
-        self._worker: Worker | None = None
+        self._deadline = limits.deadline
+        load = partial(EnvironmentService, text)
+        self._worker = Worker(load, ENVIRONMENT, text, limits.memory)
         self._open: set[int] = set()
 
-    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
-        """One result a sample. Raises UserError where the class cannot be loaded.
+    def ask(self, questions: Mapping[int, EnvironmentQuestion]) -> dict[int, Result]:
+        """Returns a result a sample. Raises UserError where the class cannot be loaded.
 
-        An environment whose result is a Failure, or says that it is done, is asked to close and ended.
+        An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
         """
         results = self._ask(questions)
-        for sample, question in questions.items():
-            result = results[sample]
-            is_over = isinstance(result, Failure) or result.is_done or question == Closing()
-            (self._open.discard if is_over else self._open.add)(sample)
+        self._open |= questions.keys()
+        self._open -= {sample for sample, question in questions.items() if question == Closing()}
+        self._end(
+            sample
+            for sample, result in results.items()
+            if isinstance(result, CallFailure) or result.is_done
+        )
         return results
 
     def end_all(self) -> None:
         """Asks the environments of all conversations that have ended undone to close, and ends them."""
-        if self._open:
-            self.ask(dict.fromkeys(sorted(self._open), Closing()))
+        self._end(list(self._open))
+
+    def _end(self, samples: Iterable[int]) -> None:
+        ended = sorted(self._open.intersection(samples))
+        self._open -= set(ended)
+        if ended and self._worker.is_running:
+            self._ask(dict.fromkeys(ended, Closing()))
 
     def close(self) -> None:
         """Ends the worker and whatever it started."""
         self._open.clear()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._worker.close()
 
-    def _ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
+    def _ask(self, questions: Mapping[int, EnvironmentQuestion]) -> dict[int, Result]:
         samples, results = list(questions), dict[int, Result]()
-        task = Round(list(questions.items()), self._limits.deadline, self._limits.memory)
-        ending = Failure(EXIT, "its process ended")
-        seconds = self._limits.deadline + GRACE_SECONDS
-        worker = self._start()
-        worker.load()
-        try:
-            for message in worker.ask(task, seconds, "", each=True):
-                results[samples[message["index"]]] = _result(message)
-        except WorkerEnded as ended:
-            ending = ended.failure
-        except (KeyError, TypeError, ValueError, IndexError):
-            ending = Failure(EXIT, "its process wrote to the rank what is no answer")
-        self._output.take()
-        missing = [sample for sample in samples if sample not in results]
-        if missing:
-            self.close()
-        return {sample: results.get(sample, ending) for sample in samples}
 
-    def _start(self) -> Worker:
-        if self._worker is not None and self._worker.has_ended():
-            self.close()
-        if self._worker is None:
-            load = partial(EnvironmentHost, self._text)
-            memory = self._limits.memory
-            self._worker = Worker(load, ENVIRONMENT, self._text, memory, self._output)
-        return self._worker
+        def record(number: int, answer: Any) -> None:
+            is_failure = isinstance(answer, CallFailure)
+            results[samples[number]] = answer if is_failure else Observation.from_json(answer)
 
-
-def _result(message: Mapping[str, Any]) -> Result:
-    if "failed" in message:
-        kind, text = message["failed"]
-        return Failure(str(kind), str(text))
-    return Observation.from_json(message["value"])
+        asked = [
+            Question(content, sample, isinstance(content, Opening), isinstance(content, Closing))
+            for sample, content in questions.items()
+        ]
+        seconds = self._deadline + GRACE_SECONDS
+        failure = self._worker.ask(asked, self._deadline, seconds, record, each=True)
+        self._worker.take_output()
+        failure = failure or CallFailure(EXIT, "its process ended")
+        return {sample: results.get(sample, failure) for sample in samples}

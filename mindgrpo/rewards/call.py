@@ -8,34 +8,28 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.load import WHERE, RewardFunction
-from mindgrpo.rewards.outcome import (
-    BAD_RESULT,
-    MEMORY,
-    NOT_FINITE,
-    RAISED,
-    REFUSED,
-    Failure,
-    Outcome,
-    Score,
-)
+from mindgrpo.rewards.load import WHERE, RewardFunction, Spec, resolve
+from mindgrpo.rewards.outcome import Outcome, Score, to_json
 from mindgrpo.user_code import describe
+from mindgrpo.workers.protocol import BAD_RESULT, MEMORY, NOT_FINITE, RAISED, REFUSED, CallFailure
 
 if TYPE_CHECKING:
     import asyncio
 
 Columns = Mapping[str, Sequence[Any]]
 CONTRACT = "a list with one float or None for each completion"
+# Makes a built-in fill, once and before it is forked, the caches that its first call fills.
+WARM_UP = r"\boxed{(x + 1)^2}", "x^2 + 2x + 1"
 LARGEST = 3.4028234663852886e38  # totals are float32
 COMPLETIONS = "completions"
 # What the gold answers are called by functions written for other programs.
 ANSWER_WORDS = ("answer", "solution", "ground_truth")
-Kind = inspect._ParameterKind
-VARIADIC = (Kind.VAR_POSITIONAL, Kind.VAR_KEYWORD)
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class BadResult(Exception):
@@ -95,8 +89,8 @@ class Signature:
             raise UserError(
                 f"reward function {function.name}: {error}; wrap it in one ({WHERE})"
             ) from None
-        others = any(p.kind is Kind.VAR_KEYWORD for p in parameters)
-        names = [p.name for p in parameters if p.kind not in (*VARIADIC, Kind.POSITIONAL_ONLY)]
+        others = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
+        names = [p.name for p in parameters if p.kind not in (*VARIADIC, Parameter.POSITIONAL_ONLY)]
         # Functions that are called with names elsewhere often have the prompts first.
         by_name = COMPLETIONS in names or (others and names[:1] == ["prompts"])
         first = parameters[:1]
@@ -106,7 +100,10 @@ class Signature:
             [p.name for p in left if p.name in names],
             [p.name for p in left if p.default is p.empty and p.kind not in VARIADIC],
             others,
-            by_name or (bool(first) and first[0].kind not in (Kind.KEYWORD_ONLY, Kind.VAR_KEYWORD)),
+            by_name
+            or (
+                bool(first) and first[0].kind not in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD)
+            ),
             by_name,
         )
 
@@ -138,22 +135,22 @@ class Caller:
         self._function = function
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def together(self, samples: Samples) -> list[Outcome] | Failure:
+    def together(self, samples: Samples) -> list[Outcome] | CallFailure:
         """Return the outcome of each sample of one call, or why there is none."""
         try:
             return [judged(value) for value in checked(self._call(samples), len(samples))]
         except UserError as error:
-            return Failure(REFUSED, str(error))
+            return CallFailure(REFUSED, str(error))
         except BadResult as error:
-            return Failure(BAD_RESULT, f"returned {error}")
+            return CallFailure(BAD_RESULT, f"returned {error}")
         except MemoryError as error:
-            return Failure(MEMORY, describe(error))
+            return CallFailure(MEMORY, describe(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's own code
-            return Failure(RAISED, describe(error))
+            return CallFailure(RAISED, describe(error))
 
     def alone(self, samples: Samples, index: int) -> Outcome:
         result = self.together(samples.select([index]))
-        return result if isinstance(result, Failure) else result[0]
+        return result if isinstance(result, CallFailure) else result[0]
 
     def _call(self, samples: Samples) -> Any:
         answers: dict[str, Sequence[Any]]
@@ -180,6 +177,28 @@ class Caller:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(wait())
+
+
+class RewardService:
+    """Serves a function in a worker process: samples that are scored in one call, an outcome in JSON each."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.caller = Caller(function)
+        self.description = asdict(self.caller.signature)
+
+    def answer(self, content: Samples) -> list[dict[str, Any]] | CallFailure:
+        outcomes = self.caller.together(content)
+        if isinstance(outcomes, CallFailure):
+            return outcomes
+        return [to_json(outcome) for outcome in outcomes]
+
+
+def load_reward(spec: Spec) -> RewardService:
+    service = RewardService(resolve(spec))
+    if not spec.source:
+        completion, answer = WARM_UP
+        service.caller.together(Samples([completion], [answer], {}))
+    return service
 
 
 def checked(returned: object, num_samples: int) -> list[float | None]:
@@ -212,4 +231,4 @@ def as_float(value: Any) -> float:
 def judged(value: float | None) -> Outcome:
     if value is None or abs(value) <= LARGEST:
         return value
-    return Failure(NOT_FINITE, f"returned {value}")
+    return CallFailure(NOT_FINITE, f"returned {value}")

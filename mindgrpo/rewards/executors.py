@@ -1,6 +1,7 @@
-"""What calls a reward function: an executor with a thread of its own, so that all functions score at the same time.
+"""Calls reward functions, each in an executor with a thread of its own, so that all score at the same time.
 
-The kind that scores in a worker process is workers/executor.py.
+A quick built-in and a callable that no other process can import is called in the thread, every other function in worker
+processes, which are ended where they are late or too large.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from mindgrpo.rewards.call import Caller, Samples, Signature
-from mindgrpo.rewards.load import RewardFunction
-from mindgrpo.rewards.outcome import RAISED, TIMEOUT, Failure, Outcome, RewardResult
+from mindgrpo.errors import UserError
+from mindgrpo.rewards.call import Caller, Samples, Signature, load_reward
+from mindgrpo.rewards.load import REWARD, RewardFunction, Spec
+from mindgrpo.rewards.outcome import Outcome, RewardResult, from_json
+from mindgrpo.workers.client import CLOSING_SECONDS, Worker
+from mindgrpo.workers.protocol import RAISED, REFUSED, TIMEOUT, CallFailure, Question
 
+# Beyond the deadline of samples that run beside each other: for starting a process for each.
+ISOLATED_GRACE = 2.0
+SLOW_HINT = " (if it is only slow, raise reward_config.together_deadline)"
 # What a step may lose to a function that hangs on all samples together, beside one deadline.
 LONGEST_TOGETHER = 2.5
 
@@ -71,7 +79,7 @@ class Executor(ABC):
             if indices:
                 self._score(samples, indices, result, patient)
         except BaseException as error:  # what not even a caller survives
-            result.fail(indices, Failure(RAISED, f"{type(error).__name__}: {error}"))
+            result.fail(indices, CallFailure(RAISED, f"{type(error).__name__}: {error}"))
         result.seconds = time.monotonic() - started
         return result
 
@@ -131,15 +139,103 @@ class ThreadExecutor(Executor):
 
     def _given_up(self, message: str) -> RewardResult:
         result = RewardResult(seconds=time.monotonic() - self._started)
-        result.fail(self._indices, Failure(TIMEOUT, message))
+        result.fail(self._indices, CallFailure(TIMEOUT, message))
         return result
 
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
-        outcomes: Iterable[Outcome] | Failure = self._caller.together(samples.select(indices))
-        if isinstance(outcomes, Failure):
+        outcomes: Iterable[Outcome] | CallFailure = self._caller.together(samples.select(indices))
+        if isinstance(outcomes, CallFailure):
             result.together_failure = outcomes
             outcomes = (self._caller.alone(samples, index) for index in indices)
         for index, outcome in zip(indices, outcomes, strict=True):
             result.record(index, outcome)
+
+
+class WorkerExecutor(Executor):
+    """Calls a function in worker processes.
+
+    First all samples in one call, as the function expects (a built-in's one after another), in a worker that keeps
+    what the function remembers. Where that fails in whatever way, each sample is scored in a process of its own,
+    forked from a second worker, which is never called itself and starts when it is needed first.
+    """
+
+    def __init__(self, spec: Spec, limits: Limits) -> None:
+        super().__init__(spec.name)
+        self._is_builtin, self._limits = not spec.source, limits
+        self._called, self._forked = (
+            Worker(partial(load_reward, spec), REWARD, spec.text, limits.memory) for _ in range(2)
+        )
+        self._called.start()
+        if self._is_builtin:
+            # Slow built-ins import for seconds, which no step should wait for.
+            self._forked.start()
+
+    def signature(self) -> Signature:
+        return Signature(**self._called.load())
+
+    def _score(
+        self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
+    ) -> None:
+        workers, limits = (self._called, self._forked), self._limits
+        restarts = sum(worker.restarts for worker in workers)
+        seconds = max(limits.deadline, limits.first_call) if patient else limits.first_call
+        # A built-in gets one sample at a time: what it has scored when it hangs stays scored.
+        batches = [[index] for index in indices] if self._is_builtin else [indices]
+        failure = self._ask(self._called, samples, batches, result, seconds)
+        if not self._is_builtin:
+            result.together_failure = failure
+        if rest := result.rest(indices):
+            apart = [[index] for index in rest]
+            seconds = limits.deadline + ISOLATED_GRACE
+            failure = self._ask(self._forked, samples, apart, result, seconds)
+            if failure is not None:
+                result.fail(rest, failure)
+        self._called.start()  # which loads while the rank does other things
+        result.restarts = sum(worker.restarts for worker in workers) - restarts
+        for worker in workers:
+            printed, num_bytes = worker.take_output()
+            result.printed += printed
+            result.printed_bytes += num_bytes
+
+    def _ask(
+        self,
+        worker: Worker,
+        samples: Samples,
+        batches: list[list[int]],
+        result: RewardResult,
+        seconds: float,
+    ) -> CallFailure | None:
+        """Records what the worker scores of `batches`, one call each; returns why that is not all."""
+        is_apart = worker is self._forked
+        failures: list[CallFailure] = []
+
+        def record(number: int, answer: Any) -> None:
+            batch = batches[number]
+            if not isinstance(answer, CallFailure):
+                for index, outcome in zip(batch, answer, strict=True):
+                    result.record(index, from_json(outcome))
+            elif is_apart:
+                result.record(batch[0], answer)
+            else:
+                failures.append(answer)
+
+        try:
+            needed = samples.only(Signature(**worker.load()).accepted(samples))
+            questions = [
+                Question(needed.select(batch), number if is_apart else None)
+                for number, batch in enumerate(batches)
+            ]
+            hint = "" if is_apart else SLOW_HINT
+            ended = worker.ask(questions, self._limits.deadline, seconds, record, hint)
+        except UserError as error:
+            return CallFailure(REFUSED, str(error))
+        return failures[-1] if failures else ended
+
+    def close(self) -> None:
+        """Ends the workers and whatever they started, and the thread that may wait for one."""
+        super().close()
+        for worker in (self._called, self._forked):
+            worker.close()
+        self._thread.join(CLOSING_SECONDS)

@@ -6,9 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-RAISED, BAD_RESULT, NOT_FINITE = "exceptions", "bad_results", "nan"
-TIMEOUT, EXIT, MEMORY = "timeouts", "exits", "memory"
-REFUSED = "refused"
+from mindgrpo.workers.protocol import (
+    BAD_RESULT,
+    EXIT,
+    MEMORY,
+    NOT_FINITE,
+    RAISED,
+    REFUSED,
+    TIMEOUT,
+    CallFailure,
+    from_message,
+    to_message,
+)
+
 KINDS = (RAISED, BAD_RESULT, NOT_FINITE, TIMEOUT, EXIT, MEMORY)
 IN_WORDS = {
     RAISED: "raised",
@@ -32,27 +42,20 @@ class Score(float):
         return score
 
 
-@dataclass(frozen=True)
-class Failure:
-    kind: str
-    message: str
-
-
-Outcome = float | None | Failure
+Outcome = float | None | CallFailure
 
 
 def to_json(outcome: Outcome) -> dict[str, Any]:
-    if isinstance(outcome, Failure):
-        return {"failed": [outcome.kind, outcome.message]}
-    return {"value": outcome, "counts": getattr(outcome, "counts", None)}
+    message = to_message(outcome)
+    return {**message, "counts": outcome.counts} if isinstance(outcome, Score) else message
 
 
 def from_json(message: Mapping[str, Any]) -> Outcome:
     """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
-    if "failed" in message:
-        return Failure(*message["failed"])
-    value, counts = message["value"], message["counts"]
-    return value if counts is None else Score(value, dict(counts))
+    outcome: Outcome = from_message(message)
+    if isinstance(outcome, CallFailure) or "counts" not in message:
+        return outcome
+    return Score(message["value"], dict(message["counts"]))
 
 
 @dataclass
@@ -63,15 +66,15 @@ class RewardResult:
     """
 
     values: dict[int, float | None] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)
-    together_failure: Failure | None = None
+    failures: dict[int, CallFailure] = field(default_factory=dict)
+    together_failure: CallFailure | None = None
     printed: str = ""
     printed_bytes: int = 0
     seconds: float = 0.0
     restarts: int = 0
 
     def record(self, index: int, outcome: Outcome) -> None:
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, CallFailure):
             self.failures[index] = outcome
         else:
             self.values[index] = outcome
@@ -80,7 +83,7 @@ class RewardResult:
         """Return those without an outcome."""
         return [i for i in indices if i not in self.values and i not in self.failures]
 
-    def fail(self, indices: Sequence[int], failure: Failure) -> None:
+    def fail(self, indices: Sequence[int], failure: CallFailure) -> None:
         """Give `failure` to those without an outcome."""
         self.failures |= dict.fromkeys(self.rest(indices), failure)
 

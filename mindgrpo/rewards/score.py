@@ -16,11 +16,11 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import CONTRACT, Columns, Samples, Signature
-from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor
+from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor, WorkerExecutor
 from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
-from mindgrpo.rewards.outcome import BAD_RESULT, NOT_FINITE, REFUSED, RewardResult
+from mindgrpo.rewards.outcome import RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
-from mindgrpo.rewards.workers.executor import WorkerExecutor
+from mindgrpo.workers.protocol import BAD_RESULT, NOT_FINITE, REFUSED
 
 Reward = str | Callable[..., Any]
 

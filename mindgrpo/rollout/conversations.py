@@ -21,8 +21,8 @@ from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.outcome import BAD_RESULT, Failure
 from mindgrpo.rollout.sample import Sample
+from mindgrpo.workers.protocol import BAD_RESULT, CallFailure
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Reply:
     has_failed: bool = False
 
     @classmethod
-    def failed(cls, failure: Failure) -> Reply:
+    def failed(cls, failure: CallFailure) -> Reply:
         """Of an environment; nothing is known of the turn's reward then."""
         turn = {"reward": None, "failure": failure.kind, "error": failure.message}
         return cls((), turn, is_last=True, has_failed=True)
@@ -209,7 +209,7 @@ class Conversations:
         except UserError as error:  # the template cannot render what an environment made up
             if self.form is None:
                 raise
-            return _ended(sample, Reply.failed(Failure(BAD_RESULT, str(error))), turn)
+            return _ended(sample, Reply.failed(CallFailure(BAD_RESULT, str(error))), turn)
         if len(sample.tokens) + len(ids) >= max_tokens:
             return replace(ended, finish_reason=LENGTH)
         return ended.with_answer(ids, [dict(message) for message in reply.messages], version)
@@ -261,14 +261,14 @@ def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Rep
     try:
         fitted = form.encoded(Example(tuple(messages), ""))
     except UserError as error:
-        return Reply.failed(Failure(BAD_RESULT, str(error)))
+        return Reply.failed(CallFailure(BAD_RESULT, str(error)))
     if isinstance(fitted, Fitted):
         return np.array(fitted.ids, np.int32)
     too_long = (
         f"its first messages are {fitted} long and max_prompt_length is {form.max_prompt_length}; raise "
         "generate_config.max_prompt_length or shorten them"
     )
-    return Reply.failed(Failure(BAD_RESULT, too_long))
+    return Reply.failed(CallFailure(BAD_RESULT, too_long))
 
 
 def run_together(own: Asked, responder: Responder, gather: Callable[[Any], list[Any]]) -> Replies:

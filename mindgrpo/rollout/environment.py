@@ -18,8 +18,9 @@ from mindgrpo.environments.contract import Opening, Question, Result
 from mindgrpo.environments.load import ENVIRONMENT, load_environment
 from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.outcome import Failure, RewardResult
+from mindgrpo.rewards.outcome import RewardResult
 from mindgrpo.rollout.conversations import Reply, prompt_of
+from mindgrpo.workers.protocol import CallFailure
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class EnvironmentTurns:
 
 
 def reply_to(question: Question, result: Result) -> Reply:
-    if isinstance(result, Failure):
+    if isinstance(result, CallFailure):
         return Reply.failed(result)
     if isinstance(question, Opening):
         return Reply(result.messages)
@@ -152,7 +153,7 @@ def rewards_in(conversations: Sequence[Messages]) -> RewardResult:
         turns = turns_of(messages)
         failed = next((turn for turn in turns if turn.get("failure")), None)
         if failed is not None:
-            result.record(index, Failure(failed["failure"], failed["error"]))
+            result.record(index, CallFailure(failed["failure"], failed["error"]))
         else:
             result.record(index, float(sum(turn["reward"] for turn in turns)))
     return result

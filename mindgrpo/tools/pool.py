@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mindgrpo.rewards.outcome import EXIT, Failure
-from mindgrpo.rewards.workers.connection import Output, Worker, WorkerEnded
-from mindgrpo.rewards.workers.executor import ISOLATED_GRACE
-from mindgrpo.rewards.workers.worker import Task
 from mindgrpo.tools.builtin import BOUNDED
 from mindgrpo.tools.calls import ToolCall
-from mindgrpo.tools.load import TOOL
-from mindgrpo.tools.served import Calls, ToolCaller
+from mindgrpo.tools.load import TOOL, load_tools
+from mindgrpo.user_code import describe
+from mindgrpo.workers.client import Worker
+from mindgrpo.workers.protocol import BAD_RESULT, EXIT, MEMORY, RAISED, CallFailure, Question
 
 UNKNOWN = "unknown"
 # Of one answer; the budget of a conversation's tokens is smaller.
 LONGEST_ANSWER = 1 << 14
+# Beyond the deadline of calls that run beside each other: for starting a process for each.
+GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,27 @@ class ToolAnswer:
     text: str
     failure: str | None = None
 
+    @classmethod
+    def of(cls, answer: Any) -> ToolAnswer:
+        """Raises TypeError for what no tool answers."""
+        if isinstance(answer, CallFailure):
+            return cls(f"Error: {answer.message}", answer.kind)
+        if not isinstance(answer, str):
+            raise TypeError(answer)
+        return cls(answer)
+
 
 class ToolPool:
-    """Of the tools `texts` (rl_config.tools), which have `names`. The worker starts with the first calls."""
+    """Runs the tools `texts` (rl_config.tools), which have `names`. The worker starts with the first calls."""
 
     def __init__(self, texts: Sequence[str], names: Sequence[str], limits: ToolLimits) -> None:
-        self._texts, self._names, self._limits = tuple(texts), frozenset(names), limits
+        self._names, self._limits = frozenset(names), limits
         self._bounded = BOUNDED.intersection(texts)
-        self._output = Output()
-        self._worker: Worker | None = None
+        load = partial(ToolService, tuple(texts), LONGEST_ANSWER)
+        self._worker = Worker(load, TOOL, ", ".join(texts), limits.memory)
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """One answer a call, within the deadline and some seconds; what fails is told to the model."""
+        """Returns an answer a call, within the deadline and some seconds; what fails is reported to the model."""
         answers: dict[int, ToolAnswer] = {}
         for index, call in enumerate(calls):
             if call.error is not None:
@@ -59,9 +69,10 @@ class ToolPool:
         runnable = [index for index in range(len(calls)) if index not in answers]
         self._run(calls, [i for i in runnable if calls[i].name in self._bounded], answers, False)
         # Also what the worker has died of.
-        self._run(calls, [i for i in runnable if i not in answers], answers, True)
-        self._output.take()
-        return [answers[index] for index in range(len(calls))]
+        left = [index for index in runnable if index not in answers]
+        failure = self._run(calls, left, answers, True) or CallFailure(EXIT, "its process ended")
+        self._worker.take_output()
+        return [answers.get(index) or ToolAnswer.of(failure) for index in range(len(calls))]
 
     def _run(
         self,
@@ -69,51 +80,49 @@ class ToolPool:
         indices: list[int],
         answers: dict[int, ToolAnswer],
         isolated: bool,
-    ) -> None:
-        """Adds answers: those of isolated calls all, of the others what comes before the worker ends."""
+    ) -> CallFailure | None:
+        """Adds answers, each from a process of its own if `isolated`; returns why there are not all."""
         if not indices:
-            return
-        ending = Failure(EXIT, "its process ended")
-        task = Task(isolated, Calls(calls), [indices], self._limits.deadline)
-        try:
-            worker = self._start()
-            worker.load()
-            for message in worker.ask(task, self._limits.deadline + ISOLATED_GRACE, ""):
-                answers[message["index"]] = _answer(message)
-        except WorkerEnded as ended:
-            ending = ended.failure
-        except (KeyError, TypeError, ValueError):
-            ending = Failure(EXIT, "its process wrote to the rank what is no answer")
-        missing = [index for index in indices if index not in answers]
-        if missing:
-            self.close()
-        for index in missing if isolated else []:
-            answers[index] = _failed(ending)
+            return None
 
-    def _start(self) -> Worker:
-        if self._worker is not None and self._worker.has_ended():
-            self.close()
-        if self._worker is None:
-            load = partial(ToolCaller, self._texts, LONGEST_ANSWER)
-            text = ", ".join(self._texts)
-            self._worker = Worker(load, TOOL, text, self._limits.memory, self._output)
-        return self._worker
+        def record(number: int, answer: Any) -> None:
+            answers[indices[number]] = ToolAnswer.of(answer)
+
+        questions = [Question(calls[i], i if isolated else None) for i in indices]
+        seconds = self._limits.deadline + GRACE_SECONDS
+        return self._worker.ask(questions, self._limits.deadline, seconds, record)
 
     def close(self) -> None:
         """Ends the worker and whatever it started."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._worker.close()
 
 
-def _answer(message: Mapping[str, Any]) -> ToolAnswer:
-    if "failed" in message:
-        return _failed(Failure(*message["failed"]))
-    value = message["value"]
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return ToolAnswer(value)
+class ToolService:
+    """Calls tools by name in a worker process. `texts` are rl_config.tools; an answer has at most `longest` letters."""
 
+    description = None
 
-def _failed(failure: Failure) -> ToolAnswer:
-    return ToolAnswer(f"Error: {failure.message}", failure.kind)
+    def __init__(self, texts: Sequence[str], longest: int) -> None:
+        self._functions = {tool.name: tool.function for tool in load_tools(texts)}
+        self._longest = longest
+
+    def answer(self, content: ToolCall) -> str | CallFailure:
+        try:
+            return self._as_text(self._functions[content.name](**content.arguments))
+        except MemoryError as error:
+            return CallFailure(MEMORY, describe(error))
+        except BaseException as error:
+            return CallFailure(RAISED, describe(error))
+
+    def _as_text(self, value: Any) -> str | CallFailure:
+        if value is None:
+            return CallFailure(BAD_RESULT, "it returned nothing")
+        if not isinstance(value, str):
+            try:
+                value = json.dumps(value, ensure_ascii=False)
+            except (TypeError, ValueError):
+                message = f"it returned a {type(value).__name__}, which is not text"
+                return CallFailure(BAD_RESULT, message)
+        if len(value) > self._longest:
+            value = f"{value[: self._longest]} ... ({len(value) - self._longest} letters left out)"
+        return value

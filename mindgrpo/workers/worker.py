@@ -18,69 +18,28 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.processes import end_with_parent
-from mindgrpo.rewards.call import Caller, Samples, Signature
-from mindgrpo.rewards.load import Spec, resolve
-from mindgrpo.rewards.outcome import MEMORY, Failure, Outcome, to_json
-from mindgrpo.rewards.workers import processes
-from mindgrpo.rewards.workers.isolated import IsolatedScoring
 from mindgrpo.user_code import describe
+from mindgrpo.workers import processes
+from mindgrpo.workers.forked import ForkedProcesses, flush_output
+from mindgrpo.workers.protocol import MEMORY, CallFailure, Question, Service, to_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ORPHAN_CHECK_MILLISECONDS = 2000
-# Makes a built-in fill, once and before it is forked, the caches that its first call fills.
-WARM_UP = Samples([r"\boxed{(x + 1)^2}"], ["x^2 + 2x + 1"], {})
-
-
-class Served(Protocol):
-    """What a worker calls: a reward's Caller, or a conversation's tools."""
-
-    @property
-    def signature(self) -> Signature: ...
-    def together(self, samples: Any) -> Sequence[Any] | Failure: ...
-    def alone(self, samples: Any, index: int) -> Any: ...
-
-
-@runtime_checkable
-class Host(Protocol):
-    """What serves in a way of its own: environments, whose processes outlive a task."""
-
-    @property
-    def signature(self) -> Signature: ...
-    def serve(self, task: Any, report: Callable[[int, Any], None]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is started with: what loads the user's code, its name, where modules are searched, and bytes of
-    memory."""
+    """Starts a worker: what loads the user's code, its name, where modules are searched, and bytes of memory."""
 
-    load: Callable[[], Served | Host]
+    load: Callable[[], Service]
     what: str
     search_path: list[str]
     memory: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """Samples to score: batches of indices in a call each, or each in a forked process that has `deadline` seconds."""
-
-    isolated: bool
-    samples: Any
-    batches: list[list[int]]
-    deadline: float
-
-
-def load_reward(spec: Spec) -> Served:
-    caller = Caller(resolve(spec))
-    if not spec.source:
-        caller.together(WARM_UP)
-    return caller
 
 
 def main() -> None:
@@ -141,52 +100,35 @@ def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
 
 def serve(channel: socket.socket) -> None:
     def send(message: dict[str, Any]) -> None:
-        flush()
+        flush_output()
         channel.sendall(json.dumps(message).encode() + b"\n")
 
-    def report(index: int, outcome: Outcome) -> None:
-        send({"index": index, **to_json(outcome)})
+    def report(index: int, answer: Any) -> None:
+        send({"index": index, **to_message(answer)})
 
     received = channel.makefile("rb")
     order: Order = pickle.load(received)
     sys.path[:] = order.search_path
     processes.limit_memory(order.memory)
     try:
-        caller = order.load()
+        service = order.load()
     except UserError as error:
         return send({"refused": str(error)})
     except BaseException as error:
         return send({"refused": f"{order.what}: {describe(error)}"})
-    send({"signature": asdict(caller.signature), "pid": os.getpid()})
+    send({"loaded": service.description, "pid": os.getpid()})
+    forked = ForkedProcesses(service.answer, report, order.memory)
     while True:
-        task: Any = pickle.load(received)
-        if isinstance(caller, Host):
-            caller.serve(task, report)
-        elif task.isolated:
-            score = partial(score_alone, caller, task.samples)
-            indices = [index for batch in task.batches for index in batch]
-            IsolatedScoring(score, report, task.deadline, order.memory).run(indices)
-        else:
-            for batch in task.batches:
-                outcomes = caller.together(task.samples.select(batch))
-                if isinstance(outcomes, Failure):
-                    send(to_json(outcomes))
-                    if outcomes.kind == MEMORY:
-                        return  # what is left of this process is not fit to score in
-                    continue
-                for index, outcome in zip(batch, outcomes, strict=True):
-                    report(index, outcome)
+        asked: Sequence[Question]
+        asked, deadline = pickle.load(received)
+        for index, question in enumerate(asked):
+            if question.session is None:
+                answer = service.answer(question.content)
+                report(index, answer)
+                if isinstance(answer, CallFailure) and answer.kind == MEMORY:
+                    return  # what is left of this process is not fit to be asked more
+        in_sessions = {
+            i: question for i, question in enumerate(asked) if question.session is not None
+        }
+        forked.ask(in_sessions, deadline)
         send({"done": True})
-
-
-def score_alone(caller: Served, samples: Any, index: int) -> Outcome:
-    outcome = caller.alone(samples, index)
-    flush()
-    return outcome
-
-
-def flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # The user's code may have closed or replaced it.
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()

@@ -1,0 +1,295 @@
+"""A worker process as its rank sees it: started when it is needed, asked, and replaced when it has ended.
+
+What is late or too large is ended by whoever asks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from mindgrpo.errors import UserError
+from mindgrpo.health.processes import ENDS_WITH_RANK_VARIABLE
+from mindgrpo.user_code import PACKAGE, Kind
+from mindgrpo.workers import processes
+from mindgrpo.workers.protocol import (
+    EXIT,
+    MEMORY,
+    TIMEOUT,
+    CallFailure,
+    Question,
+    Service,
+    from_message,
+)
+from mindgrpo.workers.worker import Order
+
+START = (
+    "import sys; sys.path.insert(0, sys.argv[3]); from mindgrpo.workers.worker import main; main()"
+)
+# A worker computes beside a training that wants the cores: one compute thread, unless the user says otherwise.
+SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+TICK_SECONDS = 0.05
+# Importing may take so long, whatever the deadline of a question.
+START_SECONDS = 120.0
+CLOSING_SECONDS = 10.0
+KEPT_OUTPUT, READ_BYTES, MOST_READS = 16 << 10, 1 << 20, 8
+LONGEST_MESSAGE = 1 << 26
+
+
+class WorkerEnded(Exception):
+    """A worker has ended, or has to be, before it was done; `failure` says why."""
+
+    def __init__(self, failure: CallFailure) -> None:
+        self.failure = failure
+
+
+class Worker:
+    """Serves what `load`, which is pickled, returns; errors name it by `kind` and `text`, as the user wrote it.
+
+    The process has `memory` bytes. It starts when it is first needed, and again where it has ended, which `restarts`
+    counts. All calls but `close` are one thread's.
+    """
+
+    def __init__(self, load: Callable[[], Service], kind: Kind, text: str, memory: int) -> None:
+        self._order, self._kind = Order(load, f"{kind.what} {text!r}", [*sys.path], memory), kind
+        self._output = Output()
+        self._process: WorkerProcess | None = None
+        self._lock, self._is_closed = threading.Lock(), False
+        self.restarts = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and not self._process.has_ended()
+
+    def start(self) -> WorkerProcess:
+        """Starts the process where there is none, and does not wait until the user's code is loaded."""
+        if self._process is not None and self._process.has_ended():
+            self._drop()
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the worker is closed")
+            if self._process is None:
+                self._process = WorkerProcess(self._order, self._output)
+            return self._process
+
+    def load(self) -> Any:
+        """Waits until the user's code is loaded; returns its description. Raises UserError where it cannot be."""
+        return self._loaded_process().description()
+
+    def _loaded_process(self) -> WorkerProcess:
+        process = self.start()
+        try:
+            process.description()
+            return process
+        except WorkerEnded as ended:
+            self._drop()
+            printed = self.take_output()[0].strip().splitlines()
+            why = f" ({printed[-1].strip()})" if printed else ""
+            raise UserError(
+                f"{self._order.what}: {ended.failure.message} while loading it{why}; correct the module or "
+                f"{self._kind.key}"
+            ) from None
+        except UserError:
+            self._drop()
+            raise
+
+    def ask(
+        self,
+        questions: Sequence[Question],
+        deadline: float,
+        seconds: float,
+        record: Callable[[int, Any], None],
+        hint: str = "",
+        each: bool = False,
+    ) -> CallFailure | None:
+        """Calls `record` with the index of each question and its answer, JSON or a CallFailure, as they come.
+
+        A question in a session may take `deadline` seconds, all together `seconds` (with `each`: that long without an
+        answer). Returns None, or why not all were answered; then the process is ended. A `record` that raises
+        KeyError, IndexError, TypeError or ValueError has refused an answer. Raises UserError where the user's code
+        cannot be loaded.
+        """
+        process, answered = self._loaded_process(), set[int]()
+        try:
+            process.send((list(questions), deadline), seconds)
+            for message in process.messages(seconds, hint, each):
+                if "done" in message:
+                    break
+                record(message["index"], from_message(message))
+                answered.add(message["index"])
+            if len(answered) == len(questions):
+                return None
+            failure = CallFailure(EXIT, "its process left out answers")
+        except WorkerEnded as ended:
+            failure = ended.failure
+        except (KeyError, IndexError, TypeError, ValueError):
+            failure = CallFailure(EXIT, "its process wrote to the rank what is not an answer")
+        self._drop()
+        return failure
+
+    def take_output(self) -> tuple[str, int]:
+        """Returns the first 16 KiB of what was printed since the last call, and how many bytes it was."""
+        return self._output.take()
+
+    def _drop(self) -> None:
+        self.restarts += 1
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process and whatever it started; a later question starts another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def close(self) -> None:
+        """Ends the process and whatever it started, for good; from any thread."""
+        with self._lock:
+            self._is_closed = True
+        self.stop()
+        self._output.close()
+
+
+class WorkerProcess:
+    """A worker process and its supervisor. What it prints is read into `output` while it is waited for."""
+
+    def __init__(self, order: Order, output: Output) -> None:
+        self._memory, self._output = order.memory, output
+        self._loaded: dict[str, Any] = {}
+        self._unread = b""
+        self._socket, theirs = socket.socketpair()
+        descriptors = theirs.fileno(), output.write_end.fileno()
+        environment = dict.fromkeys((*SINGLE_THREADED, ENDS_WITH_RANK_VARIABLE), "1")
+        with theirs:
+            self._supervisor = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    START,
+                    *map(str, descriptors),
+                    str(PACKAGE.resolve().parent),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self.send(order, START_SECONDS)
+
+    def description(self) -> Any:
+        """Waits until the user's code is loaded. Raises UserError where it refuses to, and WorkerEnded."""
+        if not self._loaded:
+            message = next(self.messages(START_SECONDS, ""))
+            if "refused" in message:
+                raise UserError(str(message["refused"]))
+            self._loaded = {"description": message["loaded"], "pid": message["pid"]}
+        return self._loaded["description"]
+
+    def send(self, content: Any, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        with suppress(OSError):  # it has ended already, which the first answer says
+            self._socket.sendall(pickle.dumps(content))
+        self._socket.setblocking(False)
+
+    def messages(self, seconds: float, hint: str, each: bool = False) -> Iterator[dict[str, Any]]:
+        """Raises WorkerEnded after `seconds`, with `each` after so long without a message, with `hint`."""
+        late = time.monotonic() + seconds
+        while True:
+            while b"\n" not in self._unread:
+                if time.monotonic() > late:
+                    raise WorkerEnded(CallFailure(TIMEOUT, f"no answer within {seconds:g} s{hint}"))
+                self._read()
+            line, _, self._unread = self._unread.partition(b"\n")
+            try:
+                message = json.loads(line)
+                ended = message.get("ended")
+            except (ValueError, AttributeError):
+                ended = "ended"
+            if ended is not None:
+                raise WorkerEnded(CallFailure(EXIT, f"its process {ended}"))
+            yield message
+            if each:
+                late = time.monotonic() + seconds
+
+    def _read(self) -> None:
+        """Takes what has come within a tick. Raises WorkerEnded for its end, or too much memory."""
+        self._output.wait_with(self._socket)
+        if self._loaded and processes.memory_of(self._loaded["pid"]) > self._memory:
+            limit = f"more than reward_config.memory, {self._memory >> 20} MiB"
+            raise WorkerEnded(CallFailure(MEMORY, limit))
+        chunk = b""
+        try:
+            chunk = self._socket.recv(READ_BYTES >> 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        if not chunk or len(self._unread) > LONGEST_MESSAGE:
+            raise WorkerEnded(CallFailure(EXIT, "its process ended"))
+        self._unread += chunk
+
+    def has_ended(self) -> bool:
+        """Of a worker that is loaded and not asked anything: then only its end makes it speak."""
+        return bool(self._loaded) and bool(wait([self._socket], 0))
+
+    def close(self) -> None:
+        """Ends a wait for it, and has it killed with whatever it started; returns when that is done."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._supervisor.wait(CLOSING_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._supervisor.kill()
+            self._supervisor.wait()
+        self._socket.close()
+
+
+class Output:
+    """A pipe that workers print to: the first bytes are kept, all are counted.
+
+    It is read while they are waited for only, so that what prints without end waits, and fills nobody's memory.
+    """
+
+    def __init__(self) -> None:
+        read_end, write_end = os.pipe()
+        # As files: a closed one is an error, where its number may be another's.
+        self._read_end, self.write_end = io.FileIO(read_end), io.FileIO(write_end, "w")
+        os.set_blocking(read_end, False)
+        with suppress(OSError):  # a user may have few large pipes
+            fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, READ_BYTES)
+        self._kept, self._num_bytes = b"", 0
+
+    def wait_with(self, channel: socket.socket) -> None:
+        """Waits a tick for what is printed or comes on `channel`, and takes what is printed."""
+        wait([channel, self._read_end.fileno()], TICK_SECONDS)
+        self._collect()
+
+    def _collect(self) -> None:
+        for _ in range(MOST_READS):
+            chunk = self._read_end.read(READ_BYTES) or b""
+            if not chunk:
+                return
+            self._num_bytes += len(chunk)
+            self._kept += chunk[: KEPT_OUTPUT - len(self._kept)]
+
+    def take(self) -> tuple[str, int]:
+        """Returns the kept text and the number of bytes since the last call."""
+        self._collect()
+        text, num_bytes = self._kept.decode("utf-8", "replace"), self._num_bytes
+        self._kept, self._num_bytes = b"", 0
+        return text, num_bytes
+
+    def close(self) -> None:
+        self._read_end.close()
+        self.write_end.close()

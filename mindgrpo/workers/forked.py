@@ -1,0 +1,226 @@
+"""Answers questions in processes forked from a worker, which has the user's code loaded.
+
+One that hangs, dies or eats memory costs its own question. The more of them hang, the more are waited for at a time, so
+that a round takes little longer than one deadline. What a process remembers ends with it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import re
+import resource
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from mindgrpo.health.processes import end_with_parent
+from mindgrpo.user_code import PACKAGE
+from mindgrpo.workers import processes
+from mindgrpo.workers.protocol import (
+    EXIT,
+    MEMORY,
+    TIMEOUT,
+    CallFailure,
+    Question,
+    from_message,
+    to_message,
+)
+
+TICK_SECONDS = 0.05
+# When no question is answered for PATIENCE_SECONDS, GROWTH times as many may be waited for. Less patience would ask all
+# at once where each only computes for long, and then all would be late.
+PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.5, 8, 512
+# Those that are late are asked where they hang, and have so long to answer.
+TRACEBACK_SECONDS = 0.5
+# A process that takes in nothing for so long is left to its deadline.
+SEND_SECONDS = 1.0
+LONGEST_LINE = 1 << 22
+TRACEBACK_SIGNAL = signal.SIGUSR2
+FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)\n')
+
+
+@dataclass(eq=False)
+class ForkedProcess:
+    """`index` is that of the question being answered, None between questions; `memory` bytes when last seen.
+
+    `text` is what it has written so far: a traceback, its answer in JSON, or nothing.
+    """
+
+    pid: int
+    channel: socket.socket
+    session: int
+    index: int | None = None
+    closes: bool = False
+    started: float = 0.0
+    memory: int = 0
+    text: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> bool:
+        """Returns False at the end."""
+        chunk = b""
+        with suppress(OSError):
+            chunk = self.channel.recv(1 << 16)
+        self.text += chunk
+        return bool(chunk)
+
+    def location(self, until: float) -> str:
+        """Returns the innermost line of the traceback, which comes bit by bit, that is not this package's."""
+        while wait([self.channel], max(0.0, until - time.monotonic())) and self.read():
+            for file, line, function in FRAME.findall(self.text.decode("utf-8", "replace")):
+                if not file.startswith(f"{PACKAGE}{os.sep}"):
+                    return f", in {function} at {file}:{line}"
+        return ""
+
+
+class ForkedProcesses:
+    """Calls `answer` in forked processes, which have `memory` bytes together, and `report`s answers by their index."""
+
+    def __init__(
+        self, answer: Callable[[Any], Any], report: Callable[[int, Any], None], memory: int
+    ) -> None:
+        self._answer, self._report, self._memory = answer, report, memory
+        self._by_session: dict[int, ForkedProcess] = {}
+        self._busy: dict[socket.socket, ForkedProcess] = {}
+        self._baseline = 0
+        # Each process has a descriptor here.
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+    def ask(self, questions: Mapping[int, Question], deadline: float) -> None:
+        """Reports the answers to `questions`, by index, as they come; each may take `deadline` seconds."""
+        self._baseline = processes.memory_of(os.getpid())
+        waiting, allowed = deque(questions.items()), 2 * len(os.sched_getaffinity(0))
+        last_answer = time.monotonic()
+        while waiting or self._busy:
+            while waiting and len(self._busy) < allowed:
+                self._begin(*waiting.popleft())
+            ready = wait(list(self._busy), TICK_SECONDS)
+            for channel in ready:
+                self._collect(self._busy[channel])  # type: ignore[index]
+            now = time.monotonic()
+            self._stop_late(now, deadline)
+            self._stop_largest()
+            if ready:
+                last_answer = now
+            elif waiting and now - last_answer > PATIENCE_SECONDS:
+                allowed, last_answer = min(GROWTH * allowed, MOST_AT_ONCE), now
+
+    def _begin(self, index: int, question: Question) -> None:
+        assert question.session is not None
+        process = self._by_session.get(question.session)
+        if question.opens:
+            if process is not None:
+                self._end(process)
+            try:
+                process = self._fork(question.session, question.content)
+            except OSError as error:
+                failure = CallFailure(EXIT, f"its process could not be started: {error}")
+                return self._report(index, failure)
+        elif process is None:
+            return self._report(index, CallFailure(EXIT, "its process had ended before"))
+        else:
+            process.text.clear()
+            # What is not taken in, or by nobody, is noticed by what is read or by the deadline.
+            with suppress(OSError):
+                process.channel.sendall(pickle.dumps(question.content))
+        process.index, process.closes, process.started = index, question.closes, time.monotonic()
+        self._busy[process.channel] = process
+
+    def _fork(self, session: int, content: Any) -> ForkedProcess:
+        worker = os.getpid()
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                end_with_parent(worker)
+                os.setpgid(0, 0)
+                for channel in (ours, *(other.channel for other in self._by_session.values())):
+                    channel.close()
+                # Writes where it hangs, even from inside a C function.
+                faulthandler.register(TRACEBACK_SIGNAL, file=theirs.fileno(), all_threads=False)
+                self._serve(content, theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        ours.settimeout(SEND_SECONDS)
+        process = self._by_session[session] = ForkedProcess(pid, ours, session)
+        return process
+
+    def _serve(self, content: Any, channel: socket.socket) -> None:
+        """Answers the first question and those that come pickled on `channel`, with a line of JSON each."""
+        received = channel.makefile("rb")
+        with suppress(EOFError):
+            while True:
+                message = to_message(self._answer(content))
+                flush_output()
+                channel.sendall(json.dumps(message).encode() + b"\n")
+                content = pickle.load(received)
+
+    def _collect(self, process: ForkedProcess) -> None:
+        # A process that the user's code has started may hold the channel open, so its end is not waited for.
+        is_open = process.read()
+        if is_open and not process.text.endswith(b"\n") and len(process.text) < LONGEST_LINE:
+            return
+        try:
+            answer = from_message(json.loads(process.text))
+        except (ValueError, KeyError, TypeError):
+            return self._stop(process, None)
+        index = process.index
+        assert index is not None
+        del self._busy[process.channel]
+        process.index, process.memory = None, self._used_by(process)
+        if process.closes:
+            self._end(process)
+        self._report(index, answer)
+
+    def _end(self, process: ForkedProcess) -> str:
+        """Kills it with what it started; returns how it ended."""
+        processes.kill_group(process.pid)
+        del self._by_session[process.session]
+        self._busy.pop(process.channel, None)
+        process.channel.close()
+        return processes.how_it_ended(os.waitpid(process.pid, 0)[1])
+
+    def _stop(self, process: ForkedProcess, failure: CallFailure | None) -> None:
+        """Ends it for `failure`; None where it has ended by itself."""
+        how = self._end(process)
+        if process.index is not None:
+            self._report(process.index, failure or CallFailure(EXIT, f"its process {how}"))
+
+    def _stop_late(self, now: float, deadline: float) -> None:
+        late = [process for process in self._busy.values() if now - process.started > deadline]
+        for process in late:
+            os.kill(process.pid, TRACEBACK_SIGNAL)
+        for process in late:
+            where = process.location(now + TRACEBACK_SECONDS)
+            self._stop(process, CallFailure(TIMEOUT, f"no answer within {deadline:g} s{where}"))
+
+    def _used_by(self, process: ForkedProcess) -> int:
+        """Returns the bytes beyond what the worker has itself."""
+        return max(0, processes.memory_of(process.pid) - self._baseline)
+
+    def _stop_largest(self) -> None:
+        """Holds all of them together to what one worker may have."""
+        for process in self._busy.values():
+            process.memory = self._used_by(process)
+        by_size = sorted(self._by_session.values(), key=lambda process: process.memory)
+        while sum(process.memory for process in by_size) > self._memory:
+            message = f"more than reward_config.memory, {self._memory >> 20} MiB"
+            self._stop(by_size.pop(), CallFailure(MEMORY, message))
+
+
+def flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # The user's code may have closed or replaced it.
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
