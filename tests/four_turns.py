@@ -35,8 +35,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
-from mindgrpo.tools.load import load_tools
-from mindgrpo.tools.pool import ToolAnswer
+from mindgrpo.tools.pool import ToolAnswer, load_tools
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weights.pretrained import load_weights

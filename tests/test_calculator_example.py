@@ -21,7 +21,7 @@ from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.rewards.builtin.accuracy import accuracy_reward
 from mindgrpo.tools.builtin import calculator
 from mindgrpo.tools.calls import parse_hermes
-from mindgrpo.tools.load import load_tools
+from mindgrpo.tools.pool import load_tools
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo" / "calculator"
 

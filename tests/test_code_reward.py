@@ -22,7 +22,7 @@ from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.isolation import Isolation, IsolationUnavailable
 from mindgrpo.rewards.builtin.program import code_reward, last_code_block
 from mindgrpo.rewards.builtin.sandboxed.plain_data import NotPlain, decode, encode
-from mindgrpo.rewards.outcome import Score, from_json, to_json
+from mindgrpo.rewards.call import Score, from_json, to_json
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.workers.protocol import CallFailure
 

@@ -23,8 +23,7 @@ from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.tools import ToolTurns, tool_figures
 from mindgrpo.tools.calls import ToolCall, parse_hermes
-from mindgrpo.tools.load import load_tools
-from mindgrpo.tools.pool import ToolAnswer
+from mindgrpo.tools.pool import ToolAnswer, load_tools
 
 VERSION = 3
 SCHEMAS = [tool.schema() for tool in load_tools(["calculator"])]

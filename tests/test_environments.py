@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindgrpo.environments.contract import Closing, Observation, Opening
-from mindgrpo.environments.load import load_environment
+from mindgrpo.environments.contract import Closing, Observation, Opening, load_environment
 from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.workers.protocol import (

@@ -29,7 +29,7 @@ from mindgrpo.data.prompts import PromptForm
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import Opening, Question, Result
-from mindgrpo.environments.episode import Episode
+from mindgrpo.environments.pool import Episode
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config

@@ -13,7 +13,7 @@ import pytest
 from mindgrpo.cli.verbs import main
 from mindgrpo.config.rl import RewardConfig
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.rewards.outcome import KINDS
+from mindgrpo.rewards.call import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBLEMS = ROOT / "tests" / "data" / "word_problems.jsonl"

@@ -16,8 +16,7 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.tools.builtin import calculator, python
 from mindgrpo.tools.calls import MALFORMED, ToolCall, find_parser, parser_for
-from mindgrpo.tools.load import load_tools
-from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolLimits, ToolPool
+from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolLimits, ToolPool, load_tools
 from mindgrpo.workers.protocol import BAD_RESULT, EXIT, RAISED, TIMEOUT
 
 DEADLINE = 1.5

@@ -1,18 +1,31 @@
-"""Asks the environments of a rollout: questions by sample, each environment in a process of its own."""
+"""Runs the environments of a rollout, each in a process of its own: questions by sample, and their results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mindgrpo.environments.contract import Closing, Observation, Opening, Result
-from mindgrpo.environments.contract import Question as EnvironmentQuestion
-from mindgrpo.environments.episode import EnvironmentService
-from mindgrpo.environments.load import ENVIRONMENT
+from mindgrpo.environments.contract import (
+    ENVIRONMENT,
+    Closing,
+    Observation,
+    Opening,
+    Question,
+    Result,
+    load_environment,
+    opening_of,
+    step_of,
+)
+from mindgrpo.rewards.call import BadResult, judged
+from mindgrpo.user_code import describe
 from mindgrpo.workers.client import Worker
-from mindgrpo.workers.protocol import EXIT, CallFailure, Question
+from mindgrpo.workers.protocol import BAD_RESULT, EXIT, MEMORY, RAISED, CallFailure, Task
 
 # Beyond a deadline: for starting a process for each, and for the end of those that hang.
 GRACE_SECONDS = 10.0
@@ -35,7 +48,7 @@ class EnvironmentPool:
         self._worker = Worker(load, ENVIRONMENT, text, limits.memory)
         self._open: set[int] = set()
 
-    def ask(self, questions: Mapping[int, EnvironmentQuestion]) -> dict[int, Result]:
+    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
         """Returns a result a sample. Raises UserError where the class cannot be loaded.
 
         An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
@@ -65,7 +78,7 @@ class EnvironmentPool:
         self._open.clear()
         self._worker.close()
 
-    def _ask(self, questions: Mapping[int, EnvironmentQuestion]) -> dict[int, Result]:
+    def _ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
         samples, results = list(questions), dict[int, Result]()
 
         def record(number: int, answer: Any) -> None:
@@ -73,7 +86,7 @@ class EnvironmentPool:
             results[samples[number]] = answer if is_failure else Observation.from_json(answer)
 
         asked = [
-            Question(content, sample, isinstance(content, Opening), isinstance(content, Closing))
+            Task(content, sample, isinstance(content, Opening), isinstance(content, Closing))
             for sample, content in questions.items()
         ]
         seconds = self._deadline + GRACE_SECONDS
@@ -81,3 +94,73 @@ class EnvironmentPool:
         self._worker.take_output()
         failure = failure or CallFailure(EXIT, "its process ended")
         return {sample: results.get(sample, failure) for sample in samples}
+
+
+class Episode:
+    """`make` returns the user's object. Its methods may be async: they share an event loop."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._environment: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def answer(self, question: Question) -> Observation | CallFailure:
+        """Whatever the user's code raises is a CallFailure."""
+        try:
+            return self._answer(question)
+        except BadResult as error:
+            method = "reset" if isinstance(question, Opening) else "step"
+            return CallFailure(BAD_RESULT, f"{method} returned {error}")
+        except MemoryError as error:
+            return CallFailure(MEMORY, describe(error))
+        except BaseException as error:
+            return CallFailure(RAISED, describe(error))
+
+    def _answer(self, question: Question) -> Observation | CallFailure:
+        if isinstance(question, Opening):
+            seed_generators(question.seed)
+            self._environment = self._make()
+            return opening_of(self._value(self._environment.reset(dict(question.row))))
+        if isinstance(question, Closing):
+            close = getattr(self._environment, "close", None)
+            if callable(close):
+                self._value(close())
+            return Observation(())
+        observation = step_of(self._value(self._environment.step(question)))
+        reward = judged(observation.reward)
+        if isinstance(reward, CallFailure):
+            return CallFailure(reward.kind, f"step {reward.message} for reward")
+        return observation
+
+    def _value(self, returned: Any) -> Any:
+        if not inspect.isawaitable(returned):
+            return returned
+
+        async def wait() -> Any:
+            return await returned
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(wait())
+
+
+class EnvironmentService:
+    """Serves the class that `text` (rl_config.environment) names; each forked process has one object of it."""
+
+    description = None
+
+    def __init__(self, text: str) -> None:
+        self._episode = Episode(load_environment(text))
+
+    def answer(self, content: Question) -> dict[str, Any] | CallFailure:
+        result = self._episode.answer(content)
+        return result if isinstance(result, CallFailure) else result.as_json()
+
+
+def seed_generators(seed: str) -> None:
+    """Those of random and, where it is imported, NumPy: the worker's own state is another in every run."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(random.getrandbits(32))
+        random.seed(seed)

@@ -16,7 +16,7 @@ from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.roles import Reference, Roles
 from mindgrpo.grpo.settings import advantage_config, loss_config
-from mindgrpo.grpo.step import Prompts, Scorer, Stepper, StepSettings, Watch
+from mindgrpo.grpo.step import Prompts, RewardSource, Stepper, StepSettings, Watch
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -170,7 +170,7 @@ def make_stepper(
     roles: Roles,
     sampling: SamplingParams,
     prompts: Prompts,
-    scorer: Scorer,
+    scorer: RewardSource,
     learning_rate: Callable[[int], float],
     watch: Watch | None = None,
     conversations: Conversations | None = None,

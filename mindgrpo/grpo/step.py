@@ -61,7 +61,7 @@ class Prompts(Protocol):
     def owners(self, rollout: Rollout) -> list[Prompt]: ...
 
 
-class Scorer(Protocol):
+class RewardSource(Protocol):
     """What rewards a rollout: grpo/scoring.py, or a bench."""
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored: ...
@@ -103,7 +103,7 @@ class Stepper:
         roles: Roles,
         replicas: Replicas,
         prompts: Prompts,
-        scorer: Scorer,
+        scorer: RewardSource,
         learning_rate: Callable[[int], float],
         watch: Watch | None = None,
         partial: PartialRollouts | None = None,

@@ -19,11 +19,18 @@ from functools import partial
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.call import Caller, Samples, Signature, load_reward
+from mindgrpo.rewards.call import (
+    Caller,
+    Outcome,
+    RewardResult,
+    Samples,
+    Signature,
+    from_json,
+    load_reward,
+)
 from mindgrpo.rewards.load import REWARD, RewardFunction, Spec
-from mindgrpo.rewards.outcome import Outcome, RewardResult, from_json
 from mindgrpo.workers.client import CLOSING_SECONDS, Worker
-from mindgrpo.workers.protocol import RAISED, REFUSED, TIMEOUT, CallFailure, Question
+from mindgrpo.workers.protocol import RAISED, REFUSED, TIMEOUT, CallFailure, Task
 
 # Beyond the deadline of samples that run beside each other: for starting a process for each.
 ISOLATED_GRACE = 2.0
@@ -223,12 +230,12 @@ class WorkerExecutor(Executor):
 
         try:
             needed = samples.only(Signature(**worker.load()).accepted(samples))
-            questions = [
-                Question(needed.select(batch), number if is_apart else None)
+            tasks = [
+                Task(needed.select(batch), number if is_apart else None)
                 for number, batch in enumerate(batches)
             ]
             hint = "" if is_apart else SLOW_HINT
-            ended = worker.ask(questions, self._limits.deadline, seconds, record, hint)
+            ended = worker.ask(tasks, self._limits.deadline, seconds, record, hint)
         except UserError as error:
             return CallFailure(REFUSED, str(error))
         return failures[-1] if failures else ended

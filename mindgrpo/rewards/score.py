@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.call import CONTRACT, Columns, Samples, Signature
+from mindgrpo.rewards.call import CONTRACT, Columns, RewardResult, Samples, Signature
 from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor, WorkerExecutor
 from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
-from mindgrpo.rewards.outcome import RewardResult
 from mindgrpo.rewards.scores import Scores, added_up
 from mindgrpo.workers.protocol import BAD_RESULT, NOT_FINITE, REFUSED
 

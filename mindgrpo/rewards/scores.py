@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindgrpo.rewards.outcome import IN_WORDS, KINDS, RewardResult, Score
+from mindgrpo.rewards.call import IN_WORDS, KINDS, RewardResult, Score
 from mindgrpo.workers.protocol import RAISED, REFUSED
 
 Figure = float | int | None

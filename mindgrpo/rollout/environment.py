@@ -14,11 +14,10 @@ from mindgrpo.data.examples import Message
 from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
-from mindgrpo.environments.contract import Opening, Question, Result
-from mindgrpo.environments.load import ENVIRONMENT, load_environment
+from mindgrpo.environments.contract import ENVIRONMENT, Opening, Question, Result, load_environment
 from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
 from mindgrpo.errors import UserError
-from mindgrpo.rewards.outcome import RewardResult
+from mindgrpo.rewards.call import RewardResult
 from mindgrpo.rollout.conversations import Reply, prompt_of
 from mindgrpo.workers.protocol import CallFailure
 

@@ -23,8 +23,7 @@ from mindgrpo.tools.calls import (
     find_parser,
     parser_for,
 )
-from mindgrpo.tools.load import load_tools
-from mindgrpo.tools.pool import UNKNOWN, ToolAnswer, ToolLimits, ToolPool
+from mindgrpo.tools.pool import UNKNOWN, ToolAnswer, ToolLimits, ToolPool, load_tools
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from mindgrpo.workers.protocol import (
     MEMORY,
     TIMEOUT,
     CallFailure,
-    Question,
     Service,
+    Task,
     from_message,
 )
 from mindgrpo.workers.worker import Order
@@ -41,7 +41,7 @@ START = (
 # A worker computes beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 TICK_SECONDS = 0.05
-# Importing may take so long, whatever the deadline of a question.
+# Importing may take so long, whatever the deadline of a task.
 START_SECONDS = 120.0
 CLOSING_SECONDS = 10.0
 KEPT_OUTPUT, READ_BYTES, MOST_READS = 16 << 10, 1 << 20, 8
@@ -65,7 +65,7 @@ class Worker:
     def __init__(self, load: Callable[[], Service], kind: Kind, text: str, memory: int) -> None:
         self._order, self._kind = Order(load, f"{kind.what} {text!r}", [*sys.path], memory), kind
         self._output = Output()
-        self._process: WorkerProcess | None = None
+        self._process: SupervisedWorker | None = None
         self._lock, self._is_closed = threading.Lock(), False
         self.restarts = 0
 
@@ -73,7 +73,7 @@ class Worker:
     def is_running(self) -> bool:
         return self._process is not None and not self._process.has_ended()
 
-    def start(self) -> WorkerProcess:
+    def start(self) -> SupervisedWorker:
         """Starts the process where there is none, and does not wait until the user's code is loaded."""
         if self._process is not None and self._process.has_ended():
             self._drop()
@@ -81,14 +81,14 @@ class Worker:
             if self._is_closed:
                 raise RuntimeError("the worker is closed")
             if self._process is None:
-                self._process = WorkerProcess(self._order, self._output)
+                self._process = SupervisedWorker(self._order, self._output)
             return self._process
 
     def load(self) -> Any:
         """Waits until the user's code is loaded; returns its description. Raises UserError where it cannot be."""
         return self._loaded_process().description()
 
-    def _loaded_process(self) -> WorkerProcess:
+    def _loaded_process(self) -> SupervisedWorker:
         process = self.start()
         try:
             process.description()
@@ -107,29 +107,29 @@ class Worker:
 
     def ask(
         self,
-        questions: Sequence[Question],
+        tasks: Sequence[Task],
         deadline: float,
         seconds: float,
         record: Callable[[int, Any], None],
         hint: str = "",
         each: bool = False,
     ) -> CallFailure | None:
-        """Calls `record` with the index of each question and its answer, JSON or a CallFailure, as they come.
+        """Calls `record` with the index of each task and its answer, JSON or a CallFailure, as they come.
 
-        A question in a session may take `deadline` seconds, all together `seconds` (with `each`: that long without an
+        A task in a session may take `deadline` seconds, all together `seconds` (with `each`: that long without an
         answer). Returns None, or why not all were answered; then the process is ended. A `record` that raises
         KeyError, IndexError, TypeError or ValueError has refused an answer. Raises UserError where the user's code
         cannot be loaded.
         """
         process, answered = self._loaded_process(), set[int]()
         try:
-            process.send((list(questions), deadline), seconds)
+            process.send((list(tasks), deadline), seconds)
             for message in process.messages(seconds, hint, each):
                 if "done" in message:
                     break
                 record(message["index"], from_message(message))
                 answered.add(message["index"])
-            if len(answered) == len(questions):
+            if len(answered) == len(tasks):
                 return None
             failure = CallFailure(EXIT, "its process left out answers")
         except WorkerEnded as ended:
@@ -148,7 +148,7 @@ class Worker:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the process and whatever it started; a later question starts another one."""
+        """Ends the process and whatever it started; a later task starts another one."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
@@ -161,7 +161,7 @@ class Worker:
         self._output.close()
 
 
-class WorkerProcess:
+class SupervisedWorker:
     """A worker process and its supervisor. What it prints is read into `output` while it is waited for."""
 
     def __init__(self, order: Order, output: Output) -> None:

@@ -1,6 +1,6 @@
-"""Answers questions in processes forked from a worker, which has the user's code loaded.
+"""Answers tasks in processes forked from a worker, which has the user's code loaded.
 
-One that hangs, dies or eats memory costs its own question. The more of them hang, the more are waited for at a time, so
+One that hangs, dies or eats memory costs its own task. The more of them hang, the more are waited for at a time, so
 that a round takes little longer than one deadline. What a process remembers ends with it.
 """
 
@@ -31,13 +31,13 @@ from mindgrpo.workers.protocol import (
     MEMORY,
     TIMEOUT,
     CallFailure,
-    Question,
+    Task,
     from_message,
     to_message,
 )
 
 TICK_SECONDS = 0.05
-# When no question is answered for PATIENCE_SECONDS, GROWTH times as many may be waited for. Less patience would ask all
+# When no task is answered for PATIENCE_SECONDS, GROWTH times as many may be waited for. Less patience would ask all
 # at once where each only computes for long, and then all would be late.
 PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.5, 8, 512
 # Those that are late are asked where they hang, and have so long to answer.
@@ -51,7 +51,7 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)\n')
 
 @dataclass(eq=False)
 class ForkedProcess:
-    """`index` is that of the question being answered, None between questions; `memory` bytes when last seen.
+    """`index` is that of the task being answered, None between tasks; `memory` bytes when last seen.
 
     `text` is what it has written so far: a traceback, its answer in JSON, or nothing.
     """
@@ -96,10 +96,10 @@ class ForkedProcesses:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def ask(self, questions: Mapping[int, Question], deadline: float) -> None:
-        """Reports the answers to `questions`, by index, as they come; each may take `deadline` seconds."""
+    def ask(self, tasks: Mapping[int, Task], deadline: float) -> None:
+        """Reports the answers to `tasks`, by index, as they come; each may take `deadline` seconds."""
         self._baseline = processes.memory_of(os.getpid())
-        waiting, allowed = deque(questions.items()), 2 * len(os.sched_getaffinity(0))
+        waiting, allowed = deque(tasks.items()), 2 * len(os.sched_getaffinity(0))
         last_answer = time.monotonic()
         while waiting or self._busy:
             while waiting and len(self._busy) < allowed:
@@ -115,14 +115,14 @@ class ForkedProcesses:
             elif waiting and now - last_answer > PATIENCE_SECONDS:
                 allowed, last_answer = min(GROWTH * allowed, MOST_AT_ONCE), now
 
-    def _begin(self, index: int, question: Question) -> None:
-        assert question.session is not None
-        process = self._by_session.get(question.session)
-        if question.opens:
+    def _begin(self, index: int, task: Task) -> None:
+        assert task.session is not None
+        process = self._by_session.get(task.session)
+        if task.opens:
             if process is not None:
                 self._end(process)
             try:
-                process = self._fork(question.session, question.content)
+                process = self._fork(task.session, task.content)
             except OSError as error:
                 failure = CallFailure(EXIT, f"its process could not be started: {error}")
                 return self._report(index, failure)
@@ -132,8 +132,8 @@ class ForkedProcesses:
             process.text.clear()
             # What is not taken in, or by nobody, is noticed by what is read or by the deadline.
             with suppress(OSError):
-                process.channel.sendall(pickle.dumps(question.content))
-        process.index, process.closes, process.started = index, question.closes, time.monotonic()
+                process.channel.sendall(pickle.dumps(task.content))
+        process.index, process.closes, process.started = index, task.closes, time.monotonic()
         self._busy[process.channel] = process
 
     def _fork(self, session: int, content: Any) -> ForkedProcess:
@@ -157,7 +157,7 @@ class ForkedProcesses:
         return process
 
     def _serve(self, content: Any, channel: socket.socket) -> None:
-        """Answers the first question and those that come pickled on `channel`, with a line of JSON each."""
+        """Answers the first task and those that come pickled on `channel`, with a line of JSON each."""
         received = channel.makefile("rb")
         with suppress(EOFError):
             while True:

@@ -20,10 +20,10 @@ class CallFailure:
 
 
 @dataclass(frozen=True)
-class Question:
+class Task:
     """Asks for `answer(content)` in the worker itself, or where `session` is a number in a process forked from it.
 
-    A question that `opens` its session starts the process, one that `closes` it ends the process after the answer. In
+    A task that `opens` its session starts the process, one that `closes` it ends the process after the answer. In
     between, the process keeps what the user's code remembers.
     """
 

@@ -26,7 +26,7 @@ from mindgrpo.health.processes import end_with_parent
 from mindgrpo.user_code import describe
 from mindgrpo.workers import processes
 from mindgrpo.workers.forked import ForkedProcesses, flush_output
-from mindgrpo.workers.protocol import MEMORY, CallFailure, Question, Service, to_message
+from mindgrpo.workers.protocol import MEMORY, CallFailure, Service, Task, to_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ORPHAN_CHECK_MILLISECONDS = 2000
@@ -119,16 +119,14 @@ def serve(channel: socket.socket) -> None:
     send({"loaded": service.description, "pid": os.getpid()})
     forked = ForkedProcesses(service.answer, report, order.memory)
     while True:
-        asked: Sequence[Question]
+        asked: Sequence[Task]
         asked, deadline = pickle.load(received)
-        for index, question in enumerate(asked):
-            if question.session is None:
-                answer = service.answer(question.content)
+        for index, task in enumerate(asked):
+            if task.session is None:
+                answer = service.answer(task.content)
                 report(index, answer)
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more
-        in_sessions = {
-            i: question for i, question in enumerate(asked) if question.session is not None
-        }
+        in_sessions = {i: task for i, task in enumerate(asked) if task.session is not None}
         forked.ask(in_sessions, deadline)
         send({"done": True})

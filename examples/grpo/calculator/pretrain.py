@@ -28,7 +28,7 @@ from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_mode
 from mindgrpo.algorithm.sample import STOPPED, Rollout  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
-from mindgrpo.tools.load import load_tools  # noqa: E402
+from mindgrpo.tools.pool import load_tools  # noqa: E402
 
 MODEL = small_qwen2(vocab_size=320, hidden_size=128, intermediate_size=384, positions=256)
 # Names alone: the model knows its only tool.

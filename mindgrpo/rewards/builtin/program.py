@@ -15,8 +15,8 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.isolation import IsolationUnavailable
+from mindgrpo.rewards.call import Score
 from mindgrpo.rewards.load import WHERE
-from mindgrpo.rewards.outcome import Score
 
 FENCE = "```"
 LANGUAGES = ("python", "python3", "py", "")
