@@ -137,7 +137,7 @@ def add(a, b):
 import sys
 for name in ('marshal', 'judge', 'plain_data', 'struct', 'ast', 'symtable'):
     sys.modules[name] = None
-sys.modules['completion'].encode = lambda *_, **__: b'p'
+sys.modules['__main__'].encode = lambda *_, **__: b'p'
 def add(a, b): return None
 """,
     "returns a function": "def add(a, b): return lambda: 3",

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from mindgrpo.rewards.builtin import isolation, sandbox
-from mindgrpo.rewards.builtin.isolation import Isolation, IsolationUnavailable
+from mindgrpo.rewards.builtin import sandbox
 from mindgrpo.rewards.builtin.program import code_reward
+from mindgrpo.rewards.builtin.sandbox import Isolation, IsolationUnavailable
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,6 +257,6 @@ def test_nothing_is_left_open(method: Isolation) -> None:
 
 
 def test_nothing_is_known_of_other_machines() -> None:
-    assert all(len(isolation.fork_filter(machine)) % 8 == 0 for machine in isolation.SYSTEM_CALLS)
+    assert all(len(sandbox.fork_filter(machine)) % 8 == 0 for machine in sandbox.SYSTEM_CALLS)
     with pytest.raises(IsolationUnavailable, match="riscv64"):
-        isolation.fork_filter("riscv64")
+        sandbox.fork_filter("riscv64")

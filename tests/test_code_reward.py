@@ -19,8 +19,8 @@ from hypothesis import given, settings
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
-from mindgrpo.rewards.builtin.isolation import Isolation, IsolationUnavailable
 from mindgrpo.rewards.builtin.program import code_reward, last_code_block
+from mindgrpo.rewards.builtin.sandbox import Isolation, IsolationUnavailable
 from mindgrpo.rewards.builtin.sandboxed.plain_data import NotPlain, decode, encode
 from mindgrpo.rewards.call import Score, from_json, to_json
 from mindgrpo.rewards.score import Scorer

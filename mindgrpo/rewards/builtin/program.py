@@ -14,7 +14,7 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import sandbox
-from mindgrpo.rewards.builtin.isolation import IsolationUnavailable
+from mindgrpo.rewards.builtin.sandbox import IsolationUnavailable
 from mindgrpo.rewards.call import Score
 from mindgrpo.rewards.load import WHERE
 

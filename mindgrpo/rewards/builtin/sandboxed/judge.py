@@ -35,6 +35,9 @@ EXCEPTIONS = {
 }
 
 
+MISSING = object()
+
+
 class Unjudgeable(BaseException):
     """The assertion needs more of the completion than plain data."""
 
@@ -47,7 +50,7 @@ class CompletionError(Exception):
     """An exception of the completion's that is not one of Python's own."""
 
 
-class Line:
+class CompletionPipes:
     """The pipes to the completion's process.
 
     `is_unjudgeable` and `has_ended` stay set however the assertion handles the exception.
@@ -57,12 +60,11 @@ class Line:
         self._questions, self._replies = questions, replies
         self.is_unjudgeable = self.has_ended = False
 
-    def defines(self, name: str) -> bool:
-        return self._ask("look", name)[0] != "missing"
-
     def value_of(self, name: str) -> Any:
-        """Return plain data that the completion calls `name`, or a Remote for a function."""
+        """Returns plain data that the completion calls `name`, a Remote for a function, or MISSING."""
         kind, *content = self._ask("look", name)
+        if kind == "missing":
+            return MISSING
         return Remote(self, name) if kind == "callable" else self._value(kind, content)[0]
 
     def call(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -106,7 +108,10 @@ class Line:
 
 
 def is_reply(kind: Any, *content: Any) -> bool:
-    """Whether it is missing, object, callable, value RESULT ARGUMENTS, or raised NAME MESSAGE."""
+    """Returns whether a reply has one of its five forms.
+
+    They are ("missing",), ("object",), ("callable",), ("value", result, arguments) and ("raised", name, message).
+    """
     if kind == "value":
         return len(content) == 2 and type(content[1]) is list
     if kind == "raised":
@@ -134,15 +139,15 @@ def change(arguments: tuple[Any, ...], changed: list[Any]) -> None:
 class Remote:
     """A function of the completion's, which may be called and nothing else."""
 
-    def __init__(self, line: Line, name: str) -> None:
-        self._line, self._name = line, name
+    def __init__(self, pipes: CompletionPipes, name: str) -> None:
+        self._pipes, self._name = pipes, name
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._line.call(self._name, arguments, keywords)
+        return self._pipes.call(self._name, arguments, keywords)
 
 
 def _refuse(remote: Remote, *_: object) -> Any:
-    raise remote._line.refuse()
+    raise remote._pipes.refuse()
 
 
 for operation in (
@@ -152,35 +157,37 @@ for operation in (
     setattr(Remote, f"__{operation}__", _refuse)
 
 
-def judge_all(order: dict[str, Any], line: Line, verdicts: int) -> None:
+def judge_all(order: dict[str, Any], pipes: CompletionPipes, verdicts: int) -> None:
     """Write one letter an assertion as it is judged: p passed, f failed, u unjudgeable."""
     try:
-        line.defines("")  # Answered when the program has run to its end.
+        pipes.value_of("")  # Answered when the program has run to its end.
+    except Unjudgeable:
+        pass
     except CompletionEnded:
         return
     for assertion in order["assertions"]:
-        os.write(verdicts, judge(assertion, order["setup"], line))
+        os.write(verdicts, judge(assertion, order["setup"], pipes))
 
 
-def judge(assertion: str, setup: str, line: Line) -> bytes:
-    line.is_unjudgeable = False
+def judge(assertion: str, setup: str, pipes: CompletionPipes) -> bytes:
+    pipes.is_unjudgeable = False
     source = f"{setup}\n{assertion}"
     try:
         code = compile(source, "test", "exec")
     except Exception:  # it is no Python
         return UNJUDGEABLE
     try:
-        namespace = namespace_for(source, assertion, line)
+        namespace = namespace_for(source, assertion, pipes)
         exec(code, namespace)  # noqa: S102
-        passed = not line.has_ended
+        passed = not pipes.has_ended
     except BaseException:
         passed = False
-    if line.is_unjudgeable:
+    if pipes.is_unjudgeable:
         return UNJUDGEABLE
     return PASSED if passed else FAILED
 
 
-def namespace_for(source: str, assertion: str, line: Line) -> dict[str, Any]:
+def namespace_for(source: str, assertion: str, pipes: CompletionPipes) -> dict[str, Any]:
     """Return the globals to evaluate `source` in. Raises Unjudgeable and CompletionEnded.
 
     With two names of the completion's an assertion such as `isclose(root(2), 1.41)` or `root(2) == approx(1.41)`
@@ -188,17 +195,17 @@ def namespace_for(source: str, assertion: str, line: Line) -> dict[str, Any]:
     """
     tree = ast.parse(source)
     if NEEDS_ONE_PROCESS & set(identifiers(tree)):
-        raise line.refuse()
+        raise pipes.refuse()
     namespace: dict[str, Any] = {"__name__": "__main__"}
     modules = modules_without_import(tree)
     solution = solution_named_as_a_builtin(assertion)
     free = free_names(source) - modules
     names = [name for name in sorted(free) if name == solution or not hasattr(builtins, name)]
-    defined = [name for name in names if line.defines(name)]
+    values = {name: pipes.value_of(name) for name in names}
+    defined = {name: value for name, value in values.items() if value is not MISSING}
     if len(defined) > 1:
-        raise line.refuse()
-    namespace |= {name: __import__(name) for name in modules}
-    return namespace | {name: line.value_of(name) for name in defined}
+        raise pipes.refuse()
+    return namespace | {name: __import__(name) for name in modules} | defined
 
 
 def identifiers(tree: ast.AST) -> list[str]:
