@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from mindgrpo.environments.contract import Closing, Observation, Opening, load_environment
-from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
+from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.workers.protocol import (
     BAD_RESULT,
@@ -23,6 +23,7 @@ from mindgrpo.workers.protocol import (
     RAISED,
     TIMEOUT,
     CallFailure,
+    CallLimits,
 )
 
 DEADLINE = 2.5
@@ -123,7 +124,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool(f"{file}:{name}", EnvironmentLimits(DEADLINE, memory))
+    pool = EnvironmentPool(f"{file}:{name}", CallLimits(DEADLINE, memory))
     yield pool
     pool.close()
     assert not [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
@@ -282,7 +283,7 @@ def test_what_an_environment_starts_ends_with_the_pool(misbehaves: EnvironmentPo
 
 
 def test_one_that_prints_without_end_goes_on(file: Path) -> None:
-    pool = EnvironmentPool(f"{file}:Misbehaves", EnvironmentLimits(60.0, 1 << 30))
+    pool = EnvironmentPool(f"{file}:Misbehaves", CallLimits(60.0, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         assert isinstance(pool.ask({0: "prints"})[0], Observation)
@@ -291,7 +292,7 @@ def test_one_that_prints_without_end_goes_on(file: Path) -> None:
 
 
 def test_methods_may_be_coroutines(file: Path) -> None:
-    pool = EnvironmentPool(f"{file}:Waits", EnvironmentLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool(f"{file}:Waits", CallLimits(DEADLINE, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         for _ in range(2):

@@ -16,8 +16,8 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.tools.builtin import calculator, python
 from mindgrpo.tools.calls import MALFORMED, ToolCall, find_parser, parser_for
-from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolLimits, ToolPool, load_tools
-from mindgrpo.workers.protocol import BAD_RESULT, EXIT, RAISED, TIMEOUT
+from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolPool, load_tools
+from mindgrpo.workers.protocol import BAD_RESULT, EXIT, RAISED, TIMEOUT, CallLimits
 
 DEADLINE = 1.5
 TOOLS = '''
@@ -81,7 +81,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool(file: Path) -> Iterator[ToolPool]:
     names = ["hangs", "loud", "nothing", "itself", "dies", "closes", "counts"]
     texts = ["calculator", *(f"{file}:{name}" for name in names)]
-    made = ToolPool(texts, ["calculator", *names], ToolLimits(DEADLINE, 1 << 30))
+    made = ToolPool(texts, ["calculator", *names], CallLimits(DEADLINE, 1 << 30))
     yield made
     made.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindgrpo.data.examples import message_of
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import BadResult, as_float
 from mindgrpo.user_code import Kind, import_named
@@ -14,6 +15,13 @@ from mindgrpo.workers.protocol import CallFailure
 
 ENVIRONMENT = Kind("environment", "rl_config.environment")
 METHODS = {"reset": "row", "step": "completion"}
+# Of all messages of one reset or step: no conversation has room for more.
+MOST_LETTERS = 1 << 18
+OPENING_ROLES = ("system", "user", "assistant", "tool")
+STEP_ROLES = ("user", "tool")
+STEP_CONTRACT = "(messages, reward, done)"
+
+Message = dict[str, str]
 
 
 def load_environment(text: str) -> type[Any]:
@@ -56,15 +64,6 @@ def _takes(function: Any, count: int) -> bool:
     except ValueError:  # it is written in C
         return True
     return True
-
-
-# Of all messages of one reset or step: no conversation has room for more.
-MOST_LETTERS = 1 << 18
-OPENING_ROLES = ("system", "user", "assistant", "tool")
-STEP_ROLES = ("user", "tool")
-STEP_CONTRACT = "(messages, reward, done)"
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ Result = Observation | CallFailure
 
 def opening_of(returned: object) -> Observation:
     """Raises BadResult."""
-    messages = messages_of(returned, OPENING_ROLES)
+    messages = checked_messages(returned, OPENING_ROLES)
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         raise BadResult("no messages that end with one of the user's")
     return Observation(messages)
@@ -126,7 +125,7 @@ def step_of(returned: object) -> Observation:
     done = done.item() if callable(getattr(done, "item", None)) else done
     if not isinstance(done, bool):
         raise BadResult(f"{_shown(done)} for done, which is True or False")
-    messages = messages_of(given_messages, STEP_ROLES)
+    messages = checked_messages(given_messages, STEP_ROLES)
     if not messages and not done:
         raise BadResult("no messages, but is not done")
     try:
@@ -136,7 +135,7 @@ def step_of(returned: object) -> Observation:
     return Observation(messages, value, done)
 
 
-def messages_of(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
+def checked_messages(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
     """A text is one message of the user's, None none. Raises BadResult."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -152,14 +151,14 @@ def messages_of(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
 
 
 def _message_of(value: object, roles: Sequence[str]) -> Message:
-    if not isinstance(value, Mapping):
-        raise BadResult(f"{_shown(value)} for a message, which has role and content")
-    kept = {key: value.get(key) for key in ("role", "content", "name")}
-    if kept["name"] is None:
-        del kept["name"]
-    texts = {key: text for key, text in kept.items() if isinstance(text, str)}
-    if len(texts) < len(kept):
-        raise BadResult(f"{_shown(value)} for a message, which has role and content")
+    try:
+        message = message_of(value, "")
+        texts = {key: message[key] for key in ("role", "content", "name") if key in message}
+        if not isinstance(texts.get("name", ""), str):
+            raise UserError("")
+    except UserError:
+        sentence = f"{_shown(value)} for a message, which has role and content"
+        raise BadResult(sentence) from None
     if texts["role"] not in roles:
         raise BadResult(f"a message of the role {texts['role']!r}; roles are {', '.join(roles)}")
     for text in texts.values():

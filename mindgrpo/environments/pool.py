@@ -7,7 +7,6 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,24 +24,24 @@ from mindgrpo.environments.contract import (
 from mindgrpo.rewards.call import BadResult, judged
 from mindgrpo.user_code import describe
 from mindgrpo.workers.client import Worker
-from mindgrpo.workers.protocol import BAD_RESULT, EXIT, MEMORY, RAISED, CallFailure, Task
+from mindgrpo.workers.protocol import (
+    BAD_RESULT,
+    EXIT,
+    MEMORY,
+    RAISED,
+    CallFailure,
+    CallLimits,
+    Task,
+)
 
 # Beyond a deadline: for starting a process for each, and for the end of those that hang.
 GRACE_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class EnvironmentLimits:
-    """`deadline` seconds of one reset or step; `memory` bytes of all environments together."""
-
-    deadline: float
-    memory: int
-
-
 class EnvironmentPool:
     """Runs the class that `text` (rl_config.environment) names. The worker starts with the first environment."""
 
-    def __init__(self, text: str, limits: EnvironmentLimits) -> None:
+    def __init__(self, text: str, limits: CallLimits) -> None:
         self._deadline = limits.deadline
         load = partial(EnvironmentService, text)
         self._worker = Worker(load, ENVIRONMENT, text, limits.memory)

@@ -15,11 +15,11 @@ from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import ENVIRONMENT, Opening, Question, Result, load_environment
-from mindgrpo.environments.pool import EnvironmentLimits, EnvironmentPool
+from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import RewardResult
 from mindgrpo.rollout.conversations import Reply, prompt_of
-from mindgrpo.workers.protocol import CallFailure
+from mindgrpo.workers.protocol import CallFailure, CallLimits
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class EnvironmentForm:
     text: str
     form: PromptForm
     suffix: TurnSuffix
-    limits: EnvironmentLimits
+    limits: CallLimits
     names: tuple[str, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
 
@@ -125,7 +125,7 @@ def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | 
     load_environment(rl.environment)
     longest = config.generate_config.max_prompt_length
     form = PromptForm(tokenizer, longest, system_prompt=rl.system_prompt or "")
-    limits = EnvironmentLimits(rl.environment_deadline, memory_bytes(config.reward_config.memory))
+    limits = CallLimits(rl.environment_deadline, memory_bytes(config.reward_config.memory))
     return EnvironmentForm(rl.environment, form, TurnSuffix(tokenizer, role="user"), limits)
 
 

@@ -23,7 +23,8 @@ from mindgrpo.tools.calls import (
     find_parser,
     parser_for,
 )
-from mindgrpo.tools.pool import UNKNOWN, ToolAnswer, ToolLimits, ToolPool, load_tools
+from mindgrpo.tools.pool import UNKNOWN, ToolAnswer, ToolPool, load_tools
+from mindgrpo.workers.protocol import CallLimits
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def tool_turns(config: Config, toolbox: Toolbox, runs_here: bool) -> ToolTurns:
     rl = config.rl_config
     pool = None
     if runs_here:
-        limits = ToolLimits(rl.tool_deadline, memory_bytes(config.reward_config.memory))
+        limits = CallLimits(rl.tool_deadline, memory_bytes(config.reward_config.memory))
         pool = ToolPool(rl.tools, toolbox.names, limits)
     return ToolTurns(toolbox.parser, pool, rl.max_tool_calls)
 

@@ -14,7 +14,15 @@ from mindgrpo.tools.builtin import BOUNDED, BUILTINS
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.user_code import Kind, describe, import_named, nearest
 from mindgrpo.workers.client import Worker
-from mindgrpo.workers.protocol import BAD_RESULT, EXIT, MEMORY, RAISED, CallFailure, Task
+from mindgrpo.workers.protocol import (
+    BAD_RESULT,
+    EXIT,
+    MEMORY,
+    RAISED,
+    CallFailure,
+    CallLimits,
+    Task,
+)
 
 TOOL = Kind("tool", "rl_config.tools")
 
@@ -79,14 +87,6 @@ GRACE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class ToolLimits:
-    """`deadline` seconds of one call; `memory` bytes of all that run together."""
-
-    deadline: float
-    memory: int
-
-
-@dataclass(frozen=True)
 class ToolAnswer:
     """What the model reads; `failure` is the kind of what went wrong, None for a tool's own answer."""
 
@@ -106,7 +106,7 @@ class ToolAnswer:
 class ToolPool:
     """Runs the tools `texts` (rl_config.tools), which have `names`. The worker starts with the first calls."""
 
-    def __init__(self, texts: Sequence[str], names: Sequence[str], limits: ToolLimits) -> None:
+    def __init__(self, texts: Sequence[str], names: Sequence[str], limits: CallLimits) -> None:
         self._names, self._limits = frozenset(names), limits
         self._bounded = BOUNDED.intersection(texts)
         load = partial(ToolService, tuple(texts), LONGEST_ANSWER)

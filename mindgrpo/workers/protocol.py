@@ -20,6 +20,14 @@ class CallFailure:
 
 
 @dataclass(frozen=True)
+class CallLimits:
+    """`deadline` seconds of one call; `memory` bytes of all processes together."""
+
+    deadline: float
+    memory: int
+
+
+@dataclass(frozen=True)
 class Task:
     """Asks for `answer(content)` in the worker itself, or where `session` is a number in a process forked from it.
 

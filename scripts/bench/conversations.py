@@ -30,7 +30,8 @@ from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
-from mindgrpo.tools.pool import ToolLimits, ToolPool
+from mindgrpo.tools.pool import ToolPool
+from mindgrpo.workers.protocol import CallLimits
 
 PROMPTS, TURNS = 32, 3
 
@@ -124,7 +125,7 @@ def measure(given: argparse.Namespace) -> None:
     roles = assembly.roles_of(plan, backend, sampling)
     roles.refresh_engine()
     generation = Generation(roles, sampling, given.turn, roles.enter_rollout())
-    limits = ToolLimits(10.0, memory_bytes(config.reward_config.memory))
+    limits = CallLimits(10.0, memory_bytes(config.reward_config.memory))
     pool = ToolPool(["calculator"], ["calculator"], limits)
     speeds: dict[str, list[float]] = {"turns": [], "whole": []}
     for number in range(given.repeats + 1):
