@@ -142,7 +142,7 @@ def test_unjudgeable_assertions_are_a_metric_and_earn_nothing() -> None:
     finally:
         scorer.close()
     assert scores.per_function["code_reward"].tolist() == [0.25, 0.0]
-    assert scores.figures()["reward/code_reward/unjudgeable"] == 2
+    assert scores.metrics()["reward/code_reward/unjudgeable"] == 2
     assert scores.errors == {"code_reward": 0}
 
 

@@ -120,7 +120,7 @@ def test_both_ways_of_answering_are_told_apart_by_name(
 ) -> None:
     modes = [Mode(SAMPLED, 3, SETTINGS, 1.0), Mode(GREEDY, 1, LIKELIEST, 1.0)]
     outcomes = evaluated(evaluator, *modes)
-    assert list(outcomes[0].figures()) == [
+    assert list(outcomes[0].metrics()) == [
         "eval/even/mean",
         "eval/even/mean@3",
         "eval/even/stderr",
@@ -131,13 +131,13 @@ def test_both_ways_of_answering_are_told_apart_by_name(
         "eval/truncated_fraction",
         "eval/completion_length",
     ]
-    assert "eval_greedy/even/pass@1" in outcomes[1].figures()
-    assert "eval_greedy/even/mean@1" not in outcomes[1].figures()
+    assert "eval_greedy/even/pass@1" in outcomes[1].metrics()
+    assert "eval_greedy/even/mean@1" not in outcomes[1].metrics()
     write_evaluation(tmp_path, 4, outcomes, True)
     write_evaluation(tmp_path, 8, outcomes[:1], False)
     figures = read_lines(tmp_path / "evaluations.jsonl")
     assert [row["step"] for row in figures] == [4, 8]
-    assert figures[0] == {"step": 4, **outcomes[0].figures(), **outcomes[1].figures()}
+    assert figures[0] == {"step": 4, **outcomes[0].metrics(), **outcomes[1].metrics()}
     rows = read_lines(tmp_path / "eval_completions.jsonl")
     assert [row["mode"] for row in rows] == ["sampled"] * 21 + ["greedy"] * 7
     assert {row["step"] for row in rows} == {4} and {row["answer"] for row in rows} == {"gold"}

@@ -200,7 +200,7 @@ def test_a_callable_that_does_not_come_back_is_given_up_and_asked_again_later(sc
     first = given.score(["a"], [""], {})
     second = given.score([GOOD], [""], {})
     assert time.monotonic() - started < 2.0
-    assert first.figures()["reward/slow/timeouts"] == second.figures()["reward/slow/timeouts"] == 1
+    assert first.metrics()["reward/slow/timeouts"] == second.metrics()["reward/slow/timeouts"] == 1
     assert "cannot be ended" in first.messages["slow"]
     assert "still busy" in second.messages["slow"]
     assert second.per_function["format_reward"].tolist() == [1.0]

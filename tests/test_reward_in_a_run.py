@@ -78,7 +78,7 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
         inputs.scorer.close()
     assert scored.scores.total.tolist() == [1.0, 1.0, 1.0, 1.0]
     with closing(MetricsWriter(tmp_path, None)) as metrics:
-        metrics.write(1, scored.scores.figures())
+        metrics.write(1, scored.scores.metrics())
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     kinds = ("errors", "exceptions", "timeouts", "exits", "memory", "nan", "bad_results", "none")
     assert [row[f"reward/fragile/{kind}"] for kind in kinds] == [1, 1, 0, 0, 0, 0, 0, 0]

@@ -63,7 +63,7 @@ def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) 
     given.dry_run(texts, texts, {})
     for step in range(2):
         scores = score(given, texts)
-        figures = scores.figures()
+        figures = scores.metrics()
         right = np.ones(16)
         assert scores.per_function["good"].tolist() == right.tolist(), step
         assert scores.per_function["accuracy_reward"].tolist() == right.tolist(), step
@@ -86,8 +86,8 @@ def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
     scorer: Callable[..., Scorer],
 ) -> None:
     scores = score(scorer(f"{ODD}:spins", "format_reward"), [str(i % 10) for i in range(40)])
-    assert scores.figures()["reward/spins/timeouts"] == 40
-    assert scores.figures()["reward/format_reward/errors"] == 0
+    assert scores.metrics()["reward/spins/timeouts"] == 40
+    assert scores.metrics()["reward/format_reward/errors"] == 0
 
 
 def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
@@ -95,7 +95,7 @@ def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
 ) -> None:
     given = scorer(f"{HOSTILE}:eats", deadline=3.0, memory=256 * MIB)
     scores = score(given, ["3"] * 12)
-    figures = scores.figures()
+    figures = scores.metrics()
     assert figures["reward/eats/errors"] == 12
     assert figures["reward/eats/memory"] + figures["reward/eats/timeouts"] == 12  # type: ignore
     assert figures["reward/eats/memory"] > 0  # type: ignore[operator]
@@ -104,16 +104,16 @@ def test_a_function_that_eats_memory_on_every_sample_is_held_to_its_share(
 def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[..., Scorer]) -> None:
     given = scorer(f"{ODD}:slow_together", together=0.5)
     scores = score(given, ["a"] * 20)
-    assert scores.figures()["reward/slow_together/errors"] == 0
-    assert scores.figures()["reward/slow_together/restarts"] == 1
-    assert scores.figures()["reward/slow_together/together_failures"] == 1
+    assert scores.metrics()["reward/slow_together/errors"] == 0
+    assert scores.metrics()["reward/slow_together/restarts"] == 1
+    assert scores.metrics()["reward/slow_together/together_failures"] == 1
     assert "raise reward_config.together_deadline" in scores.messages["slow_together"]
 
 
 def test_a_sample_that_hangs_when_scored_alone_is_found(scorer: Callable[..., Scorer]) -> None:
     scores = score(scorer(f"{ODD}:slow_after_raising"), ["0", "1", "2"])
     np.testing.assert_array_equal(scores.per_function["slow_after_raising"], [1.0, np.nan, 1.0])
-    assert scores.figures()["reward/slow_after_raising/timeouts"] == 1
+    assert scores.metrics()["reward/slow_after_raising/timeouts"] == 1
 
 
 def test_what_is_printed_is_kept_up_to_a_bound_and_counted(scorer: Callable[..., Scorer]) -> None:
@@ -152,7 +152,7 @@ def test_a_class_keeps_its_state_when_a_call_raises(scorer: Callable[..., Scorer
         1.0,
     ]  # each in a fresh process
     assert scores.errors == {"PickyCounter": 1}
-    assert scores.figures()["reward/PickyCounter/restarts"] == 0
+    assert scores.metrics()["reward/PickyCounter/restarts"] == 0
     assert score(given, ["a"]).total.item() == 3.0
 
 
@@ -221,7 +221,7 @@ def test_math_verify_is_ended_at_its_deadline(scorer: Callable[..., Scorer]) -> 
     scores = score(given, ["42", endless, r"\boxed{42}"], ["42"] * 3)
     values = scores.per_function["math_verify_reward"]
     assert (values[0], values[2]) == (1.0, 1.0)
-    assert values[1] == 0.0 or scores.figures()["reward/math_verify_reward/timeouts"] == 1
+    assert values[1] == 0.0 or scores.metrics()["reward/math_verify_reward/timeouts"] == 1
 
 
 def children_of(parent: int, but: Collection[int] = ()) -> list[int]:
@@ -315,7 +315,7 @@ def test_closing_leaves_nothing_behind(
     mark = f"{os.getpid()}5"
     monkeypatch.setenv("LEFT_BEHIND", mark)
     given = scorer(f"{ODD}:leaves_a_process", f"{HOSTILE}:good", deadline=0.5)
-    assert score(given, ["a", "bb"]).figures()["reward/leaves_a_process/timeouts"] == 1
+    assert score(given, ["a", "bb"]).metrics()["reward/leaves_a_process/timeouts"] == 1
     assert len(marked(mark)) >= 3
     given.close()
     assert marked(mark) == []

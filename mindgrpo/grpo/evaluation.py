@@ -79,7 +79,7 @@ class Outcome:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
-    def figures(self) -> dict[str, Figure]:
+    def metrics(self) -> dict[str, Figure]:
         """As metrics name them."""
         prefix, n = PREFIXES[self.mode.name], self.mode.num_samples
         figures: dict[str, Figure] = {}
@@ -105,7 +105,7 @@ class Outcome:
 
 def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
     """Of all modes, as metrics name them."""
-    return {key: value for outcome in outcomes for key, value in outcome.figures().items()}
+    return {key: value for outcome in outcomes for key, value in outcome.metrics().items()}
 
 
 @dataclass(frozen=True)

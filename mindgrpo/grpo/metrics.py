@@ -135,7 +135,7 @@ def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) 
     return {
         "reward/mean": mean_of(totals),
         "reward/std": float(totals.std()) if totals.size else None,
-        **scores.figures(),
+        **scores.metrics(),
         **_of_updates(outcome),
         "zero_std_fraction": float(zero_std_groups(scores.total, num_generations).mean()),
         "completion_length/mean": float(lengths.mean()),

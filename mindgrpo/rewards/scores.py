@@ -15,7 +15,7 @@ import numpy as np
 from mindgrpo.rewards.call import IN_WORDS, KINDS, RewardResult, Score
 from mindgrpo.workers.protocol import RAISED, REFUSED
 
-Figure = float | int | None
+Metric = float | int | None
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,15 @@ class Scores:
         scored = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
         return {name: mean_of(values) for name, values in scored.items()}
 
-    def figures(self) -> dict[str, Figure]:
+    def metrics(self) -> dict[str, Metric]:
         """Return metrics: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
-        figures: dict[str, Figure] = {}
+        metrics: dict[str, Metric] = {}
         for name, mean in self.means().items():
-            figures[f"reward/{name}/mean"] = mean
+            metrics[f"reward/{name}/mean"] = mean
             report = self.reports.get(name, Report({"errors": 0}))
-            figures |= {f"reward/{name}/{kind}": count for kind, count in report.counts.items()}
-            figures[f"reward/{name}/seconds"] = report.seconds
-        return figures
+            metrics |= {f"reward/{name}/{kind}": count for kind, count in report.counts.items()}
+            metrics[f"reward/{name}/seconds"] = report.seconds
+        return metrics
 
     def filled(self, groups: Sequence[int]) -> Scores:
         """Give each failed sample the mean total of its group's others.

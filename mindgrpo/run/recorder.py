@@ -181,7 +181,7 @@ class RunRecord:
         for outcome in outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)
             prefix = f"{PREFIXES[outcome.mode.name]}/"
-            self.console.means_line(outcome.mode.title, outcome.figures(), prefix)
+            self.console.means_line(outcome.mode.title, outcome.metrics(), prefix)
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
             with self._recording():
