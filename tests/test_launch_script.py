@@ -76,8 +76,12 @@ def launch(
 
 
 def program(tmp_path: Path, source: str) -> str:
+    """A program of `source`, which may call `wait_for_release()`: the test makes the file `release`."""
     path = tmp_path / "program.py"
-    path.write_text("import os, sys, time\nrank = os.environ.get('RANK_ID', '0')\n" + source)
+    path.write_text(
+        "import os, sys, time\nrank = os.environ.get('RANK_ID', '0')\ndef wait_for_release():\n"
+        f"    while not os.path.exists({str(tmp_path / 'release')!r}): time.sleep(0.02)\n{source}"
+    )
     return str(path)
 
 

@@ -5,9 +5,12 @@ Ranks are small programs under the stand-in for msrun of test_launch_script.py. 
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import signal
 import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from mindgrpo.health.rank_health import resume_command
 SAVES = """
 import signal
 def end(number, _):
-    time.sleep(0.5)
+    wait_for_release()
     print("saved by", rank, "after", signal.Signals(number).name, flush=True)
     os._exit(0)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -44,22 +47,22 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
 ) -> None:
     job = Started(tmp_path, SAVES, MINDGRPO_FORK="0")
     os.killpg(job.launcher.pid, number)
+    job.wait_until_it_stops()
+    job.release()
     shown, errors = job.launcher.communicate(timeout=90)
     assert job.launcher.returncode == status and job.mine() == []
     assert shown == f"saved by 0 after {number.name}\n"
-    assert [line.partition(";")[0] for line in errors.splitlines()[1:]] == [
-        "mindgrpo: stopping the 2 ranks of this job (once more: at once)",
-        "mindgrpo: stopped",
-    ]
+    assert [line.partition(";")[0] for line in errors.splitlines()] == ["mindgrpo: stopped"]
 
 
 def test_slurm_may_say_twice_that_a_job_is_to_end_and_the_ranks_save(tmp_path: Path) -> None:
     step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
     step["SLURM_STEP_NODELIST"] = "node1"
     job = Started(tmp_path, SAVES, flags=("--cluster", "slurm"), MINDGRPO_FORK="0", **step)
-    for _ in range(2):
-        os.killpg(job.launcher.pid, signal.SIGTERM)
-        time.sleep(0.1)
+    os.killpg(job.launcher.pid, signal.SIGTERM)
+    job.wait_until_it_stops()
+    os.killpg(job.launcher.pid, signal.SIGTERM)
+    job.release()
     shown, errors = job.launcher.communicate(timeout=90)
     assert job.launcher.returncode == 143 and job.mine() == []
     assert shown == "saved by 0 after SIGTERM\n" and "nothing was saved" not in errors
@@ -87,11 +90,11 @@ def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
 ) -> None:
     job = Started(tmp_path, STANDS_STILL.replace("SAVED", str(has_saved)), MINDGRPO_FORK="0")
     os.killpg(job.launcher.pid, signal.SIGINT)
-    time.sleep(0.5)
+    job.wait_until_it_stops()
     os.killpg(job.launcher.pid, signal.SIGINT)
     _, errors = job.launcher.communicate(timeout=90)
     assert job.launcher.returncode == 130 and job.mine() == []
-    *lines, last = errors.splitlines()[2:]
+    *lines, last = errors.splitlines()
     assert last.startswith("mindgrpo: stopped; full logs: ")
     command = f"bash {ROOT}/scripts/launch.sh --ranks 2 -- {tmp_path}/program.py"
     assert lines == (
@@ -115,15 +118,22 @@ def test_the_resuming_command_is_the_users_own_but_for_where_to_resume_from() ->
     assert resume_command([], alone, {}, Path("/run")) == expected
 
 
+def waiting_bytes(descriptor: int) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    return count[0]
+
+
 def ignore_hangups() -> None:
     listen_to_ctrl_c()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_a_job_that_was_started_to_outlive_its_terminal_does(tmp_path: Path) -> None:
-    source = "print(os.getpid(), flush=True)\ntime.sleep(1.5)\nprint('well')"
+    source = "print(os.getpid(), flush=True)\nwait_for_release()\nprint('well')"
     job = Started(tmp_path, source, ignore_hangups, MINDGRPO_FORK="0")
     os.killpg(job.launcher.pid, signal.SIGHUP)
+    job.release()
     assert job.launcher.wait(timeout=90) == 0
     assert job.launcher.communicate()[0] == "well\n"
 
@@ -160,11 +170,14 @@ def test_ctrl_c_during_the_check_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_screen_that_nobody_reads_any_more_does_not_end_the_job(tmp_path: Path) -> None:
-    source = "print(os.getpid(), flush=True)\ntime.sleep(1)\nprint('x' * 300_000, flush=True)\n"
+    source = (
+        "print(os.getpid(), flush=True)\nwait_for_release()\nprint('x' * 300_000, flush=True)\n"
+    )
     source += f"open({str(tmp_path / 'done')!r}, 'w').close()"
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
     assert job.launcher.stdout is not None
     job.launcher.stdout.close()
+    job.release()
     assert job.launcher.wait(timeout=90) == 0
     assert (tmp_path / "done").exists()
 
@@ -174,13 +187,20 @@ def test_a_screen_that_is_held_keeps_neither_a_failure_nor_ctrl_c_from_being_see
 ) -> None:
     source = (
         "print(os.getpid(), flush=True)\nif rank == '0': print('x' * 300_000, flush=True)\n"
-        "time.sleep(1)\nif rank == '1': raise ValueError\ntime.sleep(300)"
+        "wait_for_release()\nif rank == '1': raise ValueError\ntime.sleep(300)"
     )
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
+    assert job.launcher.stdout is not None
+    until = time.monotonic() + 90.0
+    while waiting_bytes(job.launcher.stdout.fileno()) < 1 << 15:  # the pipe is filling and nobody reads it
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    job.release()
     job.wait_until_gone(90.0)  # the failure was seen
-    for _ in range(2):
+    while job.launcher.poll() is None:  # two at once may be one
+        assert time.monotonic() < until
         job.launcher.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-    assert job.launcher.wait(timeout=90) == 1
+        time.sleep(0.05)
+    assert job.launcher.returncode == 1
     assert job.launcher.stderr is not None
     assert "rank 1 failed: ValueError" in job.launcher.stderr.read().splitlines()[-1]

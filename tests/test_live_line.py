@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindgrpo.health.heartbeat import Heartbeat, LiveLine, heartbeat_path, read_heartbeat
-from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
+from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.monitor.console import Console
 from mindgrpo.rewards.score import Scorer
@@ -45,24 +45,23 @@ def test_a_graph_that_is_compiled_is_named_instead() -> None:
 def test_a_rank_tells_how_far_it_is_at_its_next_beat_and_no_longer_in_the_next_phase(
     tmp_path: Path,
 ) -> None:
-    health = RankHealth.of_process(0, 1, {"MINDGRPO_STATUS_DIR": str(tmp_path)})
+    health = RankHealth(0, 1, tmp_path)
 
-    def written(unit: str) -> Heartbeat:
-        until = time.monotonic() + 20 * BEAT_SECONDS
-        while time.monotonic() < until:
-            last = read_heartbeat(heartbeat_path(tmp_path, 0))
-            if last is not None and last.unit == unit and last.total:
-                return last
-            time.sleep(0.05)
-        raise AssertionError(f"no heartbeat counts {unit}")
+    def written() -> tuple[int, int, str]:
+        last = read_heartbeat(heartbeat_path(tmp_path, 0))
+        assert last is not None
+        return last.done, last.total, last.unit
 
     with health.phase("rollout"):
         health.progress("samples", 3, 8)
-        assert (written("samples").done, written("samples").total) == (3, 8)
-    last = read_heartbeat(heartbeat_path(tmp_path, 0))
-    assert last is not None and last.total == 0
+        assert written()[:2] == (0, 0)
+        health.beat()
+        assert written() == (3, 8, "samples")
+    assert written()[:2] == (0, 0)
     with health.phase("score"), health.counting("rewards", 16, lambda: 5):
-        assert written("rewards").done == 5
+        health.beat()  # asks how far it is, and the next beat writes it
+        health.beat()
+        assert written() == (5, 16, "rewards")
 
 
 def test_rewards_are_counted_while_a_function_still_works() -> None:

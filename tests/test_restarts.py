@@ -99,6 +99,7 @@ class Started:
         **more: str,
     ) -> None:
         self._mark = f"MINDGRPO_STATUS_DIR={tmp_path / 'logs'}".encode()
+        self._release = tmp_path / "release"
         command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "2", *flags, "--"]
         self.launcher = subprocess.Popen(
             [*command, program(tmp_path, source)],
@@ -113,6 +114,15 @@ class Started:
         self.rank_0 = int(self.launcher.stdout.readline())
         while not self.said_by_rank_1(tmp_path):
             time.sleep(0.05)
+
+    def release(self) -> None:
+        self._release.touch()
+
+    def wait_until_it_stops(self) -> None:
+        """Until the launcher says that it has heard of a signal; what it says later is still to be read."""
+        assert self.launcher.stderr is not None
+        lines = iter(self.launcher.stderr.readline, "")
+        assert any(line.startswith("mindgrpo: stopping the 2 ranks") for line in lines)
 
     @staticmethod
     def said_by_rank_1(tmp_path: Path) -> str:
