@@ -121,9 +121,10 @@ class GRPOTrainer:
             directory = self._train()
         finally:
             self.run.backend.health.end_checks()
-            self.run.record.ask_trackers_to_finish()
+            # Tells them that the run has failed, unless it was closed.
+            self.run.record.trackers.ask_to_finish(is_done=False)
         # The other ranks have ended: none of them waits.
-        self.run.record.wait_for_trackers()
+        self.run.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
         return directory
 
     def _train(self) -> Path:

@@ -192,7 +192,9 @@ def test_a_screen_that_is_held_keeps_neither_a_failure_nor_ctrl_c_from_being_see
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
     assert job.launcher.stdout is not None
     until = time.monotonic() + 90.0
-    while waiting_bytes(job.launcher.stdout.fileno()) < 1 << 15:  # the pipe is filling and nobody reads it
+    while (
+        waiting_bytes(job.launcher.stdout.fileno()) < 1 << 15
+    ):  # the pipe is filling and nobody reads it
         assert time.monotonic() < until
         time.sleep(0.02)
     job.release()

@@ -31,7 +31,6 @@ from mindgrpo.monitor.curve import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
 from mindgrpo.monitor.run_directory import write_process
 from mindgrpo.monitor.trackers.started import Trackers
-from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.report.write import write_at_end
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
@@ -48,13 +47,12 @@ class RunRecord:
         self,
         loaded: Loaded,
         name: str,
-        plan: RunPlan,
         backend: Backend,
         launched: float,
         start: Start | None = None,
     ) -> None:
         """Makes the folders. `start`: where a resumed run begins. Only process.json is written before `begin`."""
-        self._loaded, self._plan, self._backend = loaded, plan, backend
+        self._loaded, self._backend = loaded, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
         self._failed: CannotWrite | None = None
@@ -62,11 +60,16 @@ class RunRecord:
         self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
-        self._trackers: Trackers | None = None
+        self.trackers = Trackers((), {}, self.console.line)
         # All are made now: a folder that cannot be written is better told before a run than after it.
         self._paths: OutputPaths = on_first_rank(backend, lambda: self._make_paths(name))
         self.directory, self.model_directory = self._paths.directory, self._paths.model
-        backend.compile_log.listener = self._compiling
+
+        def compiling(name: str, seconds: float | None) -> None:
+            if seconds is not None:
+                self.console.line(f"  compiled {name}: {seconds:.1f} s")
+
+        backend.compile_log.listener = compiling
 
     def _make_paths(self, name: str) -> OutputPaths:
         paths = make_output_paths(self._loaded.config, name, self._start)
@@ -97,19 +100,14 @@ class RunRecord:
         say, done = self.console.line, self._earlier.step
         self._metrics = MetricsWriter(self.directory, board, queue_size, done, say)
         self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
-        self._trackers = self._start_trackers()
-
-    def _start_trackers(self) -> Trackers | None:
         settings, kept = self._loaded.config.monitor_config, self._paths.completions
-        if not settings.trackers:
-            return None
         about = {
             "directory": str(self.directory.absolute()),
             "completions": str(kept.absolute() / "completions.jsonl") if kept else None,
             "project": settings.tracker_project or mindgrpo.__name__,
             "name": settings.tracker_run_name or self.label,
         }
-        return Trackers(settings.trackers, about, self.console.line)
+        self.trackers = Trackers(settings.trackers, about, say)
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -132,21 +130,11 @@ class RunRecord:
         """This record's part of a RunState, as it is now."""
         return {
             "evaluations": list(self._evaluations),
-            "seconds": self._seconds(),
+            "seconds": self._earlier.seconds + time.time() - self._launched,
             "first_step_seconds": self._first_step_seconds,
-            "compiles": self._compiles(),
+            "compiles": self._earlier.compiles + len(self._backend.compile_log.entries),
             "places": self._paths.outside,
         }
-
-    def _seconds(self) -> float:
-        return self._earlier.seconds + time.time() - self._launched
-
-    def _compiles(self) -> int:
-        return self._earlier.compiles + len(self._backend.compile_log.entries)
-
-    def _compiling(self, name: str, seconds: float | None) -> None:
-        if seconds is not None:
-            self.console.line(f"  compiled {name}: {seconds:.1f} s")
 
     def banner(self, inputs: Inputs, notes: Sequence[str] = ()) -> None:
         sections = run_sections(self._loaded, inputs, self._backend)
@@ -172,8 +160,7 @@ class RunRecord:
             times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
-        if self._trackers is not None:
-            self._trackers.check()
+        self.trackers.check()
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
         """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
@@ -247,11 +234,10 @@ class RunRecord:
             return
         self._metrics.close()
         before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
+        history, monitor = self.history(), self._loaded.config.monitor_config
         summary: dict[str, Any] = {
             "steps": num_steps,
-            "seconds": self._seconds(),
-            "first_step_seconds": self._first_step_seconds,
-            "compiles": self._compiles(),
+            **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},
             "eval_before": before,
             "eval_after": after,
             "engine": engine.name,
@@ -270,44 +256,25 @@ class RunRecord:
         path = self.directory / "summary.json"
         with self._recording(), writing(path):
             path.write_text(json.dumps(summary, indent=2) + "\n")
-        if self._trackers is not None:
-            self._trackers.ask_to_finish()
+        self.trackers.ask_to_finish()
         if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
             self.console.line(f"  warning: {failed}")
-        report = self._write_report()
+        page, failed = write_at_end(self.directory) if monitor.report else (None, None)
+        if failed:
+            self.console.line(f"  warning: {failed}")
         if ended is None:
             graphs = f"{summary['compiles']} graphs compiled a rank"
             evaluations = self.directory / "evaluations.jsonl"
-            best_lines = (
-                [f"step {best['step']}, {best['reward']} {number(best['score'])}", best["path"]]
-                if best
-                else []
-            )
+            best_lines = []
+            if best:
+                scored = f"step {best['step']}, {best['reward']} {number(best['score'])}"
+                best_lines = [scored, best["path"]]
             sections = {
                 "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
                 "held out": before_and_after(evaluations) if evaluations.exists() else [],
                 "best": best_lines,
                 "model": [str(self.model_directory)],
                 "curve": [str(self.directory / "reward_curve.png")],
-                "report": report,
+                "report": [str(page)] if page and not failed else [],
             }
             self.console.banner("done", sections)
-
-    def _write_report(self) -> list[str]:
-        """Writes the page; returns its file for the banner, where it is wanted and was written."""
-        if not self._loaded.config.monitor_config.report:
-            return []
-        path, failed = write_at_end(self.directory)
-        if failed:
-            self.console.line(f"  warning: {failed}")
-        return [] if failed else [str(path)]
-
-    def ask_trackers_to_finish(self) -> None:
-        """Tells them that the run has failed, unless `close` was reached; what they still do ends with the process."""
-        if self._trackers is not None:
-            self._trackers.ask_to_finish(is_done=False)
-
-    def wait_for_trackers(self) -> None:
-        """Waits for what they still have to send; nothing else may follow."""
-        if self._trackers is not None:
-            self._trackers.close(self._loaded.config.monitor_config.tracker_finish_seconds)

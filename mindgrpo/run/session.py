@@ -74,7 +74,7 @@ def open_run(
     prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
     start = on_first_rank(backend, lambda: find_start(config, inputs, name))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
-    record = RunRecord(loaded, name, inputs.plan, backend, launched, start)
+    record = RunRecord(loaded, name, backend, launched, start)
     watch = Watch(config, backend, record)
     stopping = Stopping(backend, launched, rl.max_seconds)
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
