@@ -189,18 +189,16 @@ def _engine(environment: Mapping[str, str]) -> Finding:
 
 
 def _launcher() -> Finding:
-    path = shutil.which("msrun")
-    if path is None:
-        remedy = "run `source scripts/setup_env.sh`, or put mindspore's programs on PATH"
-        return Finding("error", "msrun is not on PATH", remedy)
-    return Finding("ok", f"msrun is {path}")
+    if path := shutil.which("msrun"):
+        return Finding("ok", f"msrun is {path}")
+    remedy = "run `source scripts/setup_env.sh`, or put mindspore's programs on PATH"
+    return Finding("error", "msrun is not on PATH", remedy)
 
 
 def _port(asked: str | None) -> Finding:
     if asked is not None and not (asked.isdecimal() and 1024 <= int(asked) <= 65535):
-        return Finding(
-            "error", f"MINDGRPO_PORT={asked} is no port", "set 1024 to 65535 or unset it"
-        )
+        what = f"MINDGRPO_PORT={asked} is no port"
+        return Finding("error", what, "set 1024 to 65535 or unset it")
     port = int(asked or 0)
     with socket.socket() as probe:
         try:

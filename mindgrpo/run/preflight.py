@@ -164,8 +164,8 @@ def held_out_prompts(
     rl = config.rl_config
     if not rl.eval_dataset_file:
         return None
-    choice, key = replace(FOR_EVALUATION, name=rl.eval_dataset_split), "rl_config.eval_dataset_file"
-    return _prompts(config, tokenizer, ranks, turns, rl.eval_dataset_file, choice, key)
+    choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
+    return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file")
 
 
 def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
@@ -187,7 +187,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
         )
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     turns = read_turns(config, tokenizer)
-    prompts = _prompts(config, tokenizer, ranks, turns, rl.dataset_file, choice)
+    prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file")
     held_out = held_out_prompts(config, tokenizer, ranks, turns)
     sampling = sampling_settings(config, tokenizer)
     if sampling.greedy and rl.num_generations > 1:
@@ -263,16 +263,16 @@ def _prompts(
     tokenizer: Tokenizer,
     ranks: Ranks,
     turns: Turns | None,
-    path: str | None,
     choice: SplitChoice,
-    key: str = "rl_config.dataset_file",
+    name: str,
 ) -> PromptSet:
+    rl, key = config.rl_config, f"rl_config.{name}"
+    path: str | None = getattr(rl, name)
     if not path:
         raise UserError(
             f"{key} is not set; give a JSONL, JSON, CSV, Parquet or MindRecord file of questions and answers, or a "
             "directory of Hugging Face datasets."
         )
-    rl = config.rl_config
     rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
     examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     longest = config.generate_config.max_prompt_length

@@ -153,8 +153,8 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
 
     board = completions = None
     if rl.tensorboard:
-        board = outside("tensorboard_dir", rl.tensorboard_dir, "*tfevents*", "tensorboard")
-        board = board or directory / "tensorboard"
+        named = outside("tensorboard_dir", rl.tensorboard_dir, "*tfevents*", "tensorboard")
+        board = named or directory / "tensorboard"
     if rl.save_prompt_completions_data:
         key, folder = "save_prompt_completions_dir", rl.save_prompt_completions_dir
         completions = outside(key, folder, "completions.jsonl", "completions") or directory
@@ -223,6 +223,5 @@ def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> 
 
 def run_name(path: Path) -> str:
     """Names a run after its configuration, or after its folder where the file is called like every other."""
-    return (
-        path.stem if path.stem not in ("grpo_config", "config") else path.parent.name or path.stem
-    )
+    is_common = path.stem in ("grpo_config", "config")
+    return (is_common and path.parent.name) or path.stem

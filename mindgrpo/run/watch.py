@@ -19,9 +19,7 @@ from mindgrpo.config import Config, values_by_key
 from mindgrpo.config.observation import ProfilerConfig
 from mindgrpo.grpo.metrics import StepOutcome
 from mindgrpo.health.heartbeat import LiveLine
-from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.health.watchdog import Watchdog
-from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.host_memory import HostMemoryMonitor
 from mindgrpo.monitor.probe import Probe, key_data, load_saver
 from mindgrpo.monitor.rank_log import own_log, rotate
@@ -46,7 +44,15 @@ class Watch:
             watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
             health.on_beat(watchdog.check)
         if record.console.is_terminal:
-            health.on_beat(partial(_show_live, LiveLine(), health, record.console))
+            # This process has the terminal to itself; a launcher shows the line by itself.
+            line, console = LiveLine(), record.console
+
+            def show() -> None:
+                heartbeat = health.heartbeat_of(health.rank)
+                if heartbeat is not None:
+                    console.live(line.text(heartbeat, time.monotonic()))
+
+            health.on_beat(show)
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
         """Starts a monitor on the first rank of each host."""
@@ -127,13 +133,6 @@ class Watch:
         self._profile.finish()
         if self._monitor is not None:
             self._monitor.stop()
-
-
-def _show_live(line: LiveLine, health: RankHealth, console: Console) -> None:
-    """Shows the line where this process has the terminal to itself; a launcher shows it by itself."""
-    heartbeat = health.heartbeat_of(health.rank)
-    if heartbeat is not None:
-        console.live(line.text(heartbeat, time.monotonic()))
 
 
 class Profile:
