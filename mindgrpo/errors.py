@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class UserError(Exception):
     """Says that something the user gave cannot work.
 
-    The message is one sentence: the value, the rule it breaks, the remedy, and where it stands.
+    The message is one sentence: the value, the rule it breaks, the remedy, and where it is set.
     Programs print it as ``mindgrpo: <sentence>`` and exit with status 2. Whatever was quoted in it,
     it is one line of text that any terminal can show.
     """

@@ -137,7 +137,7 @@ class GRPOTrainer:
         except CannotWrite as failed:
             raise CannotWrite(f"{str(failed).removesuffix('.')}; {self._what_is_left()}") from None
         if ended is not None:
-            session.tell_how_to_go_on(ended)
+            session.say_how_to_resume(ended)
         run.backend.close()
         if ended is not None and ended.status:
             raise SystemExit(ended.status)

@@ -152,7 +152,7 @@ SLURM, JOB = ("--cluster", "slurm", "--ranks", "4"), ("--cluster", "ascendjob")
         (
             POD | {"MS_LOCAL_WORKER": "7"},
             JOB,
-            "MS_WORKER_NUM is 16, which is no multiple of MS_LOCAL_WORKER, 7",
+            "MS_WORKER_NUM is 16, which is not a multiple of MS_LOCAL_WORKER, 7",
         ),
         (
             POD | {"MS_NODE_RANK": "2"},

@@ -224,7 +224,7 @@ def test_a_tool_that_fails_or_does_not_end_is_told(
         (("--device", "--ranks", "0"), "--ranks 0 is not a positive whole number"),
         (("--device", "--only", "organs"), "--only names 'organs', but must be of driver, "),
         (("--device", "--output", "/nowhere/report.json"), "cannot be written"),
-        (("--device", "--output", __file__), "is no report of the doctor"),
+        (("--device", "--output", __file__), "is not a report of the doctor"),
         (("extra",), "unrecognized arguments: extra"),
     ],
 )

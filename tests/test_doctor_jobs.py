@@ -49,7 +49,7 @@ def test_a_line_says_which_rank_failed_or_did_not_come_to_its_end(tmp_path: Path
         ("fails", "send"),
     ]
     assert lines["communication"][1].seen == "rank 0: 3 differ"
-    assert lines["communication"][2].seen == "rank 0 did not come to its end: status 9"
+    assert lines["communication"][2].seen == "rank 0 did not end: status 9"
     assert [line.status for line in lines["weights"]] == ["skipped"]
     nothing = merged(read_records(tmp_path / "none", 2), ("kernels",), "status 1")
     assert nothing["kernels"][0].status == "fails" and "status 1" in nothing["kernels"][0].seen

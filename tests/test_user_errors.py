@@ -338,7 +338,7 @@ def test_a_device_that_is_not_on_this_host_is_told_once_all_else_is_right(
 
 def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "'trian' is no verb" in only_sentence(capsys.readouterr().err)
+    assert "'trian' is not a verb" in only_sentence(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("verb", USAGE)

@@ -16,7 +16,7 @@ def path(text: str) -> Path:
     """Converts a flag to a path that a system can have."""
     reason = no_path(text)
     if reason is not None:
-        raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is no path: {reason}")
+        raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is not a path: {reason}")
     return Path(text)
 
 

@@ -94,7 +94,7 @@ class EvaluationInputs:
 def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:
     """Returns the mesh on so many ranks: the configuration's `model_parallel`, and replicas on the rest.
 
-    One rank has the model whole. Raises UserError.
+    One rank holds the whole model. Raises UserError.
     """
     tp_size = 1 if world_size == 1 else asked.model_parallel
     if world_size % tp_size:
@@ -171,12 +171,12 @@ def main(argv: Sequence[str]) -> None:
     with naming(line.flags):
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
-        figures = report(config, line.step, backend, inputs, outcomes)
+        metrics = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
         for path in filter(None, (line.output, line.completions)):
             path.parent.mkdir(parents=True, exist_ok=True)
         if line.output is not None:
-            line.output.write_text(json.dumps(figures, indent=2) + "\n")
+            line.output.write_text(json.dumps(metrics, indent=2) + "\n")
         if line.completions is not None:
             write_completions(line.completions, line.step, outcomes)
     backend.close()

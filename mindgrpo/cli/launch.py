@@ -1,6 +1,6 @@
 """Trains on several ranks of this host, `mindgrpo launch --ranks N --config FILE [--key value ...]`, or runs a program.
 
-A program stands with its arguments after `--`, as do the verbs train and eval: `-- my_main.py --config FILE`,
+A program and its arguments follow `--`, as do the verbs train and eval: `-- my_main.py --config FILE`,
 `-- eval --config FILE`. Where there is a --config, it is checked for all ranks before they start.
 
 Its share of several hosts comes from --hosts, --host_index and --master, or, with --cluster, from the variables of

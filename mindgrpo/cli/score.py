@@ -104,7 +104,7 @@ def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:
     located = list(stored.read(0, min(len(stored), max(0, limit) or len(stored))))
     for where, row in located:
         if not isinstance(row, dict):
-            raise UserError(f"{where} is no object; write keys and values in braces.")
+            raise UserError(f"{where} is not an object; write keys and values in braces.")
     return [row for _, row in located]
 
 
@@ -179,8 +179,8 @@ def print_row(
         " ".join(text[-4 * TEXT_WIDTH :].split())[-width:].ljust(width)
         for text, width in ((answer, ANSWER_WIDTH), (completion, TEXT_WIDTH))
     )
-    figures = (cell.rjust(max(8, len(name))) for cell, name in zip(cells, names, strict=True))
-    print("  ".join([number.rjust(4), *texts, *figures]))
+    scores = (cell.rjust(max(8, len(name))) for cell, name in zip(cells, names, strict=True))
+    print("  ".join([number.rjust(4), *texts, *scores]))
 
 
 def summarise(name: str, values: Sequence[float], report: Report) -> None:

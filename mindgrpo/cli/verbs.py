@@ -113,7 +113,7 @@ def _run(words: list[str]) -> int:
     verb, *rest = words
     try:
         if verb not in USAGE:
-            raise UserError(f"'{verb}' is no verb; use one of {', '.join(USAGE)}.")
+            raise UserError(f"'{verb}' is not a verb; use one of {', '.join(USAGE)}.")
         module = importlib.import_module(f"mindgrpo.cli.{MODULES.get(verb, verb)}")
         run, described = module.main, module.__doc__
         if verb in MODULES:

@@ -51,7 +51,7 @@ class _Watched:
         self._directory, self._console = directory, console
         self._steps = StepFollower(directory)
         self._shown_phase: object = None
-        self._has_told_host = False
+        self._has_said_host = False
 
     def follow(self) -> None:
         while True:
@@ -92,9 +92,9 @@ class _Watched:
             reason = f": {summary['ended']}" if "ended" in summary else ""
             return f"the run has ended after {summary.get('steps')} steps{reason}"
         if process is None:
-            return f"whether the run goes on is not known: its folder has no {PROCESS_FILE}"
+            return f"whether the run continues is not known: its folder has no {PROCESS_FILE}"
         if process.is_alive is None:
-            self._tell_host(process)
+            self._say_host(process)
         if process.is_alive is False:
             return f"the run's process {process.pid} has ended without a summary.json: it failed or was killed"
         return None
@@ -110,11 +110,11 @@ class _Watched:
             return None
         return summary
 
-    def _tell_host(self, process: RunProcess) -> None:
-        if not self._has_told_host:
-            self._has_told_host = True
+    def _say_host(self, process: RunProcess) -> None:
+        if not self._has_said_host:
+            self._has_said_host = True
             self._console.line(
-                f"  the run is on host {process.host}: only its summary.json tells here that it has ended"
+                f"  the run is on host {process.host}: here only its summary.json says that it has ended"
             )
 
     def _show_phase(self) -> None:

@@ -115,7 +115,7 @@ class Examination:
             if not end.ending or first == before or is_stuck:
                 return _without_ok("kernels", merged(records, section, end.ending)["kernels"])
             if "line" not in records[0][-1]:
-                seen = f"its process did not come to its end: {end.ending}"
+                seen = f"its process did not end: {end.ending}"
                 own = Records(self._folder(section), 0)
                 own.section = "kernels"
                 own.ends(fails(begun[-1], seen, ENDED_REMEDY))

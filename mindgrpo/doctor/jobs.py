@@ -110,7 +110,7 @@ def merged(
                 row[rank] = line or row[rank]
         lines[section] = [_one(check, row, ending) for check, row in checks.items()]
         if not checks and not broke:
-            lines[section] = [fails(section, f"no rank came to it: {ending}", ENDED_REMEDY)]
+            lines[section] = [fails(section, f"no rank reached it: {ending}", ENDED_REMEDY)]
         elif not checks:
             lines[section] = [skipped(section, "the ranks ended before it")]
         broke = broke or any(line.status == "fails" for line in lines[section])
@@ -130,7 +130,7 @@ def _one(check: str, row: Sequence[CheckLine | None], ending: str) -> CheckLine:
     missing = [rank for rank, line in enumerate(row) if line is None]
     if missing:
         who = "it" if len(row) == 1 else f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
-        return fails(check, f"{who} did not come to its end: {ending}", ENDED_REMEDY)
+        return fails(check, f"{who} did not end: {ending}", ENDED_REMEDY)
     first = row[0]
     assert first is not None
     return first

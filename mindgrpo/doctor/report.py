@@ -107,7 +107,7 @@ def check_output(path: Path) -> None:
             content = None
         if not isinstance(content, dict) or MARK not in content:
             raise UserError(
-                f"--output {path} is there and is no report of the doctor, and only those are replaced; give another "
+                f"--output {path} exists and is not a report of the doctor, and only those are replaced; give another "
                 "file."
             )
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):

@@ -1,7 +1,7 @@
 """Writes and reads failure files, and finds the failure that came first.
 
 A rank that fails writes `failure_RANK` into the status folder; for one that was killed, the process that started it
-does. Each holds the whole sentence that the user reads.
+does. Each holds the complete sentence that the user reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes and reads heartbeat files: which phase a rank is in, and when it was last alive; words one for a terminal.
 
 A rank rewrites its file `heartbeat_RANK` in the status folder whenever its phase changes and twice a second. The file
-outlives the rank, so that it tells in which phase a rank was killed.
+outlives the rank, so that it says in which phase a rank was killed.
 """
 
 from __future__ import annotations

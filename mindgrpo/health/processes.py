@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-# In the environment of every process of a job: the folder for heartbeats and failures. It tells whose they are.
+# In the environment of every process of a job: the folder for heartbeats and failures. It says whose they are.
 STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
 # Set for processes that end by themselves with their rank, and tidy up after what they have started.
 ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"

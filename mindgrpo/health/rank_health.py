@@ -1,4 +1,4 @@
-"""Keeps this rank's heartbeat, and tells where the other ranks are, how one of them ended and how a run is resumed.
+"""Keeps this rank's heartbeat, and says where the other ranks are, how one of them ended and how a run is resumed.
 
 A thread writes the heartbeat twice a second and calls the checks that were added with `on_beat`.
 """
@@ -31,7 +31,7 @@ from mindgrpo.health.processes import STATUS_VARIABLE
 BEAT_SECONDS = 0.5
 # The launcher's processes may learn of a rank's end a little later than the ranks that wait for it.
 CAUSE_SECONDS, CAUSE_POLL_SECONDS = 0.3, 0.02
-# What stands before the program on the launcher's command line, quoted for a shell.
+# What precedes the program on the launcher's command line, quoted for a shell.
 PREFIX_VARIABLE = "MINDGRPO_LAUNCH_PREFIX"
 RESUME_FLAGS = ("--resume_training", "--rl_config.resume_training", "--output_dir")
 

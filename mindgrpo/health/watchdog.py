@@ -131,7 +131,7 @@ class Watchdog:
 
     def _stop(self, overdue: Overdue) -> NoReturn:
         sentence = f"{overdue.sentence}, and the job was ended"
-        remedy = f"if that is no hang, raise {KEY} or set phase_deadline_action to warn"
+        remedy = f"if that is not a hang, raise {KEY} or set phase_deadline_action to warn"
         rank = overdue.missing[0] if overdue.missing else None
         if self._health.folder is not None:
             # Before every other failure, whatever ranks may have raised while they waited.

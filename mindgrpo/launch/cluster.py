@@ -98,7 +98,7 @@ def first_name(node_list: str) -> str:
     match = FIRST_NAME.match(node_list)
     if match is None or re.match(r"[^,]", node_list[match.end() :]):
         raise UserError(
-            f"{STEP_LIST} is {node_list!r}, which is no list of nodes as Slurm writes it: {SRUN}."
+            f"{STEP_LIST} is {node_list!r}, which is not a list of nodes as Slurm writes it: {SRUN}."
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
 
@@ -154,7 +154,7 @@ def of_ascendjob(flags: Mapping[str, str], environment: Mapping[str, str]) -> di
     num_local = _number(environment, LOCAL_RANKS, range(1, num_ranks + 1), remedy)
     if num_ranks % num_local:
         raise UserError(
-            f"{RANKS} is {num_ranks}, which is no multiple of {LOCAL_RANKS}, {num_local}: give all pods of the "
+            f"{RANKS} is {num_ranks}, which is not a multiple of {LOCAL_RANKS}, {num_local}: give all pods of the "
             "AscendJob equally many devices."
         )
     index = _number(environment, HOST_INDEX, range(num_ranks // num_local), remedy)

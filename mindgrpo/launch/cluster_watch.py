@@ -1,8 +1,8 @@
 """Reads in the logs of MindSpore's cluster which ranks and hosts it has lost.
 
 The scheduler, on host 0, writes which ranks it has not heard of. MindSpore in a rank, on any host, writes that the
-scheduler does not answer or says that ranks are lost, and ends its communication and then, in vain where a sum waits,
-the rank: the launcher has to.
+scheduler does not answer or says that ranks are lost, and ends its communication and then
+the rank, which fails where a sum waits: the launcher has to.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def failure_of(options: Options, news: ClusterNews, stopped: Sequence[int]) -> R
 
 
 class ClusterWatch:
-    """Follows the logs of this host's scheduler and ranks, and writes a failure for what they tell."""
+    """Follows the logs of this host's scheduler and ranks, and writes a failure for what they report."""
 
     def __init__(self, options: Options, logs: Path) -> None:
         self._options, self._folder = options, logs / "status"

@@ -34,7 +34,7 @@ FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config
 
 
 def start_building() -> None:
-    """Builds the C kernels, where they are not there yet, beside the imports; whoever needs them waits for it."""
+    """Builds the C kernels, where they are not there yet, beside the imports; who needs them waits for it."""
     if os.fork() == 0:
         from mindgrpo.backend.kernels.native.library import library_path
 

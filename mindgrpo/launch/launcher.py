@@ -220,7 +220,7 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
     signals = Signals(has_scheduler=options.cluster != "msrun")
     restarts = Restarts(options.max_restarts)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    # Not at the top of the file: whoever only reads the command line needs no backend.
+    # Not at the top of the file: who only reads the command line needs no backend.
     from mindgrpo.backend.targets import rank_variables
 
     num_cores = len(os.sched_getaffinity(0))

@@ -78,7 +78,7 @@ class Screen:
 
 
 def _may_be_hidden(start: bytes) -> bool:
-    return start.startswith(HIDDEN) or any(whole.startswith(start) for whole in HIDDEN)
+    return start.startswith(HIDDEN) or any(hidden.startswith(start) for hidden in HIDDEN)
 
 
 class LogFollower(threading.Thread):
@@ -110,7 +110,7 @@ class LogFollower(threading.Thread):
             for screen in self._files.values():
                 self._write(screen.rest())
         except OSError:
-            pass  # nobody reads standard output any more; the job goes on
+            pass  # nobody reads standard output any more; the job continues
         finally:
             for file in self._files:
                 file.close()

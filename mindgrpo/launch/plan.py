@@ -17,7 +17,7 @@ SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("worker.py")
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
-# Not `-m`, which would let modules of the present folder stand in for those of the standard library.
+# Not `-m`, which would let modules of the present folder replace those of the standard library.
 CHECK = "import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())"
 # What a user sets wins.
 DEFAULTS = {
@@ -106,7 +106,7 @@ def _environment(
     num_threads = max(1, host.num_cores // options.num_local_ranks)
     ours = {**DEFAULTS, **cluster_variables(options.hosts.num_hosts), **host.variables}
     ours["OMP_NUM_THREADS"] = str(num_threads)
-    # Processes that are no ranks, such as vLLM's, are started without them.
+    # Processes that are not ranks, such as vLLM's, are started without them.
     ours[SET_HERE_VARIABLE] = " ".join(name for name in ours if not environment.get(name))
     users = {name: value for name, value in environment.items() if name != SET_HERE_VARIABLE}
     ours |= {name: value for name, value in users.items() if value or name not in ours}

@@ -35,7 +35,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
 
-    It ends with the launcher. Where a cluster's scheduler tells every process of a job to end, only the launcher and
+    It ends with the launcher. Where a cluster's scheduler signals every process of a job to end, only the launcher and
     the ranks, which listen again, take it as meant for them.
     """
     launcher = os.getpid()
@@ -62,7 +62,7 @@ def start_process(
 
 
 class JobProcesses:
-    """Finds the processes of one job, however they were started and whoever their parent is by now."""
+    """Finds the processes of one job, however they were started and whatever their parent is by now."""
 
     def __init__(self, name: str, status_folder: Path) -> None:
         self._name, self._folder = name, status_folder
@@ -98,7 +98,7 @@ class JobProcesses:
 
         Waits until they are gone: the system takes a moment to take their memory back, which the next start needs.
         """
-        (self._folder / "ending").touch()  # what ends from here on is no cause
+        (self._folder / "ending").touch()  # what ends from here on is not a cause
         processes = self.find()
         left_behind = shared_files_of(processes)
         for pid, ends_with_rank in processes.items():

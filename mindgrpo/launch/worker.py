@@ -1,6 +1,6 @@
 """Runs a program, or a verb, as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
 
-Where there is a fork server, the rank is forked there, which saves it the imports, and this process stands in for it:
+Where there is a fork server, the rank is forked there, which saves it the imports, and this process represents it:
 passes signals on and ends as the rank ends. Else the program runs here. It sees what it sees under
 `python PROGRAM ARGUMENTS`: arguments, `__main__`, `__file__` and the folder first on the import path. A rank ends with
 the process that started it, however that ends.
@@ -44,7 +44,7 @@ NUM_DESCRIPTORS = 5
 def run(program: str, arguments: list[str]) -> None:
     sys.argv = [program, *arguments]
     if program in VERBS:
-        del sys.path[0]  # this folder: its modules must not stand in for the user's
+        del sys.path[0]  # this folder: its modules must not replace the user's
         runpy.run_module(VERB_PROGRAM, run_name="__main__")
     else:
         sys.path[0] = str(Path(program).resolve().parent)
@@ -54,7 +54,7 @@ def run(program: str, arguments: list[str]) -> None:
 def print_ending(ending: BaseException) -> int:
     """Prints what Python prints when a program ends so, and of a UserError the sentence; returns its exit status."""
     if isinstance(ending, KeyboardInterrupt):
-        return 130  # Ctrl-C is no fault of the program
+        return 130  # Ctrl-C is not a fault of the program
     if isinstance(ending, UserError):
         return print_user_error(ending)
     if not isinstance(ending, SystemExit):
@@ -133,7 +133,7 @@ def ask_for_fork(channel: socket.socket, command: list[str]) -> socket.socket | 
         return None
 
 
-def stand_in(connection: socket.socket, parent: int) -> NoReturn:
+def represent(connection: socket.socket, parent: int) -> NoReturn:
     """Waits for the forked rank and ends as it did."""
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -180,12 +180,12 @@ def main() -> None:
         return
     set_for_rank(os.environ)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # who started this was told to ignore them
+        signal.signal(number, signal.SIG_DFL)  # who started this had to ignore them
     folder, rank = status_of_rank(os.environ)
     (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
     connection = ask_for_fork(channel, [program, *arguments]) if channel else None
     if connection is not None:
-        stand_in(connection, parent)
+        represent(connection, parent)
     end_with_parent(parent)
     run_rank(program, arguments)
 

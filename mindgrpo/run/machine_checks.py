@@ -197,7 +197,7 @@ def _launcher() -> Finding:
 
 def _port(asked: str | None) -> Finding:
     if asked is not None and not (asked.isdecimal() and 1024 <= int(asked) <= 65535):
-        what = f"MINDGRPO_PORT={asked} is no port"
+        what = f"MINDGRPO_PORT={asked} is not a port"
         return Finding("error", what, "set 1024 to 65535 or unset it")
     port = int(asked or 0)
     with socket.socket() as probe:

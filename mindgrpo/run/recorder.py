@@ -1,7 +1,7 @@
 """Writes and says what a run leaves behind: its folder, metrics, completions, summary, picture, and the console.
 
-Only rank 0 writes and speaks; the other ranks call the same lines in vain. Once a file could not be written, so does
-rank 0, and `check_written` tells all ranks.
+Only rank 0 writes and speaks; calls of the other ranks do nothing. Once a file could not be written, so does
+rank 0, and `check_written` raises on all ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RunRecord:
         self._evaluations: list[dict[str, float | None]] = []
         self._first_step_seconds: float | None = None
         self.trackers = Trackers((), {}, self.console.line)
-        # All are made now: a folder that cannot be written is better told before a run than after it.
+        # All are made now: a folder that cannot be written is better reported before a run than after it.
         self._paths: OutputPaths = on_first_rank(backend, lambda: self._make_paths(name))
         self.directory, self.model_directory = self._paths.directory, self._paths.model
 
@@ -144,7 +144,7 @@ class RunRecord:
         sections["notes"] = [*notes, *self._loaded.notices]
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
 
-    def step(self, step: int, num_steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, num_steps: int, metrics: Mapping[str, Any]) -> None:
         """Writes and prints the step's metrics; `step` counts from 1."""
         if self._first_step_seconds is None:
             self._first_step_seconds = time.time() - self._launched
@@ -154,16 +154,16 @@ class RunRecord:
         if not self._is_writer:
             return
         with self._recording():
-            self._metrics.write(step, figures)
-        self.console.step_line({"step": step, **figures}, num_steps)
+            self._metrics.write(step, metrics)
+        self.console.step_line({"step": step, **metrics}, num_steps)
         if self._loaded.config.rl_config.performance_stats:
-            times = [f"{k[5:]} {v:.2f}" for k, v in figures.items() if k.startswith("time/")]
+            times = [f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
         self.trackers.check()
 
     def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
-        """Keeps an evaluation, the first mode's means for the summary; its figures as metrics name them."""
+        """Keeps an evaluation, the first mode's means for the summary; returns its metrics."""
         self._evaluations.append(outcomes[0].means)
         for outcome in outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)

@@ -119,21 +119,21 @@ class Session:
         record.begin(chosen, self.has_model)
         self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
-    def step_done(self, figures: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
+    def step_done(self, metrics: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
         """Counts a step: weights and sampler are those after it, its row is still open."""
         self.done += 1
         self._taken, self.unfinished = self._sampler.position, unfinished
-        self.open_row = figures
+        self.open_row = metrics
 
     def write_row(self, evaluation: dict[str, Any]) -> None:
         """Writes the step's row with its evaluation's metrics, and its checkpoint where one is due."""
-        checkpoints, figures = self.checkpoints, {**(self.open_row or {}), **evaluation}
+        checkpoints, metrics = self.checkpoints, {**(self.open_row or {}), **evaluation}
         self.open_row = None
-        figures |= checkpoints.step_done()
+        metrics |= checkpoints.step_done()
         if checkpoints.is_due(self.done, self.num_steps) and checkpoints.newest < self.done:
-            figures |= checkpoints.begin(self.done, self._taken, self.unfinished)
-        self._record.step(self.done, self.num_steps, figures)
-        # A checkpoint of a step without its rows would go on without them.
+            metrics |= checkpoints.begin(self.done, self._taken, self.unfinished)
+        self._record.step(self.done, self.num_steps, metrics)
+        # A checkpoint of a step without its rows would be resumed without them.
         self._record.check_written()
         self._last_row = self.done
         checkpoints.commit(wait=False)
@@ -153,7 +153,7 @@ class Session:
         """Keeps what is complete of a run that ends because a file cannot be written."""
         self.checkpoints.settle(self._last_row)
 
-    def tell_how_to_go_on(self, ended: Stop) -> None:
+    def say_how_to_resume(self, ended: Stop) -> None:
         say = self._record.console.line
         say(f"  {ended.reason}: the run ends with {self.done} of {self.num_steps} steps done")
         if self.checkpoints.newest:

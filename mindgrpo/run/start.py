@@ -1,7 +1,7 @@
 """Decides where a run starts and where it writes: whether all ranks start alike, what it resumes, its files.
 
 Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name. What an
-earlier session wrote is cut, renamed or moved aside, never lost, and the user is told.
+earlier session wrote is cut, renamed or moved aside, never lost, and the user hears of it.
 """
 
 from __future__ import annotations
@@ -132,12 +132,12 @@ def label_of(directory: Path) -> str:
 
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
     """Raises UserError for what cannot be made or written."""
-    asked, goes_on = config.output_dir, False
+    asked, continues = config.output_dir, False
     if start is not None and start.output is not None:
         asked = str(start.output)
         # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
-        goes_on = start.output == start.source or not start.candidates
-    directory = run_directory.create(asked, name, continues=goes_on)
+        continues = start.output == start.source or not start.candidates
+    directory = run_directory.create(asked, name, continues=continues)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
@@ -184,7 +184,7 @@ def continue_files(
                 for path, last in _row_files(paths, rows_until, step):
                     run_directory.copy_until(source / path.name, last, path)
             return []
-        return _go_on(paths, step, rows_until, keep_model)
+        return _continue(paths, step, rows_until, keep_model)
     except OSError as error:
         raise UserError(
             f"The run in {paths.directory} cannot be resumed: {error.filename or ''}: {error.strerror}; make it "
@@ -201,7 +201,7 @@ def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Pat
     ]
 
 
-def _go_on(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
+def _continue(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) -> list[str]:
     notes = []
     label = f"until_step_{step}"
     for path, last in _row_files(paths, rows_until, step):

@@ -171,7 +171,7 @@ def device_files(folder: Path) -> list[Path]:
 class HostState:
     """Holds what was seen of this host.
 
-    `trouble` says why there is no `table`; `has_device` whether anything here speaks of an NPU.
+    `trouble` says why there is no `table`; `has_device` whether anything here indicates an NPU.
     """
 
     environment: Mapping[str, str]

@@ -84,12 +84,12 @@ def transfers(backend: Backend) -> list[tuple[str, Check]]:
         return f"Python's objects of {size} ranks"
 
     def large() -> str:
-        whole = Tensor(np.full(LARGE_BYTES // 4, rank + 1.0, np.float32))
+        large_values = Tensor(np.full(LARGE_BYTES // 4, rank + 1.0, np.float32))
         graph = backend.graph(world.sum_cell(), "large all-reduce")
-        graph(whole).asnumpy()  # the first call compiles and connects
+        graph(large_values).asnumpy()  # the first call compiles and connects
         world.barrier()
         started = time.perf_counter()
-        total = graph(whole).asnumpy()
+        total = graph(large_values).asnumpy()
         seconds = time.perf_counter() - started
         _expect("sums", total[:COUNT], np.full(COUNT, size * (size + 1) / 2, np.float32))
         return f"{LARGE_BYTES >> 20} MiB in {seconds:.4f} s, {LARGE_BYTES / seconds / 1e9:.2f} GB/s"
