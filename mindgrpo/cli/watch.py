@@ -123,8 +123,7 @@ class _Watched:
         heartbeat = process.last_heartbeat() if process is not None else None
         if heartbeat is None:
             return
-        since = heartbeat.graph_since if heartbeat.graph else heartbeat.since
-        seconds = time.monotonic() - since
+        seconds = heartbeat.seconds(time.monotonic())
         phase = (heartbeat.serial, heartbeat.graph)
         if phase != self._shown_phase and (self._shown_phase is None or seconds > LONG_PHASE):
             self._shown_phase = phase

@@ -66,6 +66,10 @@ class Heartbeat:
             return f"phase {COMPILE} (graph {self.graph}, in {self.phase} {when})"
         return f"phase {self.phase} {when}"
 
+    def seconds(self, now: float) -> float:
+        """Returns how long the phase has taken, or the compilation in it."""
+        return now - (self.graph_since if self.graph else self.since)
+
 
 def heartbeat_path(folder: Path, rank: int) -> Path:
     return folder / f"heartbeat_{rank}"
@@ -125,8 +129,7 @@ class LiveLine:
     def text(self, heartbeat: Heartbeat, now: float) -> str:
         """Words a heartbeat; empty in the first seconds of a phase and between phases. `now` is by CLOCK_MONOTONIC."""
         self._remember(heartbeat)
-        since = heartbeat.graph_since if heartbeat.graph else heartbeat.since
-        seconds = now - since
+        seconds = heartbeat.seconds(now)
         if seconds < SHORTEST_SECONDS or heartbeat.kind == BETWEEN:
             return ""
         what = NAMES.get(heartbeat.phase, heartbeat.phase)

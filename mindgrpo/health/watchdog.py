@@ -96,7 +96,7 @@ def _describe(now: float, missing: Mapping[int, Heartbeat]) -> str:
         return "every rank is in it with a heartbeat, and none stands out"
     words = []
     for rank, other in list(missing.items())[:NUM_NAMED_RANKS]:
-        seconds = max(0.0, now - (other.graph_since if other.graph else other.since))
+        seconds = max(0.0, other.seconds(now))
         age = now - other.beat_at
         silence = f", no heartbeat for {age:.0f} s" if is_silent(other, now) else ""
         words.append(f"rank {rank} ({other.position} since {seconds:.0f} s{silence})")

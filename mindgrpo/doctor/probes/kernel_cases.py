@@ -194,17 +194,27 @@ def _packed_rows() -> tuple[np.ndarray, np.ndarray]:
     return positions, spans
 
 
-def _attention(name: str, heads: Heads) -> Case:
-    rotary, tokens = _rotary(heads), ROWS * LENGTH
-    return Case(
-        name,
-        "attention",
-        lambda kernels: AttentionOfRows(kernels, heads, rotary),
-        [_floats(tokens, heads.width), *_weights(heads), *_packed_rows()],
-        1,
-        [(tokens, heads.queries * heads.dim)],
-        is_attention=True,
-    )
+def _attention(
+    name: str,
+    method: str,
+    make: Callable[[Kernels], nn.Cell],
+    heads: Heads,
+    num_tokens: int,
+    others: Sequence[np.ndarray],
+) -> Case:
+    """Makes a case of attention of `num_tokens` tokens; only packed rows have a gradient."""
+    inputs = [_floats(num_tokens, heads.width), *_weights(heads), *others]
+    shape, has_gradient = (num_tokens, heads.queries * heads.dim), method == "attention"
+    return Case(name, method, make, inputs, 1, [shape], has_gradient, is_attention=True)
+
+
+def _packed(name: str, heads: Heads) -> Case:
+    rotary = _rotary(heads)
+
+    def make(kernels: Kernels) -> nn.Cell:
+        return AttentionOfRows(kernels, heads, rotary)
+
+    return _attention(name, "attention", make, heads, ROWS * LENGTH, _packed_rows())
 
 
 def _caches(heads: Heads) -> tuple[Parameter, Parameter]:
@@ -219,24 +229,12 @@ def _prefill(heads: Heads) -> Case:
     causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
     angles = np.tile(_rotary(heads)[:prompt, None], (2, 1, 1))
     rows = (starts[:, None] + np.arange(prompt)).reshape(-1).astype(np.int32)
-    sources = np.array([1, 0, 1], np.int32)
-    return Case(
-        "attention of prompts",
-        "prefill_attention",
-        lambda kernels: kernels.prefill_attention(heads, *_caches(heads)),
-        [
-            _floats(2 * prompt, heads.width),
-            *_weights(heads),
-            causal[None, None],
-            angles,
-            sources,
-            rows,
-        ],
-        1,
-        [(2 * prompt, heads.queries * heads.dim)],
-        has_gradient=False,
-        is_attention=True,
-    )
+    others = [causal[None, None], angles, np.array([1, 0, 1], np.int32), rows]
+
+    def make(kernels: Kernels) -> nn.Cell:
+        return kernels.prefill_attention(heads, *_caches(heads))
+
+    return _attention("attention of prompts", "prefill_attention", make, heads, 2 * prompt, others)
 
 
 def _cached(heads: Heads) -> Case:
@@ -245,22 +243,12 @@ def _cached(heads: Heads) -> Case:
     mask = np.where(np.arange(LENGTH) <= at[:, None], 0.0, NEVER).astype(np.float32)
     starts = np.arange(SLOTS * heads.kv).reshape(SLOTS, heads.kv) * LENGTH
     rows = (starts + at[:, None]).reshape(-1).astype(np.int32)
-    return Case(
-        "attention to the cache",
-        "cached_attention",
-        lambda kernels: kernels.cached_attention(heads, *_caches(heads)),
-        [
-            _floats(SLOTS, heads.width),
-            *_weights(heads),
-            mask[:, None],
-            _rotary(heads)[at][:, None],
-            rows,
-        ],
-        1,
-        [(SLOTS, heads.queries * heads.dim)],
-        has_gradient=False,
-        is_attention=True,
-    )
+    others = [mask[:, None], _rotary(heads)[at][:, None], rows]
+
+    def make(kernels: Kernels) -> nn.Cell:
+        return kernels.cached_attention(heads, *_caches(heads))
+
+    return _attention("attention to the cache", "cached_attention", make, heads, SLOTS, others)
 
 
 def cases() -> list[Case]:
@@ -277,8 +265,8 @@ def cases() -> list[Case]:
             [same, same],
         ),
         Case("gate", "glu", lambda k: k.glu("silu"), [_floats(37, 2 * WIDTH)], 1, [same]),
-        _attention("packed attention, biases", BIASED),
-        _attention("packed attention, norms", NORMED),
+        _packed("packed attention, biases", BIASED),
+        _packed("packed attention, norms", NORMED),
         _prefill(BIASED),
         _cached(BIASED),
     ]
