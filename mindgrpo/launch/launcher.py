@@ -272,13 +272,13 @@ class Restarts:
             )
             return None
         self.num_left, self.num_restarts = self.num_left - 1, self.num_restarts + 1
-        directory = ""
-        with suppress(OSError):
+        again = f"start {self.num_restarts + 1}, {self.num_left} more after it"
+        try:
             directory = (status_folder / "directory").read_text(encoding="utf-8").strip()
-        goes_on = f", resumes the run in {directory}" if directory else ""
-        say(f"start {self.num_restarts + 1}, {self.num_left} more after it{goes_on}")
-        if not directory:
+        except OSError:
+            say(again)
             return options
+        say(f"{again}, resumes the run in {directory}")
         return replace(options, command=resuming(options.command, directory))
 
 
@@ -297,13 +297,11 @@ def _with_programs_on_path(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+    with socket.socket() as probe, suppress(OSError):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 def _port(options: Options) -> int | None:
