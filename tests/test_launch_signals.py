@@ -78,7 +78,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 run = Path("/there/run")
 if SAVED:
     command = resume_command(sys.argv, sys.orig_argv, os.environ, run)
-    health.tell_checkpoint(run / "checkpoints" / "step_000003", command)
+    health.report_checkpoint(run / "checkpoints" / "step_000003", command)
 print(os.getpid(), flush=True)
 time.sleep(300)
 """

@@ -25,7 +25,7 @@ from pathlib import Path
 from mindgrpo.health.rank_health import RankHealth
 health = RankHealth.of_process(int(rank), 2, os.environ)
 here = Path(__file__).parent
-health.tell_output_directory(here / "run")
+health.report_output_directory(here / "run")
 starts = len(list(here.glob("started_" + rank + "_*")))
 (here / f"started_{rank}_{starts}").write_text(" ".join(sys.argv[1:]))
 health.at_step(STEP)

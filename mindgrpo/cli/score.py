@@ -160,8 +160,7 @@ def show(trial: ScoreTrial, scorer: Scorer) -> None:
                 "failed" if row in scores.reports[name].failed else number(scored[row])
                 for name, scored in scores.per_function.items()
             ]
-            texts = step.answers[row], step.completions[row]
-            print_row(str(shown), *texts, cells, scorer.names)
+            print_row(str(shown), step.answers[row], step.completions[row], cells, scorer.names)
         for name, report in scores.reports.items():
             reports[name] = reports[name].plus(report) if name in reports else report
             values[name] += scores.per_function[name].tolist()
@@ -173,14 +172,14 @@ def show(trial: ScoreTrial, scorer: Scorer) -> None:
 
 
 def print_row(
-    number: str, answer: str, completion: str, cells: Sequence[str], names: Sequence[str]
+    row: str, answer: str, completion: str, cells: Sequence[str], names: Sequence[str]
 ) -> None:
     texts = (
         " ".join(text[-4 * TEXT_WIDTH :].split())[-width:].ljust(width)
         for text, width in ((answer, ANSWER_WIDTH), (completion, TEXT_WIDTH))
     )
     scores = (cell.rjust(max(8, len(name))) for cell, name in zip(cells, names, strict=True))
-    print("  ".join([number.rjust(4), *texts, *scores]))
+    print("  ".join([row.rjust(4), *texts, *scores]))
 
 
 def summarise(name: str, values: Sequence[float], report: Report) -> None:

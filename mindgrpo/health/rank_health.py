@@ -145,13 +145,13 @@ class RankHealth:
         own = self.heartbeat_of(self.rank)
         return others | ({self.rank: own} if own else {})
 
-    def tell_output_directory(self, directory: Path) -> None:
-        """Tells the launcher where the run writes, so that it can start the job again from there."""
+    def report_output_directory(self, directory: Path) -> None:
+        """Reports to the launcher where the run writes, so that it can start the job again from there."""
         if self.folder is not None and self.rank == 0:
             (self.folder / "directory").write_text(f"{directory.absolute()}\n", encoding="utf-8")
 
-    def tell_checkpoint(self, checkpoint: Path, command: str) -> None:
-        """Tells the launcher of the newest checkpoint and of the command that resumes from it."""
+    def report_checkpoint(self, checkpoint: Path, command: str) -> None:
+        """Reports to the launcher the newest checkpoint and the command that resumes from it."""
         if self.folder is not None and self.rank == 0:
             text, partial = (
                 f"{checkpoint.absolute()}\n{command}\n",

@@ -195,7 +195,7 @@ class RunCheckpoints:
         self._newest = step
         self._best = self._best_with(step)
         self._record.console.line(f"  checkpoint: {folder}")
-        self._backend.health.tell_checkpoint(folder, self.resume_command)
+        self._backend.health.report_checkpoint(folder, self.resume_command)
         if self._backend.rank == 0:
             self._delete_old()
 

@@ -39,7 +39,7 @@ class Watch:
         self._probe = self._make_probe()
         self._log = own_log(os.environ)
         settings, health = config.monitor_config, backend.health
-        health.tell_output_directory(record.directory)
+        health.report_output_directory(record.directory)
         if settings.phase_deadline_action != "off":
             watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
             health.on_beat(watchdog.check)
