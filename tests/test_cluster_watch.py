@@ -23,8 +23,15 @@ from mindgrpo.health.failure import (
 )
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.launch import cluster
-from mindgrpo.launch.cluster_watch import NAME, ClusterNews, ClusterWatch, failure_of, numbers
-from mindgrpo.launch.exit_report import report, worker_log
+from mindgrpo.launch.exit_report import (
+    CLUSTER_NAME,
+    ClusterNews,
+    ClusterWatch,
+    failure_of_cluster,
+    numbers,
+    report,
+    worker_log,
+)
 from mindgrpo.launch.log_follower import Screen
 from mindgrpo.launch.options import Hosts, Options
 
@@ -96,11 +103,11 @@ def news(*lines: str) -> ClusterNews:
 def test_a_loss_is_told_with_the_host_and_its_ranks(
     lines: tuple[str, ...], host_index: int, num_hosts: int, message: str
 ) -> None:
-    assert failure_of(options(host_index, num_hosts), news(*lines), []).message == message
+    assert failure_of_cluster(options(host_index, num_hosts), news(*lines), []).message == message
 
 
 def test_a_stopped_rank_of_this_host_is_not_blamed_on_another() -> None:
-    message = failure_of(options(1), news(GIVES_UP), [3]).message
+    message = failure_of_cluster(options(1), news(GIVES_UP), [3]).message
     assert message == "rank 3 of this host, host 1 (ranks 2 and 3), gave no sign of life"
 
 
@@ -129,7 +136,7 @@ def test_a_line_counts_once_it_is_whole_and_becomes_the_last_line_of_the_job(
     text = REGISTERED.format(rank=3) + SILENT.format(rank=3)
     (logs / "scheduler.log").write_text(text[:-40])
     watch.look()
-    assert read_failure(logs / "status", NAME) is None
+    assert read_failure(logs / "status", CLUSTER_NAME) is None
     (logs / "scheduler.log").write_text(text)
     watch.look()
     lines, status = report(logs, 4, 0, -9)
@@ -145,7 +152,7 @@ def test_a_rank_of_this_host_that_failed_before_stays_the_reason(tmp_path: Path)
     write_failure(logs / "status", 3, failure_of_code(logs / "status", 3, -9, 1.0))
     worker_log(logs, 2).write_text(NO_ANSWER + GIVES_UP)
     ClusterWatch(options(1), logs).look()
-    assert read_failure(logs / "status", NAME) is not None
+    assert read_failure(logs / "status", CLUSTER_NAME) is not None
     first = first_failure(logs / "status")
     assert first is not None and first.message.startswith("rank 3 was killed by signal 9")
 
@@ -160,7 +167,7 @@ def test_a_rank_waits_long_for_its_peers_and_the_scheduler_short_for_ranks() -> 
 
 def test_a_scheduler_that_answers_again_is_not_the_one_that_is_lost() -> None:
     later = GIVES_UP.replace("13:51:32", "13:58:00")
-    told_so = failure_of(options(1), news(NO_ANSWER, later), [])
+    told_so = failure_of_cluster(options(1), news(NO_ANSWER, later), [])
     assert told_so.message == f"{FIRST} is lost: a rank there ended or cannot be reached"
 
 
@@ -168,7 +175,7 @@ def test_a_loss_has_the_time_of_its_first_line() -> None:
     both = news(GIVES_UP.replace("13:51:32.298", "13:51:33.000"), GIVES_UP)
     expected = time.mktime((2026, 11, 22, 13, 51, 32, 0, 0, -1)) + 0.298
     assert both.lost_at == pytest.approx(expected)
-    assert failure_of(options(1), both, []).time == both.lost_at
+    assert failure_of_cluster(options(1), both, []).time == both.lost_at
 
 
 def test_lines_of_the_cluster_are_on_no_screen_however_they_arrive() -> None:

@@ -27,10 +27,9 @@ from npu_stand_ins import (
 from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import main
 from mindgrpo.doctor import first_step
-from mindgrpo.doctor.examine import SECTIONS
+from mindgrpo.doctor.examine import SECTIONS, telling_variables
 from mindgrpo.doctor.probes import host, versions
 from mindgrpo.doctor.probes.host import Holder, read_smi
-from mindgrpo.doctor.report import telling_variables
 
 # -- what tools and files say -------------------------------------------------------------------------------------
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindgrpo.cli.arguments import Arguments, path
-from mindgrpo.doctor.examine import SECTIONS, Examination, target_here
+from mindgrpo.doctor.examine import SECTIONS, DoctorReport, Examination, check_output, target_here
 from mindgrpo.doctor.probes.host import HostState
-from mindgrpo.doctor.report import DoctorReport, check_output
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import POSITIVE
 from mindgrpo.run.machine_checks import findings

@@ -1,14 +1,18 @@
-"""Makes the checks of `mindgrpo doctor --device` one after the other, whatever comes of each, and gives their lines."""
+"""Makes the checks of `mindgrpo doctor --device` one after the other, and writes their lines to a file to send back."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import mindgrpo
 from mindgrpo.backend.dtypes import Dtype, resolve_compute_dtype
 from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.doctor import first_step
@@ -25,6 +29,8 @@ from mindgrpo.doctor.jobs import (
     skipped,
 )
 from mindgrpo.doctor.probes.host import HOST_CHECKS, HostState
+from mindgrpo.errors import UserError
+from mindgrpo.run.machine_checks import installed_version
 
 # Seconds after which a job is ended: of its sections together.
 DEADLINES = {"communication": 300.0, "weights": 300.0, "kernels": 600.0, "first_step": 1200.0}
@@ -33,6 +39,13 @@ PROGRAM = Path(__file__).with_name("on_ranks.py")
 SECTIONS = ("driver", "versions", "memory", "communication", "weights", "kernels", "first_step")
 # Those that one job makes on all ranks.
 ON_ALL_RANKS = ("communication", "weights")
+# A file that has this key is a report, which the next one may replace.
+MARK = "mindgrpo_doctor"
+# Variables by their beginnings that say how devices and ranks were set up.
+SETUP = ("ASCEND_", "HCCL_", "LCCL_", "MS_", "MINDGRPO_", "RANK_", "DEVICE_ID", "GLOG_", "OMP_NUM")
+PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
+PACKAGES = ("mindspore", "mindformers", "numpy", "transformers", "tokenizers", "safetensors")
 
 
 def target_here(device: str | None = None) -> Target:
@@ -144,3 +157,92 @@ class Examination:
 def _without_ok(section: str, lines: Sequence[CheckLine]) -> list[CheckLine]:
     """Drops a section's own line unless it failed outside of its checks."""
     return [line for line in lines if line.check != section or line.status != "ok"]
+
+
+@dataclass
+class DoctorReport:
+    """Collects the lines of all checks; `machine` are the plain doctor's."""
+
+    target: str
+    num_ranks: int
+    command: str
+    machine: Sequence[str]
+    environment: Mapping[str, str]
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    started_at: float = field(default_factory=time.time)
+
+    def add(self, section: str, lines: Sequence[CheckLine], seconds: float) -> None:
+        for line in lines:
+            own = asdict(line)
+            own = {key: value for key, value in own.items() if value not in ("", {})}
+            self.lines.append({"section": section, **own, "section_seconds": round(seconds, 2)})
+
+    @property
+    def runs_on(self) -> str:
+        return f"{self.target}, {self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
+
+    def count(self, status: str) -> int:
+        return sum(line["status"] == status for line in self.lines)
+
+    def content(self, jobs: Mapping[str, JobEnd]) -> dict[str, Any]:
+        system, python = os.uname(), ".".join(map(str, sys.version_info[:3]))
+        versions = {name: installed_version(name) or "not installed" for name in PACKAGES}
+        return {
+            MARK: 1,
+            "mindgrpo": mindgrpo.__version__,
+            "command": self.command,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(self.started_at)),
+            "seconds": round(time.time() - self.started_at, 1),
+            "runs_on": self.runs_on,
+            "results": {name: self.count(name) for name in ("ok", "fails", "skipped")},
+            "system": f"{system.sysname} {system.release} {system.machine}",
+            "versions": {"python": python, **versions},
+            "lines": self.lines,
+            "machine": list(self.machine),
+            "environment": telling_variables(self.environment),
+            "jobs": {name: self._job(name, end) for name, end in jobs.items()},
+        }
+
+    def _job(self, name: str, end: JobEnd) -> dict[str, Any]:
+        """Describes a job's end, with the tails of its logs where one of its lines failed."""
+        kept = {"status": end.status, "seconds": round(end.seconds, 1)}
+        sections = name.split(",")
+        failed = any(
+            line["status"] == "fails" and line["section"] in sections for line in self.lines
+        )
+        if not failed:
+            return kept
+        logs = {file: text.splitlines() for file, text in end.logs.items()}
+        return kept | {"output": end.output.splitlines(), "logs": logs}
+
+    def write(self, path: Path, jobs: Mapping[str, JobEnd]) -> None:
+        text = json.dumps(self.content(jobs), indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def telling_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Selects those that say how devices and ranks were set up; none whose name speaks of a secret."""
+    return {
+        name: environment[name]
+        for name in sorted(environment)
+        if (name in PATHS or name.startswith(SETUP))
+        and not any(word in name.upper() for word in SECRET)
+    }
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError where a report cannot be written, or would replace a file that is none."""
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder; give a file, such as {path}/report.json.")
+    if path.exists():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            content = None
+        if not isinstance(content, dict) or MARK not in content:
+            raise UserError(
+                f"--output {path} exists and is not a report of the doctor, and only those are replaced; give another "
+                "file."
+            )
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UserError(f"--output {path} cannot be written; give a file in a folder that can.")

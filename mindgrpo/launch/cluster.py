@@ -208,7 +208,7 @@ def cluster_variables(num_hosts: int) -> dict[str, str]:
         "MS_HEARTBEAT_RETRY_TIMEOUT": str(ANSWER_SECONDS),
         "MS_RETRY_INTERVAL_LOWER": "1",
         "MS_RETRY_INTERVAL_UPPER": "2",
-        # Warnings of this module alone: cluster_watch.py reads them, and no screen shows them.
+        # Warnings of this module alone: exit_report.py reads them, and no screen shows them.
         "MS_SUBMODULE_LOG_v": "{DISTRIBUTED:2}",
     }
 

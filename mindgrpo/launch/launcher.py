@@ -25,8 +25,7 @@ from mindgrpo.health.processes import STOPPING
 from mindgrpo.health.rank_health import resuming
 from mindgrpo.launch import exit_report
 from mindgrpo.launch.cluster import PORTS
-from mindgrpo.launch.cluster_watch import ClusterWatch
-from mindgrpo.launch.exit_report import worker_log
+from mindgrpo.launch.exit_report import ClusterWatch, worker_log
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import Options
 from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
