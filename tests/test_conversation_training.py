@@ -29,7 +29,7 @@ from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.training.policy import Policy
-from mindgrpo.training.stage_graphs import PolicyLoss
+from mindgrpo.training.stage_graphs import LossInputs, PolicyLoss
 from mindgrpo.training.update import UpdateReport, update
 
 LOSSES = {
@@ -94,11 +94,11 @@ def linear(policy: Policy, rollout: Rollout, slopes: list[np.ndarray]) -> dict[s
     mesh = policy.weights.layout.mesh
     batches = PackedRollout(rollout).micro_batches(policy.settings.shape, mesh.dp, 0)
 
-    def inputs(micro: MicroBatch) -> tuple[np.ndarray, ...]:
+    def inputs(micro: MicroBatch) -> LossInputs:
         zeros = np.zeros(micro.picks.size, np.float32)
         ones = np.ones_like(zeros)
         advantages = micro.spread([-s.astype(np.float32) for s in slopes])
-        return zeros, zeros, advantages, ones, ones, zeros.astype(np.int32), zeros
+        return LossInputs(zeros, zeros, advantages, ones, ones, zeros.astype(np.int32), zeros)
 
     policy.accumulate(batches, [inputs(micro) for micro in batches], False)
     policy.gradient_norm()

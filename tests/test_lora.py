@@ -31,6 +31,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.run.model_export import export_adapters
 from mindgrpo.training.policy import Policy
+from mindgrpo.training.stage_graphs import LossInputs
 from mindgrpo.weight_sync.transfer import WeightSyncer
 from mindgrpo.weights.pretrained import fill_random
 
@@ -115,7 +116,8 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
             zeros = np.zeros(micro.picks.size, np.float32)
             used = (given.reference_logps or [], given.advantages, weights)
             unread = (zeros, zeros.astype(np.int32), zeros)
-            extras.append((zeros, *(micro.spread(values) for values in used), *unread))
+            spread = (micro.spread(values) for values in used)
+            extras.append(LossInputs(zeros, *spread, *unread))
         policy.accumulate(batches, extras, False)
     assert adapted.adapters is not None
     scale = adapted.adapters.settings.scale
