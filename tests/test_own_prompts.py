@@ -154,7 +154,7 @@ def draw(backend: CpuBackend) -> Draw:
     suffix: Any = TurnSuffix(tokenizer, role="user")
     # Random weights hardly ever draw the one token that ends a turn of the template.
     suffix.end_id = AnyEnd()
-    cache = KVCacheConfig(8, GROUP, None, MAX_PROMPT + MAX_TOKENS, MAX_TOKENS, continues=True)
+    cache = KVCacheConfig(8, GROUP, None, MAX_PROMPT + MAX_TOKENS, MAX_TOKENS, goes_on=True)
     engine = EmbeddedEngine(CONFIG, LAYOUT, backend, SAMPLING, cache)
     engine.publish(lambda: fill_random(engine.weights, seed=2, scale=0.15), 0)
     rows = [np.array(tokenizer.encode(q), np.int32) for q in QUESTIONS]
