@@ -5,8 +5,8 @@ What a step is stands in grpo/step.py: sync, rollout, score, reference, old log-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,37 +77,23 @@ class GRPOTrainer:
         weight = environment_weight(run.config)
         self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
-        is_first = backend.rank == 0
-        self.conversations = make_conversations(
-            run.config, inputs.tokenizer, inputs.turns, runs_here=is_first
-        )
+        self.conversations = make_conversations(run.config, inputs.tokenizer, inputs.turns, backend)
         self.stepper = make_stepper(
             self.roles,
             inputs.sampling,
             run.prompts,
             self.scorer,
             learning_rate,
-            self._phase,
+            run.watch.step_phase,
             self.conversations,
-            run.prompts,
-            run.prompts.row,
+            self.session.unfinished,
         )
-        if self.stepper.partial is not None:
-            self.stepper.partial.unfinished = self.session.unfinished
         self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
         self.export = ModelExport(self.roles, inputs.tokenizer)
         on_first_rank(backend, inputs.check_rewards)
         say, write = record.console.line, self.export.write
         self.reward_guard = RewardGuard(run.config.reward_config.max_failed_steps, run.num_steps)
         self.nan_guard = NanGuard(run.config, backend, record.directory, say, write)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        # Once the weights have begun to change, the step is finished.
-        if name != "sync_reference":
-            self.run.stopping.check()
-        with self.run.watch.phase(name):
-            yield
 
     def train(self, **others: object) -> Path:
         """Runs to the end and writes the model; the run's folder.
@@ -220,9 +206,10 @@ class GRPOTrainer:
         """The metrics of step number `step`, from 0."""
         run, outcome = self.run, self.stepper.run(step)
         run.watch.dump(outcome)
-        run.record.samples(step + 1, run.prompts.owners(outcome.batch.rollout), outcome)
+        owners = run.prompts.owners(outcome.batch.rollout.group_ids)
+        run.record.samples(step + 1, owners, outcome)
         self.reward_guard.step_done(step + 1, outcome.scored.scores)
-        metrics = all_metrics(outcome, self.roles, run.prompts.sampler.position)
+        metrics = all_metrics(outcome, self.roles, run.prompts.position)
         if run.inputs.turns is not None:
             metrics |= turn_figures(outcome.batch.rollout.messages, run.inputs.turns.names)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)

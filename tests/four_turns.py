@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from data_sets import MODEL
@@ -17,9 +16,9 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import (
     STOPPED,
     Arrays,
-    Completion,
     Request,
     Rollout,
+    Sample,
     TrainBatch,
     collect,
 )
@@ -32,7 +31,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.conversations import Conversations, run_together
+from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolAnswer, load_tools
@@ -65,13 +64,17 @@ class Scripted:
     def close(self) -> None:
         """Nothing was started."""
 
-    def generate(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], turn: int) -> list[Sample]:
         made = []
         for request in requests:
             for sample in request.samples:
                 ids = self.tokenizer.encode(TEXTS[sample][turn] + "<|im_end|>")
                 logps = np.full(len(ids), -1.0, np.float32)
-                made.append(Completion(sample, np.array(ids, np.int32), logps, STOPPED, 0))
+                made.append(
+                    Sample.drawn(
+                        sample, request.prompt, np.array(ids, np.int32), STOPPED, 0, logps=logps
+                    )
+                )
         return made
 
 
@@ -91,8 +94,7 @@ def conversations() -> Rollout:
         for q in QUESTIONS
     ]
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]
-    answer = partial(run_together, responder=responder, gather=lambda own: [own])
-    return collect(prompts, 2, loop.run(requests, LENGTH, 0, script.generate, answer))
+    return collect(loop.run(requests, LENGTH, script.generate), 2, range(len(prompts)))
 
 
 def policy_of(backend: CpuBackend, loss: LossConfig, shape: MicroShape) -> Policy:
@@ -118,8 +120,10 @@ def batch_of(rollout: Rollout, logps: Arrays) -> TrainBatch:
     def near(deviation: float) -> list[np.ndarray]:
         return [(p + rng.normal(0, deviation, p.size)).astype(np.float32) for p in logps]
 
+    pairs = zip(rollout.samples, logps, strict=True)
+    samples = tuple(replace(s, arrays={**s.arrays, "logps": own}) for s, own in pairs)
     return TrainBatch(
-        replace(rollout, generator_logps=tuple(logps)),
+        replace(rollout, samples=samples),
         advantages=np.array([0.8, -1.1, 0.6, -0.3], np.float32),
         old_logps=near(0.2),
         reference_logps=near(0.3),

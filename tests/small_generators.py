@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.sample import Completion, Request
+from mindgrpo.algorithm.sample import Request, Sample
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import NUM_PARTS
 from mindgrpo.backend.kernels.contract import Kernels
@@ -105,18 +105,16 @@ def requests_of(group: int = GROUP) -> list[Request]:
     ]
 
 
-def run(generator: EmbeddedEngine, requests: Sequence[Request], step: int = 0) -> list[Completion]:
+def run(generator: EmbeddedEngine, requests: Sequence[Request], step: int = 0) -> list[Sample]:
     return run_by(generator, generator.sampling, requests, step)
 
 
-def by_sample(completions: Sequence[Completion]) -> dict[int, Completion]:
-    assert len({completion.sample for completion in completions}) == len(completions)
-    return {completion.sample: completion for completion in completions}
+def by_sample(completions: Sequence[Sample]) -> dict[int, Sample]:
+    assert len({completion.number for completion in completions}) == len(completions)
+    return {completion.number: completion for completion in completions}
 
 
-def assert_same(
-    found: Sequence[Completion], expected: Sequence[Completion], atol: float = 1e-5
-) -> None:
+def assert_same(found: Sequence[Sample], expected: Sequence[Sample], atol: float = 1e-5) -> None:
     """The same samples, whatever their order; log-probs to `atol`, or bit for bit with 0."""
     one, other = by_sample(found), by_sample(expected)
     assert one.keys() == other.keys()
@@ -131,6 +129,6 @@ def run_by(
     settings: SamplingParams,
     requests: Sequence[Request],
     step: int = 0,
-) -> list[Completion]:
+) -> list[Sample]:
     """The same with other settings than the generator was made with."""
     return generator.generate(requests, settings, SeedKey(seed=0, purpose=0, step=step), VERSION)

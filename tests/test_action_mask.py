@@ -60,7 +60,8 @@ def rollout(garbage: float | None = None) -> Rollout:
         values(1, -4.2, garbage),
         [i // 3 for i in range(len(MASKS))],
     )
-    return replace(given, action_mask=MASKS)
+    pairs = zip(given.samples, MASKS, strict=True)
+    return replace(given, samples=tuple(replace(s, action_mask=mask) for s, mask in pairs))
 
 
 def batch(garbage: float | None = None) -> TrainBatch:

@@ -6,7 +6,6 @@ Does not prove that engines draw right after context: test_distributed.py compar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from data_sets import MODEL
 
-from mindgrpo.algorithm.sample import LENGTH, MAX_TURNS, STOPPED, Completion, Request, collect
+from mindgrpo.algorithm.sample import LENGTH, MAX_TURNS, STOPPED, Request, Sample, collect
 from mindgrpo.data.chat_template import ChatTemplate, shipped_names
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
@@ -56,7 +55,7 @@ class Writer:
         self._tokenizer, self._texts = tokenizer, {i: list(own) for i, own in texts.items()}
         self.rounds: list[list[Request]] = []
 
-    def generate(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], turn: int) -> list[Sample]:
         assert turn == len(self.rounds)
         self.rounds.append(list(requests))
         completions = []
@@ -68,11 +67,13 @@ class Writer:
                 reason = STOPPED if len(ids) <= limit else LENGTH
                 tokens = np.array(ids[:limit], np.int32)
                 logps = -np.ones(len(tokens), np.float32) - turn
-                completions.append(Completion(sample, tokens, logps, reason, VERSION))
+                completions.append(
+                    Sample.drawn(sample, request.prompt, tokens, reason, VERSION, logps=logps)
+                )
         return completions
 
 
-Run = Callable[..., tuple[list[Completion], Writer, Echo]]
+Run = Callable[..., tuple[list[Sample], Writer, Echo]]
 
 
 @pytest.fixture
@@ -82,14 +83,13 @@ def run(tokenizer: Tokenizer) -> Run:
         max_turns: int = 8,
         max_tool_calls: int | None = None,
         max_tokens: int = 10**6,
-    ) -> tuple[list[Completion], Writer, Echo]:
+    ) -> tuple[list[Sample], Writer, Echo]:
         pool, writer = Echo(), Writer(tokenizer, texts)
         suffix = TurnSuffix(tokenizer, SCHEMAS)
         responder = ToolTurns(parse_hermes, pool, max_tool_calls)
         conversations = Conversations(tokenizer, suffix, responder, max_turns)
         requests = [Request(np.array([5, 6], np.int32), tuple(texts), (max_tokens,) * len(texts))]
-        answer = partial(run_together, responder=responder, gather=lambda own: [own])
-        made = conversations.run(requests, max_tokens, VERSION, writer.generate, answer)
+        made = conversations.run(requests, max_tokens, writer.generate)
         return made, writer, pool
 
     return run_texts
@@ -127,7 +127,7 @@ def test_a_conversation_is_what_the_template_makes_of_it_whole(
 
 def test_samples_go_on_by_themselves_and_come_back_in_order(run: Run) -> None:
     made, writer, pool = run({4: ["done"], 5: [CALL, "two"], 6: ["done"], 7: [CALL, CALL, "three"]})
-    assert [one.sample for one in made] == [4, 5, 6, 7]
+    assert [one.number for one in made] == [4, 5, 6, 7]
     assert [[r.samples for r in round_] for round_ in writer.rounds] == [
         [(4, 5, 6, 7)],
         [(5,), (7,)],
@@ -135,7 +135,7 @@ def test_samples_go_on_by_themselves_and_come_back_in_order(run: Run) -> None:
     ]
     assert [len(one.messages) for one in made] == [1, 3, 1, 5]
     assert len(pool.calls) == 3
-    rollout = collect([np.array([5, 6], np.int32)], 4, made, first=4)
+    rollout = collect(made, 4, [0], first=4)
     assert [m.all() for m in rollout.action_mask] == [True, False, True, False]
     figures = tool_figures(rollout.messages, ["calculator"])
     assert figures["tools/turns"] == 7 / 4 and figures["tools/calls"] == 3 / 4

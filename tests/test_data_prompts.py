@@ -18,7 +18,7 @@ from data_sets import MODEL, examples_of, questions, write_lines, write_parquet
 
 from mindgrpo.config import load_config
 from mindgrpo.data.examples import Example, RowForm
-from mindgrpo.data.prompt_source import DataSampler, epoch_order
+from mindgrpo.data.prompt_source import PromptSource, epoch_order
 from mindgrpo.data.prompts import Fitted, PromptForm, PromptSet, columns_of
 from mindgrpo.data.row_files import ListedRows
 from mindgrpo.data.sources import ALONE, Examples, Ranks, open_examples
@@ -244,24 +244,24 @@ def test_max_steps_takes_precedence_over_epochs(
 
 def test_steps_cross_epochs_without_losing_a_row(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    sampler = DataSampler(prompts, seed=5)
+    sampler = PromptSource(prompts, 5, 3)
     steps = [[prompt.index for prompt in sampler.take(3)] for _ in range(7)]
     drawn = [index for step in steps for index in step]
     for epoch in range(3):
         assert drawn[7 * epoch : 7 * epoch + 7] == epoch_order(7, 5, epoch).tolist()
-    assert len(DataSampler(prompts, seed=5).take(16)) == 16
+    assert len(PromptSource(prompts, 5, 3).take(16)) == 16
     # A run that continues at step 4 draws what the first one would have drawn.
-    again = DataSampler(prompt_set(questions(7), tokenizer), seed=5, position=12)
+    again = PromptSource(prompt_set(questions(7), tokenizer), 5, 3, position=12)
     assert [prompt.index for prompt in again.take(3)] == steps[4]
 
 
 def test_a_sampler_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None:
     prompts = prompt_set(questions(7), tokenizer)
-    whole = [prompt.index for prompt in DataSampler(prompts, seed=5).take(20)]
-    sampler = DataSampler(prompts, seed=5)
+    whole = [prompt.index for prompt in PromptSource(prompts, 5, 3).take(20)]
+    sampler = PromptSource(prompts, 5, 3)
     drawn = [prompt.index for count in (3, 1, 6) for prompt in sampler.take(count)]
     assert (sampler.position, sampler.epoch) == (10, 1)
-    resumed = DataSampler(prompts, seed=5, position=sampler.position)
+    resumed = PromptSource(prompts, 5, 3, sampler.position)
     assert drawn + [prompt.index for prompt in resumed.take(10)] == whole
 
 

@@ -15,7 +15,7 @@ import pytest
 from small_generators import GROUP, MAX_PROMPT, MAX_TOKENS, ROW, SETTINGS, VERSION, requests_of, run
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import Completion, Request, Rollout
+from mindgrpo.algorithm.sample import Request, Rollout, Sample
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import SHARED_MEMORY
@@ -116,7 +116,7 @@ class Model:
                 part += 0.3 * np.random.default_rng(len(name)).normal(size=part.shape)
 
     def trainer_logps(
-        self, requests: Sequence[Request], completions: Sequence[Completion]
+        self, requests: Sequence[Request], completions: Sequence[Sample]
     ) -> list[np.ndarray]:
         rollout = Rollout.single_turn(
             [request.prompt for request in requests for _ in request.samples],
@@ -130,7 +130,7 @@ class Model:
 
 
 @pytest.fixture(scope="module")
-def plainest(backend: Backend) -> list[Completion]:
+def plainest(backend: Backend) -> list[Sample]:
     with pytest.MonkeyPatch.context() as patch:
         return run(Model(PLAINEST.config(patch), backend).generator, requests_of())
 
@@ -145,7 +145,7 @@ def test_every_field_of_a_family_has_a_variant() -> None:
 @each_variant
 def test_log_probs_are_the_trainers_with_every_option(
     backend: Backend,
-    plainest: list[Completion],
+    plainest: list[Sample],
     options: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,7 +6,6 @@ Does not prove that environments live and end in processes of their own: that is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +22,8 @@ from mindgrpo.algorithm.sample import (
     LENGTH,
     MAX_TURNS,
     STOPPED,
-    Completion,
     Request,
+    Sample,
     collect,
 )
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -36,7 +35,7 @@ from mindgrpo.environments.contract import Observation, Opening, Question, Resul
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.rewards.scores import Scores
-from mindgrpo.rollout.conversations import Conversations, run_together
+from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.environment import (
     EnvironmentTurns,
     environment_weight,
@@ -105,15 +104,12 @@ class Talk:
         form = PromptForm(tokenizer, longest_prompt)
         suffix = TurnSuffix(tokenizer, role="user")
         driver = Conversations(tokenizer, suffix, responder, max_turns, form)
-        answer = partial(run_together, responder=responder, gather=lambda own: [own])
         request = Request(DATA_PROMPT, tuple(texts), (max_tokens,) * len(texts))
-        self.made: list[Completion] = driver.run(
+        self.made: list[Sample] = driver.run(
             [request],
             max_tokens,
-            3,
             self.writer.generate,
-            answer,
-            lambda sample: Opening({"word": words[sample]}, "0"),
+            openings={sample: Opening({"word": words[sample]}, "0") for sample in texts},
         )
 
 
@@ -162,7 +158,7 @@ def test_samples_have_their_own_prompts_and_share_those_that_are_alike(
         (prompt_ids(tokenizer, "b"), (5, 7)),
     ]
     assert [request.samples for request in second] == [(7,)]
-    rollout = collect([DATA_PROMPT], 4, talk.made, first=4)
+    rollout = collect(talk.made, 4, [0], first=4)
     assert [ids.tolist() for ids in rollout.prompt_ids] == [
         prompt_ids(tokenizer, word) for word in "abab"
     ]
@@ -239,7 +235,7 @@ class Lengths:
 
 def test_rewards_are_the_sum_of_the_turns_beside_those_of_functions(tokenizer: Tokenizer) -> None:
     texts = {0: ["a 1", "done 2"], 1: ["done 5"], 2: ["fails"], 3: ["a 1", "b 1", "done 1"]}
-    rollout = collect([DATA_PROMPT], 4, Talk(tokenizer, texts).made)
+    rollout = collect(Talk(tokenizer, texts).made, 4, [0])
     prompts: list[Any] = [
         SimpleNamespace(ids=DATA_PROMPT, text="p", question="q", answer="", columns={})
     ] * 4
@@ -278,7 +274,7 @@ def test_rewards_are_the_sum_of_the_turns_beside_those_of_functions(tokenizer: T
 
 def test_every_token_has_the_advantage_of_its_turn(tokenizer: Tokenizer) -> None:
     texts = {0: ["a 1", "done 2"], 1: ["done 0"]}
-    rollout = collect([DATA_PROMPT], 2, Talk(tokenizer, texts).made)
+    rollout = collect(Talk(tokenizer, texts).made, 2, [0])
     rewards = turn_rewards(rollout.messages, 1.0, np.zeros(2), np.zeros(2, bool))
     totals = np.array([3.0, 0.0], np.float32)
     config = AdvantageConfig(2, by_turn=True)

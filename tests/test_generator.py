@@ -33,7 +33,7 @@ from small_generators import (
 )
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request, Rollout
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Rollout, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -44,7 +44,7 @@ from mindgrpo.rollout.engine import RolloutEngine, SeedKey, StaleWeights
 from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., EmbeddedEngine]
-TrainerLogps = Callable[[Sequence[Request], Sequence[Completion]], list[np.ndarray]]
+TrainerLogps = Callable[[Sequence[Request], Sequence[Sample]], list[np.ndarray]]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
     shape = MicroShape(4, ROW)
     pipeline = ForwardPipeline(shard, backend, "policy", shape, ROW, SETTINGS.temperature)
 
-    def of(requests: Sequence[Request], completions: Sequence[Completion]) -> list[np.ndarray]:
+    def of(requests: Sequence[Request], completions: Sequence[Sample]) -> list[np.ndarray]:
         rollout = Rollout.single_turn(
             [request.prompt for request in requests for _ in request.samples],
             [completion.tokens for completion in completions],
@@ -98,7 +98,7 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
 
 
 def assert_logps_agree(
-    trainer_logps: TrainerLogps, requests: Sequence[Request], completions: Sequence[Completion]
+    trainer_logps: TrainerLogps, requests: Sequence[Request], completions: Sequence[Sample]
 ) -> None:
     trained = trainer_logps(requests, completions)
     assert len(trained) == len(completions)
@@ -129,7 +129,7 @@ def test_log_probs_are_the_trainers_up_to_the_very_last_position(
     longest = [
         completion
         for completion in completions
-        if len(requests[completion.sample // GROUP].prompt) == MAX_PROMPT
+        if len(requests[completion.number // GROUP].prompt) == MAX_PROMPT
         and len(completion.tokens) == MAX_TOKENS
     ]
     assert longest, "no sample fills its row"
@@ -141,7 +141,7 @@ def test_a_group_of_one_has_the_trainers_log_probs(
 ) -> None:
     requests = requests_of(group=1)
     completions = run(generator_of(slots=4, copies=1), requests)
-    assert [completion.sample for completion in completions] == list(range(len(requests)))
+    assert [completion.number for completion in completions] == list(range(len(requests)))
     assert_logps_agree(trainer_logps, requests, completions)
 
 
@@ -227,7 +227,7 @@ def test_the_penalty_sees_prompt_and_completion_and_forgets_other_samples(
     generator, requests = generator_of(settings, 4), requests_of()
     completions = run(generator, requests)
     for completion in completions:
-        prompt = requests[completion.sample // GROUP].prompt
+        prompt = requests[completion.number // GROUP].prompt
         assert not np.isin(completion.tokens, prompt).any()
         assert len(set(completion.tokens.tolist())) == MAX_TOKENS
     assert_same(run(generator, requests[::-1]), completions)

@@ -121,9 +121,9 @@ def check_tokens(golden: Golden, backend: Backend, name: str) -> None:
     generator.publish(lambda: load_weights(generator.weights, golden.directory), 0)
     requests = [Request(prompt, (2 * i, 2 * i + 1)) for i, prompt in enumerate(prompts)]
     completions = generator.generate(requests, settings, SeedKey(0, 0, 0), 0)
-    assert [completion.sample for completion in completions] == list(range(6))
+    assert [completion.number for completion in completions] == list(range(6))
     for completion in completions:
-        expected = golden.values[f"{name}/{completion.sample // 2}"]
+        expected = golden.values[f"{name}/{completion.number // 2}"]
         assert completion.tokens.tolist() == expected.tolist()
         stopped = expected[-1] in stops
         assert completion.finish_reason == (STOPPED if stopped else LENGTH)

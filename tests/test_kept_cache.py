@@ -24,7 +24,7 @@ from small_generators import (
     requests_of,
 )
 
-from mindgrpo.algorithm.sample import Completion, Request
+from mindgrpo.algorithm.sample import Request, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.rollout.embedded import slots as kept_module
@@ -62,15 +62,15 @@ def engine(
     return made
 
 
-def after(completion: Completion, turn: int) -> list[int]:
+def after(completion: Sample, turn: int) -> list[int]:
     """What is written between two turns: none to two tokens, a function of the turn before."""
     number = int(completion.tokens[-1]) + turn
     return [1 + (number + i) % (VOCAB - 1) for i in range(number % 3)]
 
 
-def converse(made: EmbeddedEngine) -> tuple[list[list[Completion]], list[int]]:
+def converse(made: EmbeddedEngine) -> tuple[list[list[Sample]], list[int]]:
     """The completions of each round, and the prompt tokens that were computed for it; samples drop out."""
-    rounds: list[list[Completion]] = []
+    rounds: list[list[Sample]] = []
     computed = []
     requests = [replace(r, max_tokens=(MAX_TOKENS,) * GROUP) for r in requests_of()]
     room = {sample: MAX_TOKENS for r in requests for sample in r.samples}
@@ -81,11 +81,11 @@ def converse(made: EmbeddedEngine) -> tuple[list[list[Completion]], list[int]]:
         computed.append(made.stats.prompt_tokens)
         requests = []
         for one in completions:
-            context = [*prompt_of[one.sample], *one.tokens.tolist(), *after(one, turn)]
-            room[one.sample] -= len(context) - len(prompt_of[one.sample])
-            prompt_of[one.sample] = np.array(context, np.int32)
-            if room[one.sample] > 0 and one.sample % 5 != turn:
-                requests.append(Request(prompt_of[one.sample], (one.sample,), (room[one.sample],)))
+            context = [*prompt_of[one.number], *one.tokens.tolist(), *after(one, turn)]
+            room[one.number] -= len(context) - len(prompt_of[one.number])
+            prompt_of[one.number] = np.array(context, np.int32)
+            if room[one.number] > 0 and one.number % 5 != turn:
+                requests.append(Request(prompt_of[one.number], (one.number,), (room[one.number],)))
     return rounds, computed
 
 
@@ -118,7 +118,7 @@ def test_a_conversation_from_kept_keys_is_the_one_that_is_computed_again(
     assert len(expected[1]) > 3 and expected[2]
     for round_, other in zip(ours, expected, strict=True):
         for one, two in zip(round_, other, strict=True):
-            assert (one.sample, one.finish_reason) == (two.sample, two.finish_reason)
+            assert (one.number, one.finish_reason) == (two.number, two.finish_reason)
             np.testing.assert_array_equal(one.tokens, two.tokens)
             np.testing.assert_allclose(one.logps, two.logps, rtol=0, atol=1e-5)
 
@@ -148,7 +148,7 @@ def test_keys_of_other_weights_or_of_another_text_are_not_used(
         for prompt, one in zip(prompts, completions, strict=True):
             tokens = one.tokens if change == "weights" else (one.tokens + 1) % VOCAB
             context = np.concatenate([prompt, tokens]).astype(np.int32)
-            further.append(Request(context, (one.sample,), (2,)))
+            further.append(Request(context, (one.number,), (2,)))
         if change == "weights":
             made.publish(lambda: None, VERSION)
         made.generate(further, sampling, SeedKey(1, 0, 0, 1), VERSION)

@@ -21,7 +21,7 @@ from small_runs import MODEL
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import FAILED, Completion, Request, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import FAILED, Request, Rollout, Sample, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -110,8 +110,8 @@ class OneByOne:
     def stats(self) -> Any:
         return self._engine.stats
 
-    def generate(self, requests: Sequence[Request], *arguments: Any) -> list[Completion]:
-        made: list[Completion] = []
+    def generate(self, requests: Sequence[Request], *arguments: Any) -> list[Sample]:
+        made: list[Sample] = []
         for request in requests:
             self.requests.append(request)
             limits = request.max_tokens or (MAX_TOKENS,) * len(request.samples)
@@ -158,6 +158,10 @@ def draw(backend: CpuBackend) -> Draw:
     engine = EmbeddedEngine(CONFIG, LAYOUT, backend, SAMPLING, cache)
     engine.publish(lambda: fill_random(engine.weights, seed=2, scale=0.15), 0)
     rows = [np.array(tokenizer.encode(q), np.int32) for q in QUESTIONS]
+    prompts: list[Any] = [
+        SimpleNamespace(ids=ids, text=q, question="", answer="", columns={}, row={"question": q})
+        for ids, q in zip(rows, QUESTIONS, strict=True)
+    ]
 
     def of(name: str, shares: bool = True) -> Drawn:
         turns = EnvironmentTurns(Pool(TEXTS[name]))
@@ -167,18 +171,14 @@ def draw(backend: CpuBackend) -> Draw:
         asked: Any = engine if shares else OneByOne(engine)
         replicas = Replicas(asked, Mesh(1, 1), backend, conversations)
         rollout = replicas.generate(
-            rows,
+            prompts,
             GROUP,
             SAMPLING,
             SeedKey(3, 0, 0),
             0,
-            rows=lambda number: {"question": QUESTIONS[number]},
         )
         scorer = RolloutScorer(NoFunctions(), tokenizer, backend, 1.0)  # type: ignore[arg-type]
-        owners: list[Any] = [
-            SimpleNamespace(ids=rows[g], text=QUESTIONS[g], question="", answer="", columns={})
-            for g in rollout.group_ids
-        ]
+        owners = [prompts[g] for g in rollout.group_ids]
         total = scorer.score(rollout, owners).scores.total
         # What the policy gave before, and what the reference gives: beyond both ends of the clip, too.
         noise = np.random.default_rng(5)

@@ -6,7 +6,7 @@ Does not prove that attention keeps the samples of a row apart, nor how full the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from mindgrpo.algorithm.packing import (
     pack,
     padding_share,
 )
-from mindgrpo.algorithm.sample import Completion, Rollout, collect
+from mindgrpo.algorithm.sample import Rollout, Sample, collect
 from mindgrpo.errors import UserError
 
 ROW = 20
@@ -108,7 +108,8 @@ def test_samples_of_a_group_share_one_prompt_in_a_row() -> None:
 def test_samples_share_a_prompt_in_a_row_where_its_ids_are_equal_and_only_there() -> None:
     samples = samples_of([(4, 3)] * 4, groups=[0, 0, 1, 1])
     prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4], [9])]
-    own = replace(samples, prompt_ids=prompts)
+    pairs = zip(samples.samples, prompts, strict=True)
+    own = replace(samples, samples=tuple(replace(one, prompt=prompt) for one, prompt in pairs))
     (row,) = rows_of(own, range(4))
     starts = {placed.sample: placed.prompt_start for placed in row}
     assert starts[0] == starts[2] and len(set(starts.values())) == 3
@@ -290,8 +291,9 @@ def test_a_rollout_is_packed_once_for_all_who_compute_on_it_alike() -> None:
         np.testing.assert_array_equal(found.picks, wanted.picks)
 
 
-def completion(sample: int) -> Completion:
-    return Completion(sample, np.array([sample], np.int32), np.zeros(1, np.float32), "stop", 7)
+def completion(sample: int) -> Sample:
+    prompt = np.array([100 + 100 * (sample // 2)])
+    return Sample.drawn(sample, prompt, np.array([sample]), "stop", 7, logps=[0.0])
 
 
 def test_replaced_groups_bring_their_prompts_and_leave_the_others_alone() -> None:
@@ -300,8 +302,9 @@ def test_replaced_groups_bring_their_prompts_and_leave_the_others_alone() -> Non
     after = before.with_groups_of(fresh)
     assert before.samples_of([1, 3]) == [3, 4, 5, 9, 10, 11]
     assert list(after.group_ids) == [i // 3 for i in range(12)]
-    for field in fields(Rollout):
-        found, kept, new = (getattr(rollout, field.name) for rollout in (after, before, fresh))
+    columns = "samples", "prompt_ids", "completion_ids", "action_mask", "messages", "group_ids"
+    for name in (*columns, "finish_reasons", "generator_logps", "weights_version"):
+        found, kept, new = (getattr(rollout, name) for rollout in (after, before, fresh))
         assert all(found[i] is kept[i] for i in (0, 1, 2, 6, 7, 8))
         assert all(found[i] is new[j] for j, i in enumerate((3, 4, 5, 9, 10, 11)))
     with pytest.raises(ValueError, match="do not replace"):
@@ -309,8 +312,7 @@ def test_replaced_groups_bring_their_prompts_and_leave_the_others_alone() -> Non
 
 
 def test_completions_are_put_in_order_with_their_prompts() -> None:
-    prompts = [np.array([100]), np.array([200])]
-    samples = collect(prompts, 2, [completion(i) for i in (3, 0, 2, 1)])
+    samples = collect([completion(i) for i in (3, 0, 2, 1)], 2, [0, 1])
     assert [int(tokens[0]) for tokens in samples.completion_ids] == [0, 1, 2, 3]
     assert [int(prompt[0]) for prompt in samples.prompt_ids] == [100, 100, 200, 200]
     assert [v.tolist() for v in samples.weights_version] == [[7]] * 4
@@ -320,4 +322,4 @@ def test_completions_are_put_in_order_with_their_prompts() -> None:
 @pytest.mark.parametrize("arrived", [(0, 1, 2), (0, 1, 2, 2), (0, 1, 2, 3, 3)])
 def test_a_completion_that_is_missing_or_comes_twice_is_refused(arrived: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="completions arrived for 4 samples"):
-        collect([np.array([1]), np.array([2])], 2, [completion(i) for i in arrived])
+        collect([completion(i) for i in arrived], 2, [0, 1])

@@ -6,7 +6,6 @@ Does not prove that engines go on right after a cut: test_partial_runs.py compar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +13,11 @@ import numpy as np
 import pytest
 from distributed.scripted_turns import scripted
 
-from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
 from mindgrpo.checkpoint.format import RunState
 from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
-from mindgrpo.data.prompt_source import DataSampler, PromptSource
-from mindgrpo.rollout.conversations import Conversations, run_together
+from mindgrpo.data.prompt_source import PromptSource
+from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.partial import (
     PartialGroup,
     PartialLimits,
@@ -26,10 +25,10 @@ from mindgrpo.rollout.partial import (
     PartialSettings,
     draw_partial,
 )
-from mindgrpo.rollout.sample import Sample
 
 SIZE = 2
 STOP = 0
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Counter:
@@ -39,7 +38,7 @@ class Counter:
         self.version = version
         self.rounds: list[list[Request]] = []
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
         assert turn == len(self.rounds)
         self.rounds.append(list(requests))
         completions = []
@@ -48,7 +47,9 @@ class Counter:
                 tokens = np.arange(request.prompt[-1] - 1, -1, -1, dtype=np.int32)[:limit]
                 reason = STOPPED if tokens[-1] == STOP else LENGTH
                 logps = -tokens.astype(np.float32)
-                completions.append(Completion(sample, tokens, logps, reason, self.version))
+                completions.append(
+                    Sample.drawn(sample, NO_TOKENS, tokens, reason, self.version, logps=logps)
+                )
         return completions[::-1]
 
 
@@ -96,19 +97,18 @@ def test_a_completion_has_at_most_its_tokens_over_all_chunks() -> None:
 def test_no_prompt_is_drawn_twice_where_fewer_are_under_way_than_go_on() -> None:
     """As after a resume with a smaller rl_config.over_sampling_batch_size."""
     prompts: Any = [SimpleNamespace(ids=np.array([7, i], np.int32)) for i in range(40)]
-    source = PromptSource(DataSampler(prompts, seed=0), 3)
+    source = PromptSource(prompts, 0, 3)
     settings = PartialSettings(limits(3), under_way=5, num_generations=SIZE)
-    rollouts = PartialRollouts(settings, source, replicas=None)  # type: ignore[arg-type]
-    begun = list(source.take(8))
-    goes_on = [group(position, 9) for position in begun]
-    rollouts.unfinished = tuple(goes_on)
+    goes_on = [group(position, 9) for position in source.next_positions(8)]
+    replicas: Any = None
+    rollouts = PartialRollouts(settings, source, replicas, tuple(goes_on))
     assert len(rollouts.begin_step(1)) == 8 * (1 + SIZE)
     # Three of them are still there a step later, and two are drawn for the others.
-    rollouts.unfinished = tuple(goes_on[5:])
+    rollouts = PartialRollouts(settings, source, replicas, tuple(goes_on[5:]))
     drawn = rollouts.begin_step(2)[3 * (1 + SIZE) :: 1 + SIZE]
-    expected = source.token_ids([8, 9])
+    expected = [prompt.ids for prompt in source.at([8, 9])]
     assert [ids.tolist() for ids in drawn] == [ids.tolist() for ids in expected]
-    assert source.sampler.position == 10
+    assert source.position == 10
 
 
 def test_samples_of_a_round_have_numbers_of_their_own_and_fresh_ones_share_their_prompt() -> None:
@@ -171,7 +171,7 @@ class Speaker:
     def __init__(self) -> None:
         self._left: dict[int, list[list[int]]] = {}
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
         made = []
         for request in requests:
             limits = request.max_tokens or (100,) * len(request.samples)
@@ -182,7 +182,8 @@ class Speaker:
                 if not left[0]:
                     left.pop(0)
                 tokens = np.array(ids, np.int32)
-                made.append(Completion(sample, tokens, -tokens.astype(np.float32), reason, 1))
+                logps = -tokens.astype(np.float32)
+                made.append(Sample.drawn(sample, NO_TOKENS, tokens, reason, 1, logps=logps))
         return made
 
 
@@ -190,10 +191,6 @@ def conversations() -> Conversations:
     driver = scripted(max_turns=3, has_environment=False, is_first=True)
     assert driver is not None
     return driver
-
-
-def answer_to(driver: Conversations) -> Any:
-    return partial(run_together, responder=driver.responder, gather=lambda own: [own])
 
 
 @pytest.mark.parametrize("max_tokens", [11, 14, 100])
@@ -204,11 +201,11 @@ def test_conversations_in_chunks_are_those_that_are_drawn_turn_by_turn(
     driver, engine = conversations(), Speaker()
     prompts = [np.array([7, i], np.int32) for i in range(3)]
     requests = [Request(p, (2 * i, 2 * i + 1), (max_tokens,) * 2) for i, p in enumerate(prompts)]
-    expected = driver.run(requests, max_tokens, 1, engine.complete, answer_to(driver))
+    expected = driver.run(requests, max_tokens, engine.complete)
     assert max(len(one.messages) for one in expected) >= 3
 
     def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
-        return driver.next_turns(drawn, max_tokens, 1, answer_to(driver))[0]
+        return driver.next_turns(drawn, max_tokens)[0]
 
     begun = [PartialGroup.begun(i, prompt, 0, SIZE) for i, prompt in enumerate(prompts)]
     wanted = limits(len(begun), chunk=chunk, max_tokens=max_tokens)
@@ -223,11 +220,11 @@ def test_conversations_in_chunks_are_those_that_are_drawn_turn_by_turn(
 
 def test_a_conversation_comes_back_from_a_manifest() -> None:
     sample = Sample.begun(np.array([7, 8], np.int32)).with_written(
-        Completion(0, np.array([3, STOP], np.int32), np.array([-1, -2], np.float32), STOPPED, 4)
+        Sample.drawn(0, NO_TOKENS, np.array([3, STOP], np.int32), STOPPED, 4, logps=[-1, -2])
     )
     call = {"role": "assistant", "content": "3", "tool_calls": [{"name": "f", "arguments": {}}]}
     told = [call, {"role": "tool", "content": "\u00e9", "failure": None}]
-    sample = sample.with_answer([9, 9, 9], told, 5)
+    sample = sample.with_answer([9, 9, 9], told)
     stored = StoredGroup.model_validate_json(
         stored_groups([PartialGroup(2, 1, (sample,))])[0].model_dump_json()
     )

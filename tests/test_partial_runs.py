@@ -29,7 +29,7 @@ from small_generators import (
 )
 from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
-from mindgrpo.algorithm.sample import STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import STOPPED, Request, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import read_manifest
@@ -71,7 +71,7 @@ def test_the_likeliest_tokens_in_chunks_are_those_of_whole_completions(
     prompts = [request.prompt for request in requests_of()]
     groups = [PartialGroup.begun(i, prompt, 0, GROUP) for i, prompt in enumerate(prompts)]
 
-    def complete(requests: Sequence[Request], turn: int) -> list[Completion]:
+    def complete(requests: Sequence[Request], turn: int) -> list[Sample]:
         return run_by(generator, settings, requests, turn)
 
     outcome = draw_partial(groups, PartialLimits(len(groups), 3, MAX_TOKENS, 1), 0, complete)

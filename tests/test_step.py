@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig
-from mindgrpo.algorithm.sample import Completion, Request, Rollout
+from mindgrpo.algorithm.sample import Request, Rollout, Sample
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.grpo.metrics import Resampling
 from mindgrpo.grpo.scoring import Scored
@@ -54,10 +54,10 @@ class Engine:
 
     def generate(
         self, requests: list[Request], sampling: SamplingParams, key: SeedKey, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         self.asked.append((requests, sampling, key, version))
         return [
-            Completion(i, np.array([r.prompt[0], i], np.int32), np.zeros(2), "stop", version)
+            Sample.drawn(i, r.prompt, np.array([r.prompt[0], i]), "stop", version, logps=[0, 0])
             for r in requests
             for i in r.samples
         ]
@@ -71,20 +71,21 @@ class Task:
         self.replaced: list[list[int]] = []
         self._taken = 0
 
-    def _take(self, count: int) -> list[np.ndarray]:
+    def _take(self, count: int) -> list[Any]:
         self._taken += count
-        return [np.array([i], np.int32) for i in range(self._taken - count, self._taken)]
+        numbers = range(self._taken - count, self._taken)
+        return [SimpleNamespace(ids=np.array([i], np.int32)) for i in numbers]
 
-    def begin_step(self, step: int) -> list[np.ndarray]:
+    def begin_step(self, step: int) -> list[Any]:
         assert step == STEP
         return self._take(self._num_groups)
 
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+    def replace(self, groups: Sequence[int]) -> list[Any]:
         self.replaced.append(list(groups))
         return self._take(len(groups))
 
-    def owners(self, rollout: Rollout) -> list[Any]:
-        return list(rollout.group_ids)
+    def owners(self, group_ids: Sequence[int]) -> list[Any]:
+        return list(group_ids)
 
     def score(self, rollout: Rollout, prompts: Sequence[Any]) -> Scored:
         assert list(prompts) == list(rollout.group_ids)

@@ -154,8 +154,9 @@ def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed:
 
 def test_a_prompt_that_is_computed_once_a_row_learns_the_same(policy_of: PolicyOf) -> None:
     given = batch()
-    prompts = [given.rollout.prompt_ids[i // 3] for i in range(len(given))]
-    given = replace(given, rollout=replace(given.rollout, prompt_ids=prompts))
+    own = given.rollout.samples
+    samples = tuple(replace(one, prompt=own[i // 3].prompt) for i, one in enumerate(own))
+    given = replace(given, rollout=replace(given.rollout, samples=samples))
     (first, *_) = pack(given.rollout, range(len(given)), SETTINGS.shape)
     assert len({placed.prompt_start for placed in first}) < len(first)
     together = one_update(policy_of(SETTINGS), given)

@@ -124,7 +124,7 @@ def test_what_is_asked_for_reaches_the_engine_and_what_it_answers_the_caller(
         "max_tokens": 5,
         "stop_ids": [2, 9],
     }
-    assert [one.sample for one in made] == [4, 5, 6]
+    assert [one.number for one in made] == [4, 5, 6]
     assert [one.tokens.tolist() for one in made] == [
         [seeds[0] % 97, 3],
         [seeds[1] % 97, 3],

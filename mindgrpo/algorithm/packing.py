@@ -7,13 +7,13 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import Arrays, Rollout
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Arrays, Rollout
 from mindgrpo.errors import UserError
 
 # Heads run over this many sizes at most, each a compile of its own.
@@ -137,7 +137,7 @@ def _take(waiting: list[_Bundle], room: int, most: int) -> _Bundle | None:
 class MicroBatch:
     """int32: `tokens`, `positions` [R, T], `spans` [R, T, 3] (backend/kernels/contract.py); `picks` [M], the positions
     among R * T that predict, -1 on padding, and `labels` [M], what comes after them. `actions` bool [M] says which
-    labels the policy wrote; padding is none.
+    labels the policy wrote; padding is none. `arrays` [R, T, ...] are the declared per-token arrays that are inputs.
     """
 
     rows: tuple[Row, ...]
@@ -147,6 +147,7 @@ class MicroBatch:
     picks: np.ndarray
     labels: np.ndarray
     actions: np.ndarray
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
         """Per-sample scalars or per-token arrays -> float32 [M], 0 on padding."""
@@ -207,6 +208,11 @@ def _arrays(rollout: Rollout, rows: tuple[Row, ...], row_length: int, num_picks:
     spans[:, :, 2] = np.arange(row_length)  # padding sees itself
     picks, labels = np.full(num_picks, -1, np.int32), np.zeros(num_picks, np.int32)
     actions = np.zeros(num_picks, bool)
+    arrays = {
+        name: np.full((*shape, *declared.trailing), declared.on_context or 0, declared.dtype)
+        for name, declared in TOKEN_ARRAYS.items()
+        if declared.is_input and name in rollout.token_arrays
+    }
     count = 0
     for index, row in enumerate(rows):
         for placed in row:
@@ -215,6 +221,8 @@ def _arrays(rollout: Rollout, rows: tuple[Row, ...], row_length: int, num_picks:
             own = slice(placed.start, placed.start + max(0, placed.completion - 1))
             tokens[index, shared] = rollout.prompt_ids[placed.sample]
             tokens[index, own] = completion[:-1]
+            for name, values in arrays.items():
+                values[index, own] = rollout.token_arrays[name][placed.sample][:-1]
             positions[index, shared] = np.arange(placed.prompt)
             positions[index, own] = placed.prompt + np.arange(own.stop - own.start)
             spans[index, shared] = (0, 0, placed.prompt_start)
@@ -224,7 +232,7 @@ def _arrays(rollout: Rollout, rows: tuple[Row, ...], row_length: int, num_picks:
             labels[count:end] = completion
             actions[count:end] = rollout.action_mask[placed.sample]
             count = end
-    return MicroBatch(rows, tokens, positions, spans, picks, labels, actions)
+    return MicroBatch(rows, tokens, positions, spans, picks, labels, actions, arrays)
 
 
 class PackedRollout:

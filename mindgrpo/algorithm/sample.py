@@ -1,12 +1,15 @@
-"""What a rollout gives and what an update is trained on, one entry a sample; the same on every rank.
+"""A sample from its prompt to its loss: one conversation, a step's samples, and what they are trained on.
 
-Token ids travel with their lengths, finish reasons and masks, so no mask is ever read off a token's value.
+Token ids travel with their lengths, finish reasons and masks, so no mask is ever read off a token's value. Arrays with
+an entry for each token are declared in TOKEN_ARRAYS and made by engines; what is between engine and loss passes them on
+by their declarations.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +19,44 @@ STOPPED, LENGTH, MAX_TURNS, FAILED = "stop", "length", "max_turns", "failed"
 
 Arrays = Sequence[np.ndarray]
 Messages = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class TokenArray:
+    """Declares an array with an entry of shape `trailing` for each token of a completion; `title` is for messages.
+
+    Tokens that the policy did not write have `on_context` everywhere; None repeats the entry of the token before. An
+    array that `is_input` is one of the inputs of a micro-batch, where prompts and padding have `on_context`, too.
+    """
+
+    title: str
+    dtype: type[np.generic]
+    trailing: tuple[int, ...] = ()
+    on_context: float | None = 0
+    is_input: bool = False
+
+    def of(self, values: Any, num_tokens: int) -> np.ndarray:
+        """Return `values` with the declared dtype and shape. Raises ValueError where they have another number."""
+        return np.asarray(values, self.dtype).reshape(num_tokens, *self.trailing)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return math.prod((num_tokens, *self.trailing)) * np.dtype(self.dtype).itemsize
+
+    def with_context(self, values: np.ndarray, count: int) -> np.ndarray:
+        """Append the entries of `count` tokens that the policy did not write."""
+        context = np.full((count, *self.trailing), self.on_context or 0, self.dtype)
+        if self.on_context is None:
+            context[...] = values[-1]
+        return np.concatenate([values, context])
+
+
+# An engine gives the first two with every sample; one that some of a step's samples lack is left out of the step.
+TOKEN_ARRAYS = {
+    # In nats, at the sampling temperature, by the engine.
+    "logps": TokenArray("the generator's log-probs", np.float32),
+    # Of the weights that wrote the token, or that were there.
+    "versions": TokenArray("the versions of the generator's weights", np.int32, on_context=None),
+}
 
 
 @dataclass(frozen=True)
@@ -31,43 +72,108 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One completion of an engine: `tokens` int32 [n], `logps` float32 [n] in nats at the sampling temperature.
+class Sample:
+    """Number `number` of a rollout's samples: `tokens` int32 [n] after `prompt` int32 [m].
 
-    `sample` is its number among a step's samples, `version` that of the weights that wrote it. Of a conversation,
-    `action_mask` bool [n] says which tokens the policy wrote (None: all), and `messages` are its turns and what tools
-    or an environment answered. `prompt` int32 is the conversation's own, where it has one.
+    `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
+    advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
+    conversation, `messages` are the turns that have ended and what tools or an environment answered.
     """
 
-    sample: int
+    number: int
+    prompt: np.ndarray
     tokens: np.ndarray
-    logps: np.ndarray
-    finish_reason: str
-    version: int
-    action_mask: np.ndarray | None = None
+    action_mask: np.ndarray
+    arrays: Mapping[str, np.ndarray]
+    finish_reason: str | None = None
     messages: Messages = ()
-    prompt: np.ndarray | None = None
+
+    @classmethod
+    def begun(cls, prompt: np.ndarray, number: int = 0) -> Sample:
+        """Return a sample without tokens."""
+        ids, arrays = np.zeros(0, np.int32), {n: a.of((), 0) for n, a in TOKEN_ARRAYS.items()}
+        return cls(number, np.asarray(prompt, np.int32), ids, np.zeros(0, bool), arrays)
+
+    @classmethod
+    def drawn(
+        cls,
+        number: int,
+        prompt: np.ndarray,
+        tokens: np.ndarray,
+        finish_reason: str,
+        version: int,
+        **arrays: Any,
+    ) -> Sample:
+        """Return a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
+
+        Raises ValueError where an array has not an entry for each token.
+        """
+        count = len(tokens)
+        arrays["versions"] = np.full(count, version, np.int32)
+        checked = {name: TOKEN_ARRAYS[name].of(values, count) for name, values in arrays.items()}
+        return cls(number, prompt, tokens, np.ones(count, bool), checked, finish_reason)
+
+    @property
+    def logps(self) -> np.ndarray:
+        return self.arrays["logps"]
+
+    @property
+    def versions(self) -> np.ndarray:
+        return self.arrays["versions"]
+
+    @property
+    def turn(self) -> np.ndarray:
+        """int32 [k]: the policy's tokens since anybody else's."""
+        others = np.flatnonzero(~self.action_mask)
+        return self.tokens[others[-1] + 1 if others.size else 0 :]
+
+    @property
+    def num_turns(self) -> int:
+        """The policy's that have ended."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    def with_written(self, written: Sample) -> Sample:
+        """Append what the policy wrote next, and end as `written` does."""
+        both = {
+            name: np.concatenate([values, written.arrays[name]])
+            for name, values in self.arrays.items()
+            if name in written.arrays
+        }
+        grown = self._with(written.tokens, written.action_mask, both)
+        return replace(grown, finish_reason=written.finish_reason)
+
+    def with_answer(self, ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """Append `ids`, which `messages` became, as context: unfinished again, the policy continues after them."""
+        arrays = {
+            name: TOKEN_ARRAYS[name].with_context(values, len(ids))
+            for name, values in self.arrays.items()
+        }
+        grown = self._with(np.array(ids, np.int32), np.zeros(len(ids), bool), arrays)
+        return replace(grown, messages=(*self.messages, *messages), finish_reason=None)
+
+    def _with(
+        self, tokens: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray]
+    ) -> Sample:
+        tokens = np.concatenate([self.tokens, tokens])
+        mask = np.concatenate([self.action_mask, mask])
+        return replace(self, tokens=tokens, action_mask=mask, arrays=arrays)
+
+    def request(self, number: int, max_tokens: int) -> Request:
+        """Ask for the policy's next tokens, at most `max_tokens` of them."""
+        return Request(np.concatenate([self.prompt, self.tokens]), (number,), (max_tokens,))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples as the engine gave them; samples with one of `group_ids` are completions of the same prompt
-    (of the same row, where an environment gives each a prompt of its own).
+    """A step's samples, the same on every rank, and their columns.
 
-    `prompt_ids` and `completion_ids` are int32 [tokens]. For each token of a completion, `generator_logps` float32 has
-    the log-prob at which it was drawn, `action_mask` bool whether the policy wrote it (a tool's or a template's tokens
-    are context: no loss, no advantage, in no mean), `weights_version` int32 the version of the weights that wrote it.
-    `messages` are a conversation's turns and tools' answers, () for a completion of one turn.
+    Samples with one of `group_ids` are completions of the same prompt (of the same row, where an environment gives each
+    a prompt of its own). `prompt_ids` and `completion_ids` are int32 [tokens] a sample, `token_arrays` those of
+    TOKEN_ARRAYS that every sample has.
     """
 
-    prompt_ids: Arrays
-    completion_ids: Arrays
-    finish_reasons: Sequence[str]
-    generator_logps: Arrays
-    group_ids: Sequence[int]
-    action_mask: Arrays
-    weights_version: Arrays
-    messages: Sequence[Messages]
+    samples: tuple[Sample, ...]
+    group_ids: tuple[int, ...]
 
     @classmethod
     def single_turn(
@@ -80,21 +186,55 @@ class Rollout:
         versions: Sequence[int] | None = None,
     ) -> Rollout:
         """Completions that the policy wrote whole, each under weights of one of `versions` (None: 0)."""
-        lengths = [len(tokens) for tokens in completion_ids]
-        versions = versions or [0] * len(lengths)
-        return cls(
-            tuple(prompt_ids),
-            tuple(completion_ids),
-            tuple(finish_reasons),
-            tuple(generator_logps),
-            tuple(group_ids),
-            tuple(np.ones(n, bool) for n in lengths),
-            tuple(np.full(n, v, np.int32) for n, v in zip(lengths, versions, strict=True)),
-            ((),) * len(lengths),
+        versions = versions or [0] * len(completion_ids)
+        columns = prompt_ids, completion_ids, finish_reasons, versions, generator_logps
+        samples = (
+            Sample.drawn(number, prompt, tokens, reason, version, logps=logps)
+            for number, (prompt, tokens, reason, version, logps) in enumerate(
+                zip(*columns, strict=True)
+            )
         )
+        return cls(tuple(samples), tuple(group_ids))
 
     def __len__(self) -> int:
-        return len(self.completion_ids)
+        return len(self.samples)
+
+    @cached_property
+    def prompt_ids(self) -> Arrays:
+        return tuple(sample.prompt for sample in self.samples)
+
+    @cached_property
+    def completion_ids(self) -> Arrays:
+        return tuple(sample.tokens for sample in self.samples)
+
+    @cached_property
+    def action_mask(self) -> Arrays:
+        return tuple(sample.action_mask for sample in self.samples)
+
+    @cached_property
+    def token_arrays(self) -> Mapping[str, Arrays]:
+        return {
+            name: tuple(sample.arrays[name] for sample in self.samples)
+            for name in TOKEN_ARRAYS
+            if all(name in sample.arrays for sample in self.samples)
+        }
+
+    @property
+    def generator_logps(self) -> Arrays:
+        return self.token_arrays["logps"]
+
+    @property
+    def weights_version(self) -> Arrays:
+        return self.token_arrays["versions"]
+
+    @cached_property
+    def finish_reasons(self) -> tuple[str, ...]:
+        return tuple(sample.finish_reason or LENGTH for sample in self.samples)
+
+    @cached_property
+    def messages(self) -> tuple[Messages, ...]:
+        """A conversation's turns and tools' answers, () for a completion of one turn."""
+        return tuple(sample.messages for sample in self.samples)
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
         """Indices of the samples of these groups, in order."""
@@ -109,13 +249,10 @@ class Rollout:
         indices = self.samples_of(fresh.group_ids)
         if [self.group_ids[i] for i in indices] != list(fresh.group_ids):
             raise ValueError(f"{len(fresh)} samples do not replace {len(indices)} of their groups")
-        replaced = {}
-        for name in (field.name for field in fields(self)):
-            values = list(getattr(self, name))
-            for i, value in zip(indices, getattr(fresh, name), strict=True):
-                values[i] = value
-            replaced[name] = tuple(values)
-        return Rollout(**replaced)
+        samples = list(self.samples)
+        for i, sample in zip(indices, fresh.samples, strict=True):
+            samples[i] = sample
+        return replace(self, samples=tuple(samples))
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
@@ -132,6 +269,20 @@ class Rollout:
         """int64 [samples], prompts included."""
         prompts = np.array([len(tokens) for tokens in self.prompt_ids], np.int64)
         return prompts + self.completion_lengths
+
+
+def collect(
+    samples: Sequence[Sample], num_generations: int, groups: Sequence[int], first: int = 0
+) -> Rollout:
+    """Sort samples that are numbered from `first`, `num_generations` of each of `groups`, into a rollout.
+
+    Raises ValueError unless each sample arrived exactly once.
+    """
+    ordered = sorted(samples, key=lambda sample: sample.number)
+    expected = list(range(first, first + len(groups) * num_generations))
+    if [sample.number for sample in ordered] != expected:
+        raise ValueError(f"{len(ordered)} completions arrived for {len(expected)} samples")
+    return Rollout(tuple(ordered), tuple(g for g in groups for _ in range(num_generations)))
 
 
 @dataclass(frozen=True)
@@ -159,39 +310,3 @@ class TrainBatch:
     def loss_advantages(self) -> Arrays | np.ndarray:
         """A sample's number, or an array of its tokens' where those differ."""
         return self.advantages if self.token_advantages is None else self.token_advantages
-
-
-def collect(
-    prompts: Arrays,
-    num_generations: int,
-    completions: Sequence[Completion],
-    first: int = 0,
-    groups: Sequence[int] | None = None,
-) -> Rollout:
-    """The rollout of `prompts` (int32 [n] each), each repeated, its samples numbered from `first`.
-
-    `groups` are the prompts' numbers (None: from 0). Raises ValueError unless each sample arrived exactly once.
-    """
-    ordered = sorted(completions, key=lambda completion: completion.sample)
-    expected = list(range(first, first + len(prompts) * num_generations))
-    if [completion.sample for completion in ordered] != expected:
-        raise ValueError(f"{len(ordered)} completions arrived for {len(expected)} samples")
-    groups = range(len(prompts)) if groups is None else groups
-    owners = [(completion.sample - first) // num_generations for completion in ordered]
-    rollout = Rollout.single_turn(
-        [
-            c.prompt if c.prompt is not None else prompts[o]
-            for c, o in zip(ordered, owners, strict=True)
-        ],
-        [c.tokens for c in ordered],
-        [c.finish_reason for c in ordered],
-        [c.logps for c in ordered],
-        [groups[owner] for owner in owners],
-        [c.version for c in ordered],
-    )
-    whole = rollout.action_mask
-    masks = [
-        c.action_mask if c.action_mask is not None else m
-        for c, m in zip(ordered, whole, strict=True)
-    ]
-    return replace(rollout, action_mask=tuple(masks), messages=tuple(c.messages for c in ordered))

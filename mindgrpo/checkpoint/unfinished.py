@@ -11,42 +11,53 @@ from itertools import groupby
 import numpy as np
 from pydantic import Field, model_validator
 
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Sample, TokenArray
 from mindgrpo.checkpoint.model import Count, ManifestModel
 from mindgrpo.rollout.partial import PartialGroup
-from mindgrpo.rollout.sample import Sample
 
-# (version, number of tokens that weights of it wrote).
-Run = tuple[Count, Count]
+# (value, number of tokens that have it).
+Stretch = tuple[Count, Count]
+TOKENS = TokenArray("the tokens", np.int32)
 
 
 class StoredSample(ManifestModel):
-    """`tokens` are int32 and `logps` float32, as many as `versions` count; no reason: unfinished.
+    """`tokens` are int32, as many as `versions` count; `logps` and further `arrays` are as TOKEN_ARRAYS declares them.
 
-    Of a conversation, `turns` are stretches (1 where the policy wrote, number of tokens) and `messages` a JSON text.
+    Without a finish reason the sample is unfinished. Of a conversation, `turns` are stretches (1 where the policy
+    wrote, number of tokens) and `messages` a JSON text.
     """
 
     tokens: str
     logps: str
-    versions: list[Run]
+    arrays: dict[str, str] = {}
+    versions: list[Stretch]
     finish_reason: str | None
-    turns: list[Run] = []
+    turns: list[Stretch] = []
     messages: str = "[]"
+
+    @property
+    def count(self) -> int:
+        """The number of its tokens."""
+        return sum(number for _, number in self.versions)
+
+    @property
+    def token_arrays(self) -> dict[str, np.ndarray]:
+        """Those that are declared, by name. Raises ValueError where one is not of its tokens."""
+        stored = {"logps": self.logps, **self.arrays}
+        arrays = {
+            n: _array(n, stored[n], a, self.count) for n, a in TOKEN_ARRAYS.items() if n in stored
+        }
+        return {**arrays, "versions": _repeated(self.versions)}
 
     @model_validator(mode="after")
     def _fits(self) -> StoredSample:
-        count = 4 * sum(number for _, number in self.versions)
-        for name in ("tokens", "logps"):
-            try:
-                size = len(base64.b64decode(getattr(self, name), validate=True))
-            except binascii.Error as error:
-                raise ValueError(f"{name} are not base64: {error}") from None
-            if size != count:
-                raise ValueError(f"{name} have {size} bytes, but the versions are of {count}")
-        written = 4 * sum(number for _, number in self.turns)
-        if self.turns and written != count:
-            raise ValueError(f"turns are of {written} bytes, but the versions are of {count}")
+        _array("tokens", self.tokens, TOKENS, self.count)
+        _ = self.token_arrays
+        written = sum(number for _, number in self.turns)
+        if self.turns and written != self.count:
+            raise ValueError(f"turns are of {written} tokens, but the versions are of {self.count}")
         if not isinstance(json.loads(self.messages), list):
-            raise ValueError("messages are no list")
+            raise ValueError("messages are not a list")
         return self
 
 
@@ -75,9 +86,11 @@ def stored_groups(groups: Sequence[PartialGroup]) -> list[StoredGroup]:
 
 
 def _stored(sample: Sample) -> StoredSample:
+    texts = {name: _text(values) for name, values in sample.arrays.items() if name != "versions"}
     return StoredSample(
-        tokens=_text(sample.tokens.astype("<i4")),
-        logps=_text(sample.logps.astype("<f4")),
+        tokens=_text(sample.tokens),
+        logps=texts.pop("logps"),
+        arrays=texts,
         versions=version_runs(sample.versions),
         finish_reason=sample.finish_reason,
         turns=version_runs(sample.action_mask.astype(np.int32)),
@@ -90,32 +103,45 @@ def restored_groups(
 ) -> tuple[PartialGroup, ...]:
     """`prompts` int32 [n] are those at the groups' positions."""
     return tuple(
-        PartialGroup(group.position, group.step, tuple(_sample(s, prompt) for s in group.samples))
+        PartialGroup(
+            group.position,
+            group.step,
+            tuple(_sample(i, s, prompt) for i, s in enumerate(group.samples)),
+        )
         for group, prompt in zip(stored, prompts, strict=True)
     )
 
 
-def _sample(stored: StoredSample, prompt: np.ndarray) -> Sample:
-    versions = _repeated(stored.versions)
+def _sample(number: int, stored: StoredSample, prompt: np.ndarray) -> Sample:
+    turns = _repeated(stored.turns).astype(bool)
     return Sample(
+        number,
         np.asarray(prompt, np.int32),
-        _array(stored.tokens, "<i4").astype(np.int32),
-        _array(stored.logps, "<f4").astype(np.float32),
-        versions,
-        _repeated(stored.turns).astype(bool) if stored.turns else np.ones(len(versions), bool),
-        tuple(json.loads(stored.messages)),
+        _array("tokens", stored.tokens, TOKENS, stored.count),
+        turns if stored.turns else np.ones(stored.count, bool),
+        stored.token_arrays,
         stored.finish_reason,
+        tuple(json.loads(stored.messages)),
     )
 
 
-def _repeated(runs: Sequence[Run]) -> np.ndarray:
-    stretches = [np.full(count, value, np.int32) for value, count in runs]
-    return np.concatenate([np.zeros(0, np.int32), *stretches])
+def _repeated(stretches: Sequence[Stretch]) -> np.ndarray:
+    values = [np.full(count, value, np.int32) for value, count in stretches]
+    return np.concatenate([np.zeros(0, np.int32), *values])
 
 
 def _text(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
+    narrow = values.astype(values.dtype.newbyteorder("<"))
+    return base64.b64encode(narrow.tobytes()).decode("ascii")
 
 
-def _array(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype)
+def _array(name: str, text: str, declared: TokenArray, count: int) -> np.ndarray:
+    try:
+        read = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{name} are not base64: {error}") from None
+    expected = declared.num_bytes(count)
+    if len(read) != expected:
+        raise ValueError(f"{name} have {len(read)} bytes, but the versions are of {expected}")
+    values = np.frombuffer(read, np.dtype(declared.dtype).newbyteorder("<"))
+    return declared.of(values, count).astype(declared.dtype)

@@ -191,9 +191,7 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     with console.phase("loading weights"):
         engine = _engine(config, inputs, backend)
     on_first_rank(backend, inputs.check_rewards)
-    conversations = make_conversations(
-        config, inputs.tokenizer, inputs.turns, runs_here=backend.rank == 0
-    )
+    conversations = make_conversations(config, inputs.tokenizer, inputs.turns, backend)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.mesh, backend, conversations),
         RolloutScorer(inputs.scorer, inputs.tokenizer, backend, environment_weight(config)),

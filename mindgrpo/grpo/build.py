@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 
 import psutil
@@ -11,12 +12,14 @@ from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
+from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.roles import Reference, Roles
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import advantage_config, loss_config
-from mindgrpo.grpo.step import Prompts, RewardSource, Stepper, StepSettings, Watch
+from mindgrpo.grpo.step import Phases, Stepper, StepSettings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -32,8 +35,8 @@ from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.partial import PartialRollouts, PartialSettings, Positions
-from mindgrpo.rollout.replicas import Replicas, Rows
+from mindgrpo.rollout.partial import PartialGroup, PartialRollouts, PartialSettings
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
@@ -169,15 +172,14 @@ def _fill(weights: Weights, config: Config, directory: str, random_weights: bool
 def make_stepper(
     roles: Roles,
     sampling: SamplingParams,
-    prompts: Prompts,
-    scorer: RewardSource,
+    prompts: PromptSource,
+    scorer: RolloutScorer,
     learning_rate: Callable[[int], float],
-    watch: Watch | None = None,
+    phases: Phases = nullcontext,
     conversations: Conversations | None = None,
-    positions: Positions | None = None,
-    rows: Rows | None = None,
+    unfinished: tuple[PartialGroup, ...] = (),
 ) -> Stepper:
-    """`positions` are needed for partial rollouts, `rows` for environments."""
+    """`unfinished` groups of a run's partial rollouts continue in its next step."""
     plan, backend = roles.plan, roles.backend
     rl, ref = plan.config.rl_config, plan.config.ref_config
     settings = StepSettings(
@@ -195,10 +197,8 @@ def make_stepper(
     replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
     asked, partial = PartialSettings.of(plan.batch), None
     if asked is not None:
-        if positions is None:
-            raise ValueError("partial rollouts need the positions of prompts")
-        partial = PartialRollouts(asked, positions, replicas)
-    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, watch, partial, rows)
+        partial = PartialRollouts(asked, prompts, replicas, unfinished)
+    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, phases, partial)
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:

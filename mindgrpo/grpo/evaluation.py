@@ -132,12 +132,11 @@ class Evaluator:
         for mode in modes:
             num_compiled, started = len(compilations), time.perf_counter()
             rollout = self.replicas.generate(
-                [prompt.ids for prompt in prompts],
+                prompts,
                 mode.num_samples,
                 mode.settings,
                 SeedKey(self.seed, EVALUATION, step),
                 version,
-                rows=lambda number: prompts[number].row,
             )
             compiling = sum(spent for _, spent in compilations[num_compiled:])
             seconds = time.perf_counter() - started - compiling

@@ -17,7 +17,7 @@ from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
-from mindgrpo.algorithm.sample import LENGTH, TrainBatch
+from mindgrpo.algorithm.sample import LENGTH, TOKEN_ARRAYS, TrainBatch
 from mindgrpo.backend.rank_consistency import digest
 from mindgrpo.config import Config
 from mindgrpo.grpo.roles import Roles
@@ -79,7 +79,7 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
     return {
         "prompts": digest(rollout.prompt_ids),
         "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
-        "the generator's log-probs": digest(rollout.generator_logps, rollout.weights_version),
+        **{TOKEN_ARRAYS[name].title: digest(rows) for name, rows in rollout.token_arrays.items()},
         "rewards": digest(rewards),
         "the reference's log-probs": digest(batch.reference_logps),
         "the policy's log-probs": digest(batch.old_logps),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, check_alike, digest
+from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.metrics import (
     GapLimit,
@@ -34,13 +34,13 @@ from mindgrpo.grpo.metrics import (
     step_digests,
 )
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.grpo.scoring import Scored
+from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.partial import PartialGroup, PartialRollouts
-from mindgrpo.rollout.replicas import Replicas, Rows
+from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.local_weights import Weights
 
@@ -49,22 +49,8 @@ DIFFERENT_SAMPLES = (
     "these are the same on every rank unless memory was damaged or ranks run different code or data"
 )
 
-
-Watch = Callable[[str], AbstractContextManager[object]]
-
-
-class Prompts(Protocol):
-    """Where a step's prompts come from: data/prompt_source.py, or a bench."""
-
-    def begin_step(self, step: int) -> list[np.ndarray]: ...
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]: ...
-    def owners(self, rollout: Rollout) -> list[Prompt]: ...
-
-
-class RewardSource(Protocol):
-    """What rewards a rollout: grpo/scoring.py, or a bench."""
-
-    def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored: ...
+# Surrounds a phase, of which the name is known.
+Phases = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -92,38 +78,32 @@ class StepSettings:
 
 
 class Stepper:
-    """`learning_rate` gives the rate of an update, counted from 0 over the run; `watch` surrounds each phase.
-
-    `rows` give environments the rows of a step's prompts.
-    """
+    """`learning_rate` gives the rate of an update, counted from 0 over the run; `phases` surrounds each phase."""
 
     def __init__(
         self,
         settings: StepSettings,
         roles: Roles,
         replicas: Replicas,
-        prompts: Prompts,
-        scorer: RewardSource,
+        prompts: PromptSource,
+        scorer: RolloutScorer,
         learning_rate: Callable[[int], float],
-        watch: Watch | None = None,
+        phases: Phases = nullcontext,
         partial: PartialRollouts | None = None,
-        rows: Rows | None = None,
     ) -> None:
         self.settings, self.roles, self.backend = settings, roles, replicas.backend
         self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
-        self.partial, self._rows = partial, rows
-        self._learning_rate, self._watch = learning_rate, watch or nullcontext
+        self.partial, self._learning_rate, self._phases = partial, learning_rate, phases
         self._seconds: dict[str, float] = {}
-        self._stats: list[RolloutStats] = []
 
     @property
     def unfinished(self) -> tuple[PartialGroup, ...]:
-        """Groups of partial rollouts that go on in the next step."""
+        """Groups of partial rollouts that continue in the next step."""
         return () if self.partial is None else self.partial.unfinished
 
     def run(self, step: int) -> StepOutcome:
         """Step number `step`, from 0; all ranks together, the same outcome on each. Raises GapTooLarge."""
-        self._seconds, self._stats = {}, []
+        self._seconds, self.replicas.stats = {}, RolloutStats()
         started = time.perf_counter()
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
@@ -149,17 +129,17 @@ class Stepper:
             reports,
             lr,
             self._seconds,
-            RolloutStats.total(self._stats),
+            self.replicas.stats,
             skipped,
             resampling,
             correction,
-            None if self.partial is None else self.partial.figures,
+            None if self.partial is None else self.partial.metrics,
         )
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         started = time.perf_counter()
-        with self._watch(name):
+        with self._phases(name):
             yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -197,7 +177,7 @@ class Stepper:
     def _rollout(
         self,
         step: int,
-        prompts: Sequence[np.ndarray],
+        prompts: Sequence[Prompt],
         first: int = 0,
         groups: Sequence[int] | None = None,
     ) -> Rollout:
@@ -205,23 +185,18 @@ class Stepper:
 
         def generate(key: SeedKey, version: int) -> Rollout:
             count, sampling = settings.num_generations, settings.sampling
-            return self.replicas.generate(
-                prompts, count, sampling, key, version, first, groups, self._rows
-            )
+            return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
 
-        drawn = {"prompts": digest(list(prompts)), "numbers of samples": digest(first)}
-        rollout = self._draw(step, drawn, generate)
-        self._stats.append(self.replicas.stats)
-        return rollout
+        ids = [prompt.ids for prompt in prompts]
+        drawn = {"prompts": digest(ids), "numbers of samples": digest(first)}
+        return self._draw(step, drawn, generate)
 
     def _partial_rollout(self, step: int, partial: PartialRollouts) -> Rollout:
         def generate(key: SeedKey, version: int) -> Rollout:
             return partial.generate(self.settings.sampling, key, version)
 
         drawn = {"prompts and unfinished completions": digest(partial.begin_step(step))}
-        rollout = self._draw(step, drawn, generate)
-        self._stats.append(partial.stats)
-        return rollout
+        return self._draw(step, drawn, generate)
 
     def _draw(
         self, step: int, drawn: Mapping[str, str], generate: Callable[[SeedKey, int], Rollout]
@@ -238,7 +213,7 @@ class Stepper:
 
     def _score(self, rollout: Rollout) -> Scored:
         with self._phase("score"):
-            return self._scorer.score(rollout, self._prompts.owners(rollout))
+            return self._scorer.score(rollout, self._prompts.owners(rollout.group_ids))
 
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
@@ -304,9 +279,9 @@ class Stepper:
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:
         """`first` is the report of the step's first update, before the weights change. Raises GapTooLarge."""
-        figures = None if self.partial is None else self.partial.figures
+        drawn = None if self.partial is None else self.partial.metrics
         # Of tokens that older weights wrote the difference is what the policy has learnt since.
-        gap = logprob_gap(batch, [first], None if figures is None else figures.version)
+        gap = logprob_gap(batch, [first], None if drawn is None else drawn.version)
         if gap is not None and self.settings.gap_limit is not None:
             check_gap(*gap, self.settings.gap_limit)
 

@@ -1,6 +1,6 @@
-"""Conversations of several turns on any engine: the policy writes, a responder answers, the policy goes on.
+"""Conversations of several turns on any engine: the policy writes, a responder answers, the policy continues.
 
-A responder is tools (tool_turns.py) or an environment (environment_turns.py). Tokens in, tokens out: what the policy
+A responder is tools (tools.py) or an environment (environment.py). Tokens in, tokens out: what the policy
 wrote stays as it was drawn; what comes between its turns is context, which `action_mask` leaves out. All unfinished
 conversations of a round go to the engine together, so that a slot whose conversation waits is another's. The noise of a
 turn is its own, under every layout.
@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Request, Sample
 from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.examples import Example, Message
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.rollout.sample import Sample
 from mindgrpo.workers.protocol import BAD_RESULT, CallFailure
 
 
@@ -45,12 +44,18 @@ class Reply:
         return cls((), turn, is_last=True, has_failed=True)
 
 
-# Makes the completions of a round, of which number `turn`, from 0, is given.
-Generate = Callable[[Sequence[Request], int], list[Completion]]
-# What all ranks ask, and the replies, by sample; all ranks together, the same replies on each.
+# Draws the samples of a round, which is number `turn`, from 0.
+Generate = Callable[[Sequence[Request], int], list[Sample]]
+# What all ranks ask, and the replies, by sample.
 Asked = Mapping[int, Any]
 Replies = Mapping[int, Reply]
-Answer = Callable[[Asked], Replies]
+# A value of each rank, in the ranks' order, on all of them.
+Gather = Callable[[Any], list[Any]]
+
+
+def alone(value: Any) -> list[Any]:
+    """Gather from a single rank."""
+    return [value]
 
 
 class Responder(Protocol):
@@ -83,7 +88,8 @@ class Conversations:
     """`suffix` is of the tokenizer's template, with the schemas of tools if there are any.
 
     A conversation has at most `max_turns` turns of the policy. With `form` the responder opens each, with messages that
-    this makes a prompt of; without, the prompts are those of the requests.
+    this makes a prompt of; without, the prompts are those of the requests. All ranks make their calls together, and
+    `gather` what each of them asks; where one rank `asks` for others that have the same samples, these ask nothing.
     """
 
     tokenizer: Tokenizer
@@ -91,37 +97,39 @@ class Conversations:
     responder: Responder
     max_turns: int
     form: PromptForm | None = None
+    gather: Gather = alone
 
     def run(
         self,
         requests: Sequence[Request],
         max_tokens: int,
-        version: int,
         generate: Generate,
-        answer: Answer,
-        opening: Callable[[int], Any] | None = None,
-    ) -> list[Completion]:
-        """One Completion a sample, in the order of the requests; the ranks of a replica alike.
+        asks: bool = True,
+        openings: Asked | None = None,
+    ) -> list[Sample]:
+        """Return the samples in the order of the requests; the ranks of a replica alike.
 
-        `max_tokens` limits the tokens of a conversation, context included. `opening` is what is asked to open a
-        sample's, where the responder does that.
+        `max_tokens` limits the tokens of a conversation, context included. `openings` are what is asked to open each
+        sample, where the responder does that.
         """
-        samples = {i: Sample.begun(request.prompt) for request in requests for i in request.samples}
+        samples = {
+            i: Sample.begun(request.prompt, i) for request in requests for i in request.samples
+        }
         waiting, not_opened = list(requests), dict[int, Reply]()
         try:
             if self.form is not None:
-                if opening is None:
+                if openings is None:
                     raise ValueError("an environment needs the rows of the prompts")
-                replies = answer({i: opening(i) for i in samples})
+                replies = self._ask(openings, asks)
                 samples, not_opened = self._opened(samples, replies, self.form)
                 waiting = _first_requests(samples, not_opened, max_tokens)
             for turn in range(self.max_turns):
-                completions = generate(waiting, turn)
-                drawn = {c.sample: samples[c.sample].with_written(c) for c in completions}
+                written = generate(waiting, turn)
+                drawn = {w.number: samples[w.number].with_written(w) for w in written}
                 for i in not_opened.keys() & drawn.keys():
                     refused = drawn.pop(i)
                     samples[i] = _ended(refused, not_opened[i], self._message(refused))
-                after, goes_on = self.next_turns(drawn, max_tokens, version, answer)
+                after, goes_on = self.next_turns(drawn, max_tokens, asks)
                 samples |= after
                 # On all ranks alike, or one would wait for another.
                 if not goes_on:
@@ -133,15 +141,14 @@ class Conversations:
                 ]
         finally:
             self.responder.end_rollout()
-        return [_completion(i, sample, version) for i, sample in samples.items()]
+        return list(samples.values())
 
     def next_turns(
-        self, drawn: Mapping[int, Sample], max_tokens: int, version: int, answer: Answer
+        self, drawn: Mapping[int, Sample], max_tokens: int, asks: bool = True
     ) -> tuple[dict[int, Sample], bool]:
-        """What becomes of samples that something was drawn for; whether any conversation, on any rank, may go on.
+        """Return what becomes of samples that were drawn; whether any conversation, on any rank, may continue.
 
-        A sample with a finish reason has ended its turn: it is answered and goes on, or has ended. `version` is that of
-        the weights which are there. All ranks together.
+        A sample with a finish reason has ended its turn: it is answered and continues, or has ended.
         """
         after = dict(drawn)
         turns: dict[int, dict[str, Any]] = {}
@@ -156,10 +163,10 @@ class Conversations:
                 after[i] = replace(sample, finish_reason=MAX_TURNS)
             elif question is not None:
                 asked[i] = question
-        replies = answer(asked)
+        replies = self._ask(asked, asks)
         for i, turn in turns.items():
             if i in asked:
-                after[i] = self._answered(after[i], turn, replies[i], max_tokens, version)
+                after[i] = self._answered(after[i], turn, replies[i], max_tokens)
             else:
                 after[i] = _ended(after[i], Reply(), turn)
         return after, not all(reply.is_last for reply in replies.values())
@@ -167,6 +174,9 @@ class Conversations:
     def close(self) -> None:
         """Ends what answers."""
         self.responder.close()
+
+    def _ask(self, own: Asked, asks: bool) -> Replies:
+        return run_together(own if asks else {}, self.responder, self.gather)
 
     def _opened(
         self, samples: Mapping[int, Sample], replies: Replies, form: PromptForm
@@ -197,7 +207,7 @@ class Conversations:
         return is_stopped and sample.tokens[-1:].tolist() == [self.suffix.end_id]
 
     def _answered(
-        self, sample: Sample, turn: dict[str, Any], reply: Reply, max_tokens: int, version: int
+        self, sample: Sample, turn: dict[str, Any], reply: Reply, max_tokens: int
     ) -> Sample:
         ended = _ended(sample, reply, turn)
         if reply.is_last or not self._can_go_on(sample):
@@ -212,7 +222,7 @@ class Conversations:
             return _ended(sample, Reply.failed(CallFailure(BAD_RESULT, str(error))), turn)
         if len(sample.tokens) + len(ids) >= max_tokens:
             return replace(ended, finish_reason=LENGTH)
-        return ended.with_answer(ids, [dict(message) for message in reply.messages], version)
+        return ended.with_answer(ids, [dict(message) for message in reply.messages])
 
 
 def _ended(sample: Sample, reply: Reply, turn: Mapping[str, Any]) -> Sample:
@@ -239,19 +249,6 @@ def _first_requests(
     ]
 
 
-def _completion(number: int, sample: Sample, version: int) -> Completion:
-    return Completion(
-        number,
-        sample.tokens,
-        sample.logps,
-        sample.finish_reason or LENGTH,
-        version,
-        sample.action_mask,
-        sample.messages,
-        sample.prompt,
-    )
-
-
 def _shown(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "failure"}
 
@@ -271,7 +268,7 @@ def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Rep
     return Reply.failed(CallFailure(BAD_RESULT, too_long))
 
 
-def run_together(own: Asked, responder: Responder, gather: Callable[[Any], list[Any]]) -> Replies:
+def run_together(own: Asked, responder: Responder, gather: Gather) -> Replies:
     """Gathers what every rank asks, has it answered where the responder runs, and gives all replies to all ranks.
 
     `own` is empty on ranks that repeat another's. Where the responder failed, raises RuntimeError or its UserError on

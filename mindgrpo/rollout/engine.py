@@ -1,4 +1,4 @@
-"""What a rollout engine is: requests in, completions out, by weights of a known version.
+"""What a rollout engine is: requests in, samples out, by weights of a known version.
 
 The steps and evaluations of a run speak to this protocol alone. `embedded/` implements it in the ranks' own graphs,
 `vllm/` with vLLM in processes of its own, which are handed named tensors.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from mindgrpo.algorithm.sample import Completion, Request
+from mindgrpo.algorithm.sample import Request, Sample
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.shard import Adapters
@@ -24,10 +24,10 @@ class RolloutStats:
     """`tokens` that were asked for, `rows` computed for them, `places` in slots over all steps, `prompt_tokens`
     computed."""
 
-    tokens: int
-    rows: int
-    places: int
-    prompt_tokens: int
+    tokens: int = 0
+    rows: int = 0
+    places: int = 0
+    prompt_tokens: int = 0
 
     @classmethod
     def total(cls, usages: Sequence[RolloutStats]) -> RolloutStats:
@@ -90,8 +90,8 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
-    ) -> list[Completion]:
-        """One Completion a sample, in the order of the requests.
+    ) -> list[Sample]:
+        """Draw one Sample for each number, in the order of the requests, with the request's prompt.
 
         Raises StaleWeights unless the engine has the weights of `version`, before and after it draws; ValueError for
         what it was not made for.

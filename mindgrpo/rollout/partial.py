@@ -1,28 +1,27 @@
-"""Rollouts that end before every completion does: what is unfinished goes on in the next step, under its weights.
+"""Rollouts that end before every completion does: what is unfinished continues in the next step, under its weights.
 
 A completion is drawn in chunks; a token keeps the version of the weights that wrote it. Kimi k1.5 (arXiv:2501.12599,
 section 2.6.2) names this partial rollout. The oldest groups come first, and a group that has become too old is waited
-for. All functions of the arguments: nothing here knows a rank.
+for. `draw_partial` is a function of its arguments alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import LENGTH, Completion, Request, Rollout
+from mindgrpo.algorithm.sample import LENGTH, Request, Rollout, Sample
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config.arithmetic import BatchPlan
-from mindgrpo.rollout.engine import RolloutStats, SeedKey
+from mindgrpo.data.prompt_source import PromptSource
+from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.rollout.sample import Sample
 
-# Makes the completions of a round, of which number `turn`, from 0, is given.
-Complete = Callable[[Sequence[Request], int], list[Completion]]
-# What becomes of the samples, by number, that a round has drawn for: turns that have ended are answered.
+# Draws a chunk for each sample of a round, which is number `turn`, from 0.
+Complete = Callable[[Sequence[Request], int], list[Sample]]
+# What becomes of the samples, by number, that a round has drawn: turns that have ended are answered.
 Answer = Callable[[Mapping[int, Sample]], Mapping[int, Sample]]
 
 
@@ -36,7 +35,7 @@ class PartialGroup:
 
     @classmethod
     def begun(cls, position: int, prompt: np.ndarray, step: int, size: int) -> PartialGroup:
-        return cls(position, step, (Sample.begun(prompt),) * size)
+        return cls(position, step, tuple(Sample.begun(prompt, i) for i in range(size)))
 
     @property
     def prompt(self) -> np.ndarray:
@@ -90,18 +89,9 @@ class PartialOutcome:
     tokens: int
 
     def rollout(self) -> Rollout:
-        """Of the whole groups, numbered from 0."""
-        samples = [(i, s) for i, g in enumerate(self.groups) for s in g.samples]
-        return Rollout(
-            prompt_ids=tuple(sample.prompt for _, sample in samples),
-            completion_ids=tuple(sample.tokens for _, sample in samples),
-            finish_reasons=tuple(sample.finish_reason or LENGTH for _, sample in samples),
-            generator_logps=tuple(sample.logps for _, sample in samples),
-            group_ids=tuple(i for i, _ in samples),
-            action_mask=tuple(sample.action_mask for _, sample in samples),
-            weights_version=tuple(sample.versions for _, sample in samples),
-            messages=tuple(sample.messages for _, sample in samples),
-        )
+        """The samples of the groups that are whole, numbered from 0."""
+        numbered = [(i, sample) for i, g in enumerate(self.groups) for sample in g.samples]
+        return Rollout(tuple(sample for _, sample in numbered), tuple(i for i, _ in numbered))
 
 
 @dataclass(frozen=True)
@@ -144,7 +134,7 @@ def draw_partial(
         chunks = complete(requests, rounds)
         samples = [sample for group in running for sample in group.samples]
         grown: Mapping[int, Sample] = {
-            chunk.sample: _with_chunk(samples[chunk.sample], chunk, limits.max_tokens)
+            chunk.number: _with_chunk(samples[chunk.number], chunk, limits.max_tokens)
             for chunk in chunks
         }
         running = _with_samples(running, grown if answer is None else answer(grown))
@@ -166,7 +156,7 @@ def _is_enough(
     return whole >= limits.groups or (is_spent and whole > 0)
 
 
-def _with_chunk(sample: Sample, chunk: Completion, max_tokens: int) -> Sample:
+def _with_chunk(sample: Sample, chunk: Sample, max_tokens: int) -> Sample:
     grown = sample.with_written(chunk)
     is_cut = chunk.finish_reason == LENGTH and len(grown.tokens) < max_tokens
     return replace(grown, finish_reason=None) if is_cut else grown
@@ -181,14 +171,6 @@ def _with_samples(
         groups.append(replace(group, samples=samples))
         first += len(group.samples)
     return groups
-
-
-class Positions(Protocol):
-    """Prompts by their number in the run's order: data/prompt_source.py, or a test."""
-
-    def take(self, count: int) -> Sequence[int]: ...
-    def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]: ...
-    def assign(self, positions: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -216,55 +198,53 @@ class PartialSettings:
 
 
 class PartialRollouts:
-    """`unfinished` groups go on in the next step, the oldest first; they are the same on every rank.
+    """Fills up the prompts under way, draws until a step has enough, and keeps the rest; the same on every rank.
 
-    `figures` and `stats`, of this rank's engine, are of the last rollout.
+    `unfinished` groups continue in the next step, the oldest first; `metrics` are of the last rollout.
     """
 
-    def __init__(self, settings: PartialSettings, positions: Positions, replicas: Replicas) -> None:
-        self._settings, self._positions, self._replicas = settings, positions, replicas
-        self.unfinished: tuple[PartialGroup, ...] = ()
-        self.figures: PartialMetrics | None = None
-        self.stats = RolloutStats(0, 0, 0, 0)
+    def __init__(
+        self,
+        settings: PartialSettings,
+        prompts: PromptSource,
+        replicas: Replicas,
+        unfinished: tuple[PartialGroup, ...] = (),
+    ) -> None:
+        self._settings, self._prompts, self._replicas = settings, prompts, replicas
+        self.unfinished = unfinished
+        self.metrics: PartialMetrics | None = None
         self._groups: list[PartialGroup] = []
 
     def begin_step(self, step: int) -> list[np.ndarray]:
-        """Token ids int32 [n] of what is under way in step number `step`: prompts, and what is there of samples."""
+        """Return int32 [n] each of what is under way in step number `step`: prompts, and tokens of their samples."""
         settings = self._settings
         # A run that was resumed with fewer prompts under way may have more than these.
-        fresh = self._positions.take(max(0, settings.under_way - len(self.unfinished)))
-        prompts = self._positions.token_ids(fresh)
+        fresh = self._prompts.next_positions(max(0, settings.under_way - len(self.unfinished)))
         begun = (
-            PartialGroup.begun(position, prompt, step, settings.num_generations)
-            for position, prompt in zip(fresh, prompts, strict=True)
+            PartialGroup.begun(position, prompt.ids, step, settings.num_generations)
+            for position, prompt in zip(fresh, self._prompts.at(fresh), strict=True)
         )
         self._groups = [*self.unfinished, *begun]
         return [part for g in self._groups for part in (g.prompt, *(s.tokens for s in g.samples))]
 
     def generate(self, sampling: SamplingParams, key: SeedKey, version: int) -> Rollout:
-        """Whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
-        rounds: list[RolloutStats] = []
+        """Draw whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
+        limits = self._settings.limits
 
-        def complete(requests: Sequence[Request], turn: int) -> list[Completion]:
-            completions = self._replicas.complete(
-                requests, sampling, replace(key, turn=turn), version
-            )
-            rounds.append(self._replicas.stats)
-            return completions
+        def complete(requests: Sequence[Request], turn: int) -> list[Sample]:
+            return self._replicas.complete(requests, sampling, replace(key, turn=turn), version)
 
         def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
-            return self._replicas.next_turns(drawn, limits.max_tokens, version)
+            return self._replicas.next_turns(drawn, limits.max_tokens)
 
-        limits = self._settings.limits
         outcome = draw_partial(self._groups, limits, key.step, complete, answer)
-        self.stats = RolloutStats.total(rounds) if rounds else RolloutStats(0, 0, 0, 0)
         self.unfinished, self._groups = outcome.unfinished, []
-        self._positions.assign([group.position for group in outcome.groups])
-        self.figures = _figures(outcome, key.step, version)
+        self._prompts.assign([group.position for group in outcome.groups])
+        self.metrics = _metrics(outcome, key.step, version)
         return outcome.rollout()
 
 
-def _figures(outcome: PartialOutcome, step: int, version: int) -> PartialMetrics:
+def _metrics(outcome: PartialOutcome, step: int, version: int) -> PartialMetrics:
     ages = [step - group.step for group in outcome.groups]
     samples = [sample for group in outcome.groups for sample in group.samples]
     versions = np.concatenate([s.versions[s.action_mask] for s in samples])

@@ -1,10 +1,11 @@
-"""What of the configuration makes conversations: tools, an environment, or nothing."""
+"""Makes conversations of what the configuration asks for: tools, an environment, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mindgrpo.algorithm.sample import Messages
+from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.rollout.conversations import Conversations
@@ -26,17 +27,18 @@ def read_turns(config: Config, tokenizer: Tokenizer) -> Turns | None:
 
 
 def make_conversations(
-    config: Config, tokenizer: Tokenizer, turns: Turns | None, runs_here: bool
+    config: Config, tokenizer: Tokenizer, turns: Turns | None, backend: Backend
 ) -> Conversations | None:
-    """None where completions have one turn; `runs_here` says whether this rank runs the tools or environments."""
+    """None where completions have one turn; the first rank runs the tools or environments."""
     if turns is None:
         return None
-    most = config.rl_config.max_turns
+    most, gather = config.rl_config.max_turns, backend.world.gather_objects
+    runs_here = backend.rank == 0
     if isinstance(turns, Toolbox):
         responder = tool_turns(config, turns, runs_here)
-        return Conversations(tokenizer, turns.suffix, responder, most)
+        return Conversations(tokenizer, turns.suffix, responder, most, gather=gather)
     answering = environment_turns(turns, runs_here)
-    return Conversations(tokenizer, turns.suffix, answering, most, turns.form)
+    return Conversations(tokenizer, turns.suffix, answering, most, turns.form, gather)
 
 
 def turn_figures(

@@ -19,18 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mindgrpo.algorithm.sample import Rollout, TrainBatch
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Rollout, Sample, TrainBatch
 from mindgrpo.errors import UserError
 
 FORMAT = "mindgrpo dump 3"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
-ROLLOUT_BY_TOKEN = (
-    "prompt_ids",
-    "completion_ids",
-    "generator_logps",
-    "action_mask",
-    "weights_version",
-)
+# Declared arrays whose files' names are others.
+FILE_NAMES = {"logps": "generator_logps", "versions": "weights_version"}
 BATCH_BY_TOKEN = ("reference_logps", "old_logps", "token_advantages", "rollout_is_weights")
 BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
@@ -78,12 +73,18 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
     batch = dump.batch
     arrays = {f"rewards.{name}": np.asarray(values) for name, values in dump.rewards.items()}
     arrays |= {name: getattr(batch, name) for name in BATCH_BY_SAMPLE}
-    for owner, names in ((batch.rollout, ROLLOUT_BY_TOKEN), (batch, BATCH_BY_TOKEN)):
-        for name in names:
-            rows = getattr(owner, name)
-            if rows is not None:
-                arrays[name] = np.concatenate([*rows, np.zeros(0, rows[0].dtype)])
-                arrays[f"{name}.lengths"] = np.array([len(row) for row in rows], np.int64)
+    rollout = batch.rollout
+    by_token = {
+        "prompt_ids": rollout.prompt_ids,
+        "completion_ids": rollout.completion_ids,
+        "action_mask": rollout.action_mask,
+        **{FILE_NAMES.get(name, name): rows for name, rows in rollout.token_arrays.items()},
+        **{name: getattr(batch, name) for name in BATCH_BY_TOKEN},
+    }
+    for name, rows in by_token.items():
+        if rows is not None:
+            arrays[name] = np.concatenate(rows)
+            arrays[f"{name}.lengths"] = np.array([len(row) for row in rows], np.int64)
     return {name: np.ascontiguousarray(v) for name, v in arrays.items() if v is not None}
 
 
@@ -118,18 +119,26 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
         rows = {}
         for name in (name for name in names if name in arrays):
             lengths = arrays[f"{name}.lengths"]
-            if lengths.size != count or lengths.sum() != arrays[name].size:
+            if lengths.size != count or lengths.sum() != len(arrays[name]):
                 raise ValueError(f"{name} has not the lengths of {count} samples")
             rows[name] = np.split(arrays[name], np.cumsum(lengths)[:-1])
         return rows
 
-    tokens = by_token(ROLLOUT_BY_TOKEN)
-    rollout = Rollout(
-        finish_reasons=about.finish_reasons,
-        group_ids=about.groups,
-        messages=((),) * count,
-        **tokens,
+    tokens = by_token(("prompt_ids", "completion_ids", "action_mask"))
+    files = {FILE_NAMES.get(name, name): name for name in TOKEN_ARRAYS}
+    declared = by_token(list(files))
+    samples = (
+        Sample(
+            i,
+            tokens["prompt_ids"][i],
+            tokens["completion_ids"][i],
+            tokens["action_mask"][i],
+            {files[file]: rows[i] for file, rows in declared.items()},
+            reason,
+        )
+        for i, reason in enumerate(about.finish_reasons)
     )
+    rollout = Rollout(tuple(samples), tuple(about.groups))
     by_sample: dict[str, Any] = {n: arrays[n] for n in BATCH_BY_SAMPLE if n in arrays}
     batch = TrainBatch(rollout, **by_sample, **by_token(BATCH_BY_TOKEN))
     if about.members and not 0 <= min(about.members) <= max(about.members) < count:

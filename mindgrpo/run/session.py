@@ -14,7 +14,7 @@ from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Start, folder_of
 from mindgrpo.checkpoint.unfinished import restored_groups
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
-from mindgrpo.data.prompt_source import DataSampler, PromptSource
+from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.settings import runtime_settings
@@ -71,12 +71,12 @@ def open_run(
     on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
     scores = backend.rank == 0
     inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
-    prompts = PromptSource(DataSampler(inputs.prompts, rl.seed), inputs.plan.batch.prompts_per_step)
+    prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
     start = on_first_rank(backend, lambda: find_start(config, inputs, name))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
     record = RunRecord(loaded, name, backend, launched, start)
-    watch = Watch(config, backend, record)
     stopping = Stopping(backend, launched, rl.max_seconds)
+    watch = Watch(config, backend, record, stopping)
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
     run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
     notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
@@ -85,7 +85,7 @@ def open_run(
 
 
 class Session:
-    """Begins where the run's `start` says, or at the beginning: sets roles and sampler to that, opens the files.
+    """Begins where the run's `start` says, or at the beginning: sets roles and prompts to that, opens the files.
 
     `done` steps are done. `open_row` has the metrics of the last of them while its evaluation is being made.
     `unfinished` are groups of partial rollouts that continue in the next step.
@@ -93,7 +93,7 @@ class Session:
 
     def __init__(self, run: OpenRun, roles: Roles) -> None:
         self.num_steps = run.num_steps
-        self._record, self._sampler = record, sampler = run.record, run.prompts.sampler
+        self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start
         identity = identity_of(config, inputs)
         if config.rl_config.saves_checkpoints:
@@ -107,22 +107,22 @@ class Session:
                 chosen = restore(start, config, roles, identity, record.console.line)
         if chosen is not None:
             state = chosen.manifest.state
-            self.done, self.open_row, sampler.position = state.step, state.open_row, state.prompts
-            prompts = run.prompts.token_ids([group.position for group in state.unfinished])
-            self.unfinished = restored_groups(state.unfinished, prompts)
+            self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts
+            owners = prompts.at([group.position for group in state.unfinished])
+            self.unfinished = restored_groups(state.unfinished, [owner.ids for owner in owners])
             record.console.line(
                 f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )
-        self._taken, self._last_row = sampler.position, self.done
+        self._taken, self._last_row = prompts.position, self.done
         is_over = self.done >= run.num_steps and self.open_row is None
         self.has_model = is_over and (record.model_directory / "config.json").exists()
         record.begin(chosen, self.has_model)
         self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
     def step_done(self, metrics: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
-        """Counts a step: weights and sampler are those after it, its row is still open."""
+        """Counts a step: weights and prompts are those after it, its row is still open."""
         self.done += 1
-        self._taken, self.unfinished = self._sampler.position, unfinished
+        self._taken, self.unfinished = self._prompts.position, unfinished
         self.open_row = metrics
 
     def write_row(self, evaluation: dict[str, Any]) -> None:

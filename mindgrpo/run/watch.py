@@ -26,13 +26,17 @@ from mindgrpo.monitor.rank_log import own_log, rotate
 from mindgrpo.monitor.run_directory import own_folder
 from mindgrpo.monitor.trace import Event, PhaseTrace, write_trace
 from mindgrpo.run.recorder import RunRecord
+from mindgrpo.run.stop_signals import Stopping
 
 
 class Watch:
     """Watches a run; `notes` are for the banner. All ranks together make one, and call `step` and `memory_exceeded`."""
 
-    def __init__(self, config: Config, backend: Backend, record: RunRecord) -> None:
+    def __init__(
+        self, config: Config, backend: Backend, record: RunRecord, stopping: Stopping
+    ) -> None:
         self._config, self._backend, self._record = config, backend, record
+        self._stopping = stopping
         self._profile = Profile(config.profiler_config, backend, record)
         self.notes = [*self._profile.notes]
         self._monitor = self._make_monitor()
@@ -108,6 +112,15 @@ class Watch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with self._backend.health.phase(name), self._profile.phase(name):
+            yield
+
+    @contextmanager
+    def step_phase(self, name: str) -> Iterator[None]:
+        """A phase of a step. Raises Stop before it begins, where the run is to end."""
+        # Once the weights have begun to change, the step is finished.
+        if name != "sync_reference":
+            self._stopping.check()
+        with self.phase(name):
             yield
 
     def dump(self, outcome: StepOutcome) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,8 @@ from mindgrpo.models.decoder import HeadInputs, StageInputs, tensors_of
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.training.stage_graphs import LossInputs
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """The loss of one micro-batch and its float32 [M] log-probs and entropies."""
-
-    loss: float
-    logps: np.ndarray
-    entropy: np.ndarray
+# Of one micro-batch, its log-probs and entropies, float32 [M] each.
+Predictions = tuple[np.ndarray, np.ndarray]
 
 
 def forward_backward(
@@ -30,7 +23,7 @@ def forward_backward(
     batches: Sequence[MicroBatch],
     backward: Callable[..., Any],
     loss_inputs: Sequence[LossInputs],
-) -> list[StepResult] | None:
+) -> list[Predictions] | None:
     """Runs all micro-batches forward and backward; gradients are added up by `backward`, a cell of this stage.
 
     `loss_inputs[i]`, arrays, are for the last stage, whose ranks get results; the others None.
@@ -59,7 +52,7 @@ class _StageRun:
     ) -> None:
         self._pipeline, self._batches = pipeline, batches
         self._backward, self._loss_inputs = backward, loss_inputs
-        self.results: dict[int, StepResult] = {}
+        self.results: dict[int, Predictions] = {}
         # Activations that came and the gradients that go back for them; activations that go on and theirs.
         self._inputs: dict[int, Any] = {}
         self._input_gradients: dict[int, Any] = {}
@@ -90,8 +83,8 @@ class _StageRun:
         else:
             head = tensors_of(HeadInputs, self._batches[i])
             numbers = tensors_of(LossInputs, self._loss_inputs[i])
-            loss, logp, entropy, dx = self._backward(x, *self._stage_inputs(i), *head, *numbers)
-            self.results[i] = StepResult(float(loss), logp.asnumpy(), entropy.asnumpy())
+            _, logp, entropy, dx = self._backward(x, *self._stage_inputs(i), *head, *numbers)
+            self.results[i] = logp.asnumpy(), entropy.asnumpy()
         if self._pipeline.stage_index > 0:
             self._input_gradients[i] = dx
 

@@ -17,7 +17,7 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
-from mindgrpo.training.pipeline import StepResult, forward_backward
+from mindgrpo.training.pipeline import Predictions, forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward
 from mindgrpo.weights.local_weights import Weights, round_into
 
@@ -124,7 +124,7 @@ class Policy:
         batches: Sequence[MicroBatch],
         loss_inputs: Sequence[LossInputs],
         has_old: bool,
-    ) -> list[StepResult] | None:
+    ) -> list[Predictions] | None:
         """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays."""
         backward = self._backward_graph(has_old)
         return forward_backward(self.pipeline, batches, backward, loss_inputs)

@@ -87,8 +87,7 @@ def _backward(
     config = policy.settings.loss_config
     inputs = [_loss_inputs(micro, batch, weights, config) for micro in micro_batches]
     results = policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
-    pairs = None if results is None else [(result.logps, result.entropy) for result in results]
-    return _by_sample(micro_batches, pairs)
+    return _by_sample(micro_batches, results)
 
 
 def _by_sample(

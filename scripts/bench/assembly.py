@@ -6,9 +6,10 @@ Refuses to time anything, and to choose what a user would not: keys that are not
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,20 +142,25 @@ def roles_of(plan: RunPlan, backend: Backend, sampling: SamplingParams | None = 
     return make_roles(plan, backend, sampling, random_weights=not plan.config.actor_config.load)
 
 
+def prompts_of(token_ids: Iterable[np.ndarray]) -> list[Any]:
+    """What an engine reads of prompts."""
+    return [SimpleNamespace(ids=ids, row={}) for ids in token_ids]
+
+
 class RandomTask:
     """A step's prompts and rewards at random, functions of the step's number alone."""
 
     def __init__(self, work: Work) -> None:
         self._work, self._step = work, 0
 
-    def begin_step(self, step: int) -> list[np.ndarray]:
+    def begin_step(self, step: int) -> list[Any]:
         self._step = step
-        return list(self._work.prompt_ids(step))
+        return prompts_of(self._work.prompt_ids(step))
 
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+    def replace(self, groups: Sequence[int]) -> list[Any]:
         raise NotImplementedError("a bench replaces no groups")
 
-    def owners(self, rollout: Rollout) -> list[Prompt]:
+    def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return []
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
@@ -163,5 +169,5 @@ class RandomTask:
 
 
 def stepper_of(roles: Roles, work: Work) -> Stepper:
-    task = RandomTask(work)
+    task: Any = RandomTask(work)
     return make_stepper(roles, sampling_of(roles.plan), task, task, lambda update: 1e-6)

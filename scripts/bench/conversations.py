@@ -15,18 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import assembly
 import launching
 from work import Work, read_work
 
-from mindgrpo.algorithm.sample import STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import STOPPED, Request, Sample
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.rollout.conversations import Conversations, run_together
+from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
@@ -76,11 +75,11 @@ class Generation:
     turn: int
     version: int
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Completion]:
+    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
         capped = [replace(r, max_tokens=(self.turn,) * len(r.samples)) for r in requests]
         key = SeedKey(0, 0, 0, turn)
         made = self.roles.engine.generate(capped, self.sampling, key, self.version)
-        return [replace(completion, finish_reason=STOPPED) for completion in made]
+        return [replace(sample, finish_reason=STOPPED) for sample in made]
 
 
 def in_turns(
@@ -91,9 +90,8 @@ def in_turns(
     stand_ins: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix}
     driver = Conversations(responder=responder, max_turns=TURNS, **stand_ins)
     room = TURNS * generation.turn + (TURNS - 1) * suffix.length
-    answer = partial(run_together, responder=responder, gather=lambda own: [own])
     started = time.perf_counter()
-    made = driver.run(requests, room, generation.version, generation.complete, answer)
+    made = driver.run(requests, room, generation.complete)
     seconds = time.perf_counter() - started
     return sum(len(one.tokens) for one in made), seconds
 

@@ -72,7 +72,11 @@ def measure(given: argparse.Namespace) -> None:
     roles.refresh_engine()
     version = roles.enter_rollout()
     samples = Replicas(roles.engine, plan.infer.mesh, backend).generate(
-        list(work.prompt_ids(0)), work.generations, sampling, SeedKey(0, ROLLOUT, 0), version
+        assembly.prompts_of(work.prompt_ids(0)),
+        work.generations,
+        sampling,
+        SeedKey(0, ROLLOUT, 0),
+        version,
     )
     if backend.rank == 0:
         np.savez(

@@ -20,7 +20,7 @@ import launching
 import numpy as np
 from work import Work, random_rewards, read_work
 
-from mindgrpo.algorithm.sample import STOPPED, Completion, Request, Rollout
+from mindgrpo.algorithm.sample import STOPPED, Request, Rollout, Sample
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.data.prompts import Prompt
@@ -52,7 +52,7 @@ class ForcedLengths:
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         size, capped, last = self._work.generations, [], set()
         for request in requests:
             own = request.prompt[: self._work.prompt_tokens]
@@ -65,8 +65,8 @@ class ForcedLengths:
             }
             limits = tuple(min(n, most) for n, most in zip(left, allowed, strict=True))
             capped.append(replace(request, max_tokens=limits))
-        completions = self._engine.generate(capped, sampling, key, version)
-        return [replace(c, finish_reason=STOPPED) if c.sample in last else c for c in completions]
+        samples = self._engine.generate(capped, sampling, key, version)
+        return [replace(s, finish_reason=STOPPED) if s.number in last else s for s in samples]
 
 
 class Task:
@@ -75,24 +75,24 @@ class Task:
     def __init__(self, work: Work) -> None:
         self._work, self._step, self._taken = work, 0, 0
 
-    def begin_step(self, step: int) -> list[np.ndarray]:
-        return self.token_ids(self.take(self._work.prompts))
+    def begin_step(self, step: int) -> list[Any]:
+        return self.at(self.next_positions(self._work.prompts))
 
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
+    def replace(self, groups: Sequence[int]) -> list[Any]:
         raise NotImplementedError("a bench replaces no groups")
 
-    def take(self, count: int) -> range:
+    def next_positions(self, count: int) -> range:
         begin, self._taken = self._taken, self._taken + count
         return range(begin, self._taken)
 
-    def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]:
+    def at(self, positions: Sequence[int]) -> list[Any]:
         size = self._work.prompts
-        return [self._work.prompt_ids(at // size)[at % size] for at in positions]
+        return assembly.prompts_of(self._work.prompt_ids(at // size)[at % size] for at in positions)
 
     def assign(self, positions: Sequence[int]) -> None:
         """Rewards are of no prompt."""
 
-    def owners(self, rollout: Rollout) -> list[Prompt]:
+    def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return []
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
@@ -108,9 +108,10 @@ def stepper(work: Work, given: argparse.Namespace, backend: Backend, is_partial:
     rows = assembly.Rows(1, 4)
     config = assembly.configuration(work, (1, 1, 1), (1, 1), rows, beta=0.0, rl_config=keys)
     plan = assembly.plan_of(config, assembly.model_of(work), 1)
-    task, sampling = Task(work), assembly.sampling_of(plan)
+    task: Any = Task(work)
+    sampling = assembly.sampling_of(plan)
     roles = assembly.roles_of(plan, backend)
-    made = make_stepper(roles, sampling, task, task, lambda update: 1e-6, positions=task)
+    made = make_stepper(roles, sampling, task, task, lambda update: 1e-6)
     made.replicas.engine = ForcedLengths(roles.engine, work, given)
     return made
 

@@ -76,10 +76,13 @@ def layout_of(config: DecoderConfig, mesh: Mesh) -> Layout:
     return Layout.of(mesh, parameter_specs(config))
 
 
-def as_of_another_engine(rollout: Rollout) -> list[np.ndarray]:
-    """The generator's log-probs with an error that is a function of the tokens alone, so that no weight is 1."""
-    pairs = zip(rollout.generator_logps, rollout.completion_ids, strict=True)
-    return [logps + np.float32(0.1) * np.sin(tokens.astype(np.float32)) for logps, tokens in pairs]
+def as_of_another_engine(rollout: Rollout) -> Rollout:
+    """With the generator's log-probs with an error that is a function of the tokens alone, so that no weight is 1."""
+    samples = []
+    for sample in rollout.samples:
+        logps = sample.logps + np.float32(0.1) * np.sin(sample.tokens.astype(np.float32))
+        samples.append(replace(sample, arrays={**sample.arrays, "logps": logps}))
+    return replace(rollout, samples=tuple(samples))
 
 
 class Run:
@@ -98,7 +101,9 @@ class Run:
         adapters, target = self.policy.adapters, self.generator.weights
         self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
         turns, has_environment = self.recipe.max_turns, self.recipe.environment
-        conversations = scripted(turns, has_environment, backend.rank == 0)
+        conversations = scripted(
+            turns, has_environment, backend.rank == 0, backend.world.gather_objects
+        )
         self.replicas = Replicas(self.generator, self.infer.mesh, backend, conversations)
         self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
@@ -116,7 +121,7 @@ class Run:
             advantages=self.advantages,
             resampling_rounds=self.recipe.resampling_rounds,
         )
-        task = Task(has_hits=self.recipe.equal_groups)
+        task: Any = Task(has_hits=self.recipe.equal_groups)
         rollouts = None
         if self.recipe.partial_chunk:
             limits = PartialLimits(c.NUM_PROMPTS // 2, self.recipe.partial_chunk, c.MAX_TOKENS, 1)
@@ -187,7 +192,7 @@ class Run:
         if self.recipe.num_iterations > 1:
             pipeline, mesh = self.policy.pipeline, self.train.mesh
             old = compute_log_probs(pipeline, mesh, self.backend, packed)
-        corrected = replace(rollout, generator_logps=as_of_another_engine(rollout))
+        corrected = as_of_another_engine(rollout)
         earned = scored.scores.total
         batch, _ = compute_advantages(
             corrected, earned, self.advantages, old, reference, scored.turn_rewards

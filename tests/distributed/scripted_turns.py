@@ -12,7 +12,7 @@ from typing import Any
 from mindgrpo.data.examples import Example
 from mindgrpo.data.prompts import Fitted
 from mindgrpo.environments.contract import Observation, Opening, Question, Result
-from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.conversations import Conversations, Gather, alone
 from mindgrpo.rollout.environment import EnvironmentTurns
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
@@ -89,10 +89,13 @@ class Form:
         return Fitted(example, "", tuple(Suffix().ids(example.messages)))
 
 
-def scripted(max_turns: int, has_environment: bool, is_first: bool) -> Conversations | None:
+def scripted(
+    max_turns: int, has_environment: bool, is_first: bool, gather: Gather = alone
+) -> Conversations | None:
     if max_turns == 1:
         return None
     stand_ins: dict[str, Any] = {"tokenizer": Ids(), "suffix": Suffix(), "max_turns": max_turns}
+    stand_ins["gather"] = gather
     if has_environment:
         turns = EnvironmentTurns(Environment() if is_first else None)
         return Conversations(responder=turns, form=Form(), **stand_ins)  # type: ignore[arg-type]

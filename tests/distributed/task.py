@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import cases as c
 import numpy as np
@@ -42,23 +44,24 @@ class Task:
         # By step, the positions of the prompts of partial rollouts.
         self.trained: list[list[int]] = []
 
-    def begin_step(self, step: int) -> list[np.ndarray]:
-        return prompts()
+    def begin_step(self, step: int) -> list[Any]:
+        return self.at(range(c.NUM_PROMPTS))
 
-    def replace(self, groups: Sequence[int]) -> list[np.ndarray]:
-        return [prompts()[group][::-1] for group in groups]
+    def replace(self, groups: Sequence[int]) -> list[Any]:
+        return [SimpleNamespace(ids=prompts()[group][::-1], row={}) for group in groups]
 
-    def take(self, count: int) -> range:
+    def next_positions(self, count: int) -> range:
         begin, self._taken = self._taken, self._taken + count
         return range(begin, self._taken)
 
-    def token_ids(self, positions: Sequence[int]) -> list[np.ndarray]:
-        return [prompts()[position % c.NUM_PROMPTS] for position in positions]
+    def at(self, positions: Sequence[int]) -> list[Any]:
+        own = prompts()
+        return [SimpleNamespace(ids=own[at % c.NUM_PROMPTS], row={}) for at in positions]
 
     def assign(self, positions: Sequence[int]) -> None:
         self.trained.append([*positions])
 
-    def owners(self, rollout: Rollout) -> list[Prompt]:
+    def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return []
 
     def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from engine_process import ROOT, Oracle
 from engine_subject import needs_vllm
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import Completion, Request, Rollout, collect
+from mindgrpo.algorithm.sample import Request, Rollout, Sample, collect
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.models.decoder_config import read_config
@@ -26,7 +25,6 @@ from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.conversations import run_together
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
@@ -62,11 +60,10 @@ def conversations_of(engine: EmbeddedEngine) -> Rollout:
     driver = scripted(TURNS, has_environment=False, is_first=True)
     assert driver is not None
 
-    def generate(asked: Sequence[Request], turn: int) -> list[Completion]:
+    def generate(asked: Sequence[Request], turn: int) -> list[Sample]:
         return engine.generate(asked, SAMPLING, replace(SeedKey(3, 0, 0), turn=turn), 1)
 
-    answer = partial(run_together, responder=driver.responder, gather=lambda own: [own])
-    return collect(prompts, 8, driver.run(requests, MAX_TOKENS, 1, generate, answer))
+    return collect(driver.run(requests, MAX_TOKENS, generate), 8, range(len(prompts)))
 
 
 def test_log_probs_of_action_tokens_are_those_of_transformers_on_the_whole_conversation(

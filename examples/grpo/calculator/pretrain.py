@@ -13,6 +13,7 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from make_products import Product, called, guessed, make_splits, miscalled, samp
 from make_tokenizer import train_tokenizer, write_company  # noqa: E402
 from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
 
-from mindgrpo.algorithm.sample import STOPPED, Rollout  # noqa: E402
+from mindgrpo.algorithm.sample import STOPPED, Rollout, Sample  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.pool import load_tools  # noqa: E402
@@ -89,12 +90,13 @@ class Conversations:
             prompts.append(prompt)
             completions.append(ids)
             masks.append(mask)
-        count = len(prompts)
-        logps = [np.zeros(len(ids), np.float32) for ids in completions]
-        versions = [np.zeros(len(ids), np.int32) for ids in completions]
-        reasons, groups = [STOPPED] * count, range(count)
-        messages = ((),) * count
-        return Rollout(prompts, completions, reasons, logps, groups, masks, versions, messages)
+        samples = (
+            replace(
+                Sample.drawn(i, prompt, ids, STOPPED, 0, logps=np.zeros(len(ids))), action_mask=mask
+            )
+            for i, (prompt, ids, mask) in enumerate(zip(prompts, completions, masks, strict=True))
+        )
+        return Rollout(tuple(samples), tuple(range(len(prompts))))
 
     def _turns(self, product: Product, shares: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
         style = self._rng.choices(STYLES, shares)[0]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import GenerationBatch
@@ -50,7 +50,7 @@ class EmbeddedEngine:
             layout, backend.rank, backend, "generator", dtype=backend.compute_dtype
         )
         self.version: int | None = None
-        self.stats = RolloutStats(0, 0, 0, 0)
+        self.stats = RolloutStats()
         if sampling.max_tokens > cache_config.max_tokens:
             raise ValueError(
                 f"completions of {sampling.max_tokens} tokens in a cache for {cache_config.max_tokens}"
@@ -99,26 +99,29 @@ class EmbeddedEngine:
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         self._check_version(version)
         wanted = [request for request in requests if request.samples]
         if not wanted:
-            self.stats = RolloutStats(0, 0, 0, 0)
+            self.stats = RolloutStats()
             return []
         batch = self._batch(wanted, sampling, key)
         with self._backend.computing():
             self.stats = self._decoder.run(batch, sampling)
         self._check_version(version)
-        samples = [sample for request in wanted for sample in request.samples]
+        numbered = [(number, r.prompt) for r in wanted for number in r.samples]
         return [
-            Completion(
-                sample,
+            Sample.drawn(
+                number,
+                prompt,
                 batch.tokens[i, :length].copy(),
-                batch.logps[i, :length].copy(),
                 STOPPED if batch.stopped[i] else LENGTH,
                 version,
+                logps=batch.logps[i, :length].copy(),
             )
-            for i, (sample, length) in enumerate(zip(samples, batch.lengths.tolist(), strict=True))
+            for i, ((number, prompt), length) in enumerate(
+                zip(numbered, batch.lengths.tolist(), strict=True)
+            )
         ]
 
     def _check_version(self, version: int) -> None:

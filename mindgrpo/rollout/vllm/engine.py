@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import LENGTH, STOPPED, Completion, Request
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, TOKEN_ARRAYS, Request, Sample
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class VllmEngine:
 
     def __init__(self, layout: Layout, backend: Backend, settings: VllmSettings) -> None:
         self.version: int | None = None
-        self.stats = RolloutStats(0, 0, 0, 0)
+        self.stats = RolloutStats()
         # What the process says of itself once it is ready; empty on ranks without one.
         self.description: Message = {}
         self._settings, self._backend = settings, backend
@@ -189,7 +189,7 @@ class VllmEngine:
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
-    ) -> list[Completion]:
+    ) -> list[Sample]:
         if self.version != version:
             raise StaleWeights(f"vLLM has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
@@ -206,16 +206,17 @@ class VllmEngine:
         made = reply["completions"]
         tokens = sum(len(one["tokens"]) for one in made)
         self.stats = RolloutStats(tokens, tokens, 0, reply["prompt_tokens"])
-        samples = [sample for request in wanted for sample in request.samples]
+        numbered = [(number, r.prompt) for r in wanted for number in r.samples]
         return [
-            Completion(
-                sample,
+            Sample.drawn(
+                number,
+                prompt,
                 np.array(one["tokens"], np.int32),
-                np.array(one["logps"], np.float32),
                 STOPPED if one["stopped"] else LENGTH,
                 version,
+                **{name: one[name] for name in TOKEN_ARRAYS if name in one},
             )
-            for sample, one in zip(samples, made, strict=True)
+            for (number, prompt), one in zip(numbered, made, strict=True)
         ]
 
 

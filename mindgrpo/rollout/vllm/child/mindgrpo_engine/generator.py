@@ -42,7 +42,7 @@ Progress = Callable[[Message], None]
 
 
 @dataclass
-class Completion:
+class RunningSample:
     """Tokens of one sample, the stop token included, and the log-prob of each."""
 
     tokens: list[int] = field(default_factory=list)
@@ -98,12 +98,12 @@ class Generation:
     def __init__(self, engine: Any, progress: Progress) -> None:
         self._engine = engine
         self._progress = progress
-        self._completions: list[Completion] = []
+        self._completions: list[RunningSample] = []
         # vLLM's own name of each sample that has not ended, by ours.
         self._running: dict[str, str] = {}
         self._reported = time.monotonic()
 
-    def run(self, sampling: Message, requests: list[Message]) -> list[Completion]:
+    def run(self, sampling: Message, requests: list[Message]) -> list[RunningSample]:
         """Completions of all samples in order; where one fails, all are given up."""
         try:
             for request in requests:
@@ -124,7 +124,7 @@ class Generation:
             inner = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         except REFUSALS as error:
             raise UserFailure(f"vLLM refuses a sample: {sentence(error)}") from error
-        self._completions.append(Completion())
+        self._completions.append(RunningSample())
         self._running[name] = inner
 
     def _step(self) -> None:
