@@ -1,6 +1,6 @@
 """The loop: a step, the row of its metrics, an evaluation where one is due, a checkpoint; the same on every rank.
 
-What a step is stands in grpo/step.py: sync, rollout, score, reference, old log-probs, update, one call a phase.
+A step is defined in grpo/step.py: sync, rollout, score, reference, old log-probs, update, one call a phase.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.rollout.environment import environment_weight
-from mindgrpo.rollout.turns import make_conversations, turn_figures
+from mindgrpo.rollout.turns import make_conversations, turn_metrics
 from mindgrpo.run.checkpoints import restored_roles
 from mindgrpo.run.guards import NanGuard, RewardGuard
 from mindgrpo.run.host_limits import has_room_for_model
@@ -169,7 +169,7 @@ class GRPOTrainer:
         return "; ".join([left, *model]) + "."
 
     def _rescue_model(self) -> None:
-        """Writes the model of a run that cannot go on, where there is room for it."""
+        """Writes the model of a run that cannot continue, where there is room for it."""
         run, session = self.run, self.session
         has_room = on_first_rank(
             run.backend, lambda: has_room_for_model(run.plan, run.record.model_directory)
@@ -211,7 +211,7 @@ class GRPOTrainer:
         self.reward_guard.step_done(step + 1, outcome.scored.scores)
         metrics = all_metrics(outcome, self.roles, run.prompts.position)
         if run.inputs.turns is not None:
-            metrics |= turn_figures(outcome.batch.rollout.messages, run.inputs.turns.names)
+            metrics |= turn_metrics(outcome.batch.rollout.messages, run.inputs.turns.names)
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.conversations import Conversations, run_together
 from mindgrpo.rollout.noise import sample_keys
-from mindgrpo.rollout.tools import ToolTurns, tool_figures
+from mindgrpo.rollout.tools import ToolTurns, tool_metrics
 from mindgrpo.tools.calls import ToolCall, parse_hermes
 from mindgrpo.tools.pool import ToolAnswer, load_tools
 
@@ -137,7 +137,7 @@ def test_samples_go_on_by_themselves_and_come_back_in_order(run: Run) -> None:
     assert len(pool.calls) == 3
     rollout = collect(made, 4, [0], first=4)
     assert [m.all() for m in rollout.action_mask] == [True, False, True, False]
-    figures = tool_figures(rollout.messages, ["calculator"])
+    figures = tool_metrics(rollout.messages, ["calculator"])
     assert figures["tools/turns"] == 7 / 4 and figures["tools/calls"] == 3 / 4
     assert figures["tools/called_fraction"] == 1 / 2
     assert figures["tools/calculator/failures"] == figures["tools/unknown"] == 0

@@ -42,7 +42,7 @@ from mindgrpo.rollout.environment import (
     rewards_in,
     turn_rewards,
 )
-from mindgrpo.rollout.turns import read_turns, turn_figures
+from mindgrpo.rollout.turns import read_turns, turn_metrics
 from mindgrpo.workers.protocol import RAISED, CallFailure
 
 DATA_PROMPT = np.array([5, 6], np.int32)
@@ -191,7 +191,7 @@ def test_a_failure_ends_its_conversation_alone(tokenizer: Tokenizer) -> None:
     assert reset.messages[0]["error"] == "no such level"
     assert "tokens long and max_prompt_length is 100" in long.messages[0]["error"]
     assert [sorted(asked) for asked in talk.pool.asked] == [[0, 1, 2, 3], [0, 1], [0, 1]]
-    figures = turn_figures([one.messages for one in talk.made])
+    figures = turn_metrics([one.messages for one in talk.made])
     assert figures == {
         "environment/turns": 6 / 4,
         "environment/turn_reward": 4 / 3,

@@ -27,7 +27,7 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
-from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, figures_of
+from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
@@ -242,7 +242,7 @@ def report(
         "ranks": backend.world_size,
         "layout": str(inputs.layout.mesh),
         "eval": outcomes[0].means,
-        "figures": figures_of(outcomes),
+        "figures": evaluation_metrics(outcomes),
         "compiles": len(backend.compile_log.entries),
         "modes": {outcome.mode.name: details(outcome) for outcome in outcomes},
     }

@@ -202,7 +202,7 @@ def make_stepper(
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:
-    """What the configuration asks for, in its order; `sampling` is the run's."""
+    """Returns the modes that the configuration asks for, in its order; `sampling` is the run's."""
     rl = config.rl_config
     own = replace(
         sampling,

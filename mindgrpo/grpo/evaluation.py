@@ -20,11 +20,11 @@ from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.rollout.turns import turn_figures
+from mindgrpo.rollout.turns import turn_metrics
 
 SAMPLED, GREEDY = "sampled", "greedy"
 PREFIXES = {SAMPLED: "eval", GREEDY: "eval_greedy"}
-Figure = float | int | None
+Metric = float | int | None
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,23 @@ class Outcome:
     def tokens_per_second(self) -> float:
         return self.num_tokens / self.seconds
 
-    def metrics(self) -> dict[str, Figure]:
-        """As metrics name them."""
+    def metrics(self) -> dict[str, Metric]:
+        """By their names in metrics.jsonl."""
         prefix, n = PREFIXES[self.mode.name], self.mode.num_samples
-        figures: dict[str, Figure] = {}
+        metrics: dict[str, Metric] = {}
         for name, scores in self.by_function.items():
-            figures[f"{prefix}/{name}/mean"] = scores.mean
+            metrics[f"{prefix}/{name}/mean"] = scores.mean
             if n > 1:
-                figures[f"{prefix}/{name}/mean@{n}"] = scores.mean_at_n
-            figures[f"{prefix}/{name}/stderr"] = scores.error
-            figures |= {f"{prefix}/{name}/pass@{k}": p for k, p in scores.pass_at.items()}
-            figures[f"{prefix}/{name}/errors"] = self.scored.scores.errors.get(name, 0)
+                metrics[f"{prefix}/{name}/mean@{n}"] = scores.mean_at_n
+            metrics[f"{prefix}/{name}/stderr"] = scores.error
+            metrics |= {f"{prefix}/{name}/pass@{k}": p for k, p in scores.pass_at.items()}
+            metrics[f"{prefix}/{name}/errors"] = self.scored.scores.errors.get(name, 0)
         if any(self.rollout.messages):
-            of_turns = turn_figures(self.rollout.messages)
-            figures |= {f"{prefix}/{name}": value for name, value in of_turns.items()}
-        figures[f"{prefix}/truncated_fraction"] = self.truncated_fraction
-        figures[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
-        return figures
+            of_turns = turn_metrics(self.rollout.messages)
+            metrics |= {f"{prefix}/{name}": value for name, value in of_turns.items()}
+        metrics[f"{prefix}/truncated_fraction"] = self.truncated_fraction
+        metrics[f"{prefix}/completion_length"] = self.num_tokens / len(self.rollout)
+        return metrics
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One a sample, on rank 0."""
@@ -103,8 +103,8 @@ class Outcome:
         return ({"mode": self.mode.name, **row} for row in rows)
 
 
-def figures_of(outcomes: Sequence[Outcome]) -> dict[str, Figure]:
-    """Of all modes, as metrics name them."""
+def evaluation_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
+    """Those of all modes, by their names in metrics.jsonl."""
     return {key: value for outcome in outcomes for key, value in outcome.metrics().items()}
 
 

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
+from typing import Any, TypeVar
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
+from mindgrpo.config.section import Section
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.models.precision import compute_dtype, flash_attention, matmul_precision
 
+Settings = TypeVar("Settings", RuntimeSettings, SamplingParams, LossConfig, AdvantageConfig)
+
+
+def _settings(kind: type[Settings], section: Section, **others: Any) -> Settings:
+    """Take the fields of `kind` from the section, which has the same names, but for `others`."""
+    names = {field.name for field in fields(kind)} - others.keys()
+    return kind(**{name: getattr(section, name) for name in names}, **others)
+
 
 def runtime_settings(config: Config) -> RuntimeSettings:
-    """What of `context` the device's backend sets up."""
+    """Returns what the device's backend sets up of `context`."""
     context = config.context
-    return RuntimeSettings(
+    return _settings(
+        RuntimeSettings,
+        context,
         compiled=context.mode == 0,
         deterministic=config.rl_config.deterministic == "ON",
         jit_level=context.jit_config.jit_level,
-        max_call_depth=context.max_call_depth,
-        save_graphs=context.save_graphs,
-        save_graphs_path=context.save_graphs_path,
-        memory_optimize_level=context.memory_optimize_level,
-        max_device_bytes=config.context.max_device_bytes,
         precision_mode=context.ascend_config.precision_mode,
         matmul_precision=matmul_precision(config),
         compute_dtype=compute_dtype(config),
@@ -37,30 +45,16 @@ def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     sampling = config.generate_config.sampling_config
     stops = sampling.eos_token_id
     stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=max(0, sampling.top_k),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        min_tokens=sampling.min_tokens,
-        max_tokens=sampling.max_tokens,
-        stop_ids=stop_ids,
-    )
+    top_k = max(0, sampling.top_k)
+    return _settings(SamplingParams, sampling, top_k=top_k, stop_ids=stop_ids)
 
 
 def loss_config(config: Config) -> LossConfig:
     rl = config.rl_config
-    return LossConfig(
-        loss_type=rl.loss_type,
-        importance_sampling_level=rl.importance_sampling_level,
-        epsilon_low=rl.epsilon_low,
-        epsilon_high=rl.epsilon_high,
-        delta=rl.delta,
-        dual_clip=rl.dual_clip,
+    return _settings(
+        LossConfig,
+        rl,
         beta=0.0 if rl.kl_in_reward else rl.beta,
-        kl_estimator=rl.kl_estimator,
-        entropy_coef=rl.entropy_coef,
         corrected=rl.importance_sampling_correction != "none",
         max_completion_length=config.generate_config.sampling_config.max_tokens,
     )
@@ -68,14 +62,12 @@ def loss_config(config: Config) -> LossConfig:
 
 def advantage_config(config: Config) -> AdvantageConfig:
     rl = config.rl_config
-    return AdvantageConfig(
-        num_generations=rl.num_generations,
-        advantage_estimator=rl.advantage_estimator,
+    return _settings(
+        AdvantageConfig,
+        rl,
         scale_rewards=rl.reward_scale,
         reward_beta=rl.beta if rl.kl_in_reward else 0.0,
-        kl_estimator=rl.kl_estimator,
         correction=rl.importance_sampling_correction,
-        correction_cap=rl.correction_cap,
         mask_truncated=rl.mask_truncated_completions,
         std_floor=rl.advantage_std_floor,
         by_turn=rl.turn_advantages,

@@ -26,7 +26,7 @@ from mindgrpo.workers.protocol import BAD_RESULT, CallFailure
 
 @dataclass(frozen=True)
 class Reply:
-    """What a responder says to a turn, or to open a conversation.
+    """A responder's reply to a turn of the policy, or the opening of a conversation.
 
     `messages` come after the turn (or are the prompt); the key `failure` of one is not shown to the model. `turn` is
     kept with the policy's turn. If the reply `is_last`, the conversation ends, and the messages are left out.
@@ -59,7 +59,7 @@ def alone(value: Any) -> list[Any]:
 
 
 class Responder(Protocol):
-    """What answers turns; every rank has one, and that of one rank works for all."""
+    """Answers turns; every rank has one, and that of one rank works for all."""
 
     @property
     def runs_here(self) -> bool: ...
@@ -69,16 +69,16 @@ class Responder(Protocol):
         """Whether it gets turns that nothing can follow, too: those that were cut, and the last one."""
 
     def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> Any:
-        """What to ask after the message `turn`, to which it may add, and which is `written` with its special tokens.
+        """Returns the question after the message `turn`, to which it may add; None ends the conversation.
 
-        None ends the conversation. `before` are the messages before it.
+        `written` is the turn with its special tokens, `before` are the messages before it.
         """
 
     def answer(self, asked: Asked) -> Replies:
         """Where it `runs_here`."""
 
     def end_rollout(self) -> None:
-        """No conversation goes on after this."""
+        """Called when no conversation continues."""
 
     def close(self) -> None: ...
 

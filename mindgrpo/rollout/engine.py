@@ -1,4 +1,4 @@
-"""What a rollout engine is: requests in, samples out, by weights of a known version.
+"""Defines a rollout engine: requests in, samples out, by weights of a known version.
 
 The steps and evaluations of a run speak to this protocol alone. `embedded/` implements it in the ranks' own graphs,
 `vllm/` with vLLM in processes of its own, which are handed named tensors.
@@ -54,7 +54,7 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class SeedKey:
-    """What noise depends on beside sample and position; `purpose` is rollout/noise.py's; `turn` of conversations."""
+    """Selects the noise, beside sample and position; `purpose` is rollout/noise.py's; `turn` of conversations."""
 
     seed: int
     purpose: int
@@ -64,7 +64,7 @@ class SeedKey:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What engines differ in; name and release are for reports."""
+    """Lists what engines differ in; name and release are for reports."""
 
     name: str
     release: str | None = None
@@ -124,7 +124,7 @@ class RolloutEngine(Protocol):
         """Takes back the memory that `publish` and `generate` need."""
 
     def memory_bytes(self) -> int:
-        """What the engine takes on this rank when it is awake, outside of `pools` included."""
+        """Counts the engine's bytes on this rank when it is awake, also outside of `pools`."""
 
     def close(self) -> None:
         """Ends what the engine has started."""

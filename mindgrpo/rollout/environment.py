@@ -71,7 +71,7 @@ CORRECT = f"; correct the class or {ENVIRONMENT.key}"
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of one conversation: its prompt, and `messages`, one turn of the policy and what was answered."""
+    """Holds one conversation: its prompt, and `messages`, one turn of the policy and what was answered."""
 
     text: str
     num_tokens: int
@@ -80,7 +80,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class EnvironmentForm:
-    """What of rl_config.environment every rank knows: its name, and how its messages become tokens."""
+    """Holds what every rank knows of rl_config.environment: its name, and how its messages become tokens."""
 
     text: str
     form: PromptForm
@@ -177,7 +177,7 @@ def turn_rewards(
     return rewards
 
 
-def environment_figures(conversations: Sequence[Messages]) -> dict[str, float]:
+def environment_metrics(conversations: Sequence[Messages]) -> dict[str, float]:
     """Means a sample: turns of the policy, conversations that ended done, that failed, and a turn's reward."""
     count = max(1, len(conversations))
     turns = [turns_of(messages) for messages in conversations]

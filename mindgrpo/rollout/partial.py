@@ -80,8 +80,8 @@ class PartialLimits:
 
 @dataclass(frozen=True)
 class PartialOutcome:
-    """`groups` are whole, at most as many as were wanted; `unfinished` go on, whole ones that were too many among
-    them. `rounds` of chunks were drawn, `tokens` in all."""
+    """Holds the complete `groups`, at most as many as were wanted, and the `unfinished` ones, which continue; complete
+    ones that were too many are among these. `rounds` of chunks were drawn, `tokens` in all."""
 
     groups: tuple[PartialGroup, ...]
     unfinished: tuple[PartialGroup, ...]
@@ -98,8 +98,8 @@ class PartialOutcome:
 class PartialMetrics:
     """A partial rollout in numbers: of the weights of `version`, over `rounds` of chunks.
 
-    `groups` were whole, `unfinished_groups` with `unfinished_tokens` go on. Ages, of the whole ones, are in steps;
-    `stale_tokens` is the share of their tokens that older weights wrote.
+    `groups` were complete, `unfinished_groups` with `unfinished_tokens` continue. Ages, of the complete ones, are in
+    steps; `stale_tokens` is the share of their tokens that older weights wrote.
     """
 
     version: int

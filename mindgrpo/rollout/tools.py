@@ -94,7 +94,7 @@ NOT_RUN = (MALFORMED, UNKNOWN, OVER_LIMIT)
 
 @dataclass(frozen=True)
 class Toolbox:
-    """What of rl_config.tools every rank knows: names and schemas, the template's suffix, the parser of calls."""
+    """Holds what every rank knows of rl_config.tools: names and schemas, the template's suffix, the parser of calls."""
 
     names: tuple[str, ...]
     schemas: tuple[dict[str, Any], ...]
@@ -137,7 +137,7 @@ def tool_turns(config: Config, toolbox: Toolbox, runs_here: bool) -> ToolTurns:
     return ToolTurns(toolbox.parser, pool, rl.max_tool_calls)
 
 
-def tool_figures(messages: Sequence[Messages], names: Sequence[str] = ()) -> dict[str, float]:
+def tool_metrics(messages: Sequence[Messages], names: Sequence[str] = ()) -> dict[str, float]:
     """Of conversations, one a sample: turns of the policy, calls, and failures by tool and by why none was run.
 
     All of them means a sample.
@@ -146,15 +146,15 @@ def tool_figures(messages: Sequence[Messages], names: Sequence[str] = ()) -> dic
     answers = [message for one in messages for message in one if message.get("role") == "tool"]
     turns = sum(message["role"] == "assistant" for one in messages for message in one)
     called = sum(any(message["role"] == "tool" for message in one) for one in messages)
-    figures = {
+    metrics = {
         "tools/turns": turns / count,
         "tools/calls": len(answers) / count,
         "tools/called_fraction": called / count,
     }
     for name in names:
         own = [a for a in answers if a["name"] == name and a["failure"] not in NOT_RUN]
-        figures[f"tools/{name}/calls"] = len(own) / count
-        figures[f"tools/{name}/failures"] = sum(a["failure"] is not None for a in own) / count
+        metrics[f"tools/{name}/calls"] = len(own) / count
+        metrics[f"tools/{name}/failures"] = sum(a["failure"] is not None for a in own) / count
     for kind in NOT_RUN:
-        figures[f"tools/{kind}"] = sum(a["failure"] == kind for a in answers) / count
-    return figures
+        metrics[f"tools/{kind}"] = sum(a["failure"] == kind for a in answers) / count
+    return metrics

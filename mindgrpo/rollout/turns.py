@@ -11,12 +11,12 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.environment import (
     EnvironmentForm,
-    environment_figures,
+    environment_metrics,
     environment_turns,
     read_environment,
     turns_of,
 )
-from mindgrpo.rollout.tools import Toolbox, read_toolbox, tool_figures, tool_turns
+from mindgrpo.rollout.tools import Toolbox, read_toolbox, tool_metrics, tool_turns
 
 Turns = Toolbox | EnvironmentForm
 
@@ -41,10 +41,10 @@ def make_conversations(
     return Conversations(tokenizer, turns.suffix, answering, most, turns.form, gather)
 
 
-def turn_figures(
+def turn_metrics(
     conversations: Sequence[Messages], tool_names: Sequence[str] = ()
 ) -> dict[str, float]:
     """Metrics of conversations, one a sample, of which an environment's have rewards in their turns."""
     if any("reward" in turn for messages in conversations for turn in turns_of(messages)):
-        return environment_figures(conversations)
-    return tool_figures(conversations, tool_names)
+        return environment_metrics(conversations)
+    return tool_metrics(conversations, tool_names)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.grpo.evaluation import Outcome, figures_of
+from mindgrpo.grpo.evaluation import Outcome, evaluation_metrics
 from mindgrpo.monitor.console import number
 from mindgrpo.monitor.metrics import append_rows, read_metrics
 
@@ -16,7 +16,7 @@ def write_evaluation(
     folder: Path, step: int, outcomes: Sequence[Outcome], with_completions: bool
 ) -> None:
     """Appends to both files in `folder`."""
-    append_rows(folder / "evaluations.jsonl", step, [figures_of(outcomes)])
+    append_rows(folder / "evaluations.jsonl", step, [evaluation_metrics(outcomes)])
     if with_completions:
         write_completions(folder / "eval_completions.jsonl", step, outcomes)
 

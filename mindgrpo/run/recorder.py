@@ -24,7 +24,7 @@ from mindgrpo.checkpoint.unfinished import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing
-from mindgrpo.grpo.evaluation import PREFIXES, Figure, Outcome, figures_of
+from mindgrpo.grpo.evaluation import PREFIXES, Metric, Outcome, evaluation_metrics
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
 from mindgrpo.monitor.console import Console, number
 from mindgrpo.monitor.curve import CurveProcess
@@ -162,7 +162,7 @@ class RunRecord:
         self._curve.draw_sometimes(next(iter(self._evaluations), {}))
         self.trackers.check()
 
-    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Figure]:
+    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Metric]:
         """Keeps an evaluation, the first mode's means for the summary; returns its metrics."""
         self._evaluations.append(outcomes[0].means)
         for outcome in outcomes:
@@ -173,7 +173,7 @@ class RunRecord:
             keeps = self._loaded.config.rl_config.save_eval_completions
             with self._recording():
                 write_evaluation(self.directory, step, outcomes, keeps)
-        return figures_of(outcomes)
+        return evaluation_metrics(outcomes)
 
     def not_evaluated(self) -> None:
         """Notes that there is nothing to compare later evaluations with."""
