@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.packing import MicroShape, Placed, Row, micro_batches
+from mindgrpo.algorithm.packing import MicroShape, PackedRow, Placed, micro_batches
 from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
@@ -83,7 +83,9 @@ class Logits(nn.Cell):
         return self.head(self.stage(tokens, positions, spans))
 
 
-def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy, list[np.ndarray]]:
+def train(
+    golden: Golden, backend: Backend, rows: Sequence[PackedRow]
+) -> tuple[Policy, list[np.ndarray]]:
     """The gradient of the log-probs' sum in a policy's accumulators, and the log-probs by sample."""
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
@@ -103,14 +105,14 @@ def train(golden: Golden, backend: Backend, rows: Sequence[Row]) -> tuple[Policy
     return policy, [by_sample[i] for i in range(len(rollout))]
 
 
-def each_in_its_row(rollout: Rollout) -> list[Row]:
+def each_in_its_row(rollout: Rollout) -> list[PackedRow]:
     return [
         (Placed(i, 0, len(p), len(p), len(c)),)
         for i, (p, c) in enumerate(zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     ]
 
 
-def all_in_one_row(rollout: Rollout) -> list[Row]:
+def all_in_one_row(rollout: Rollout) -> list[PackedRow]:
     starts = np.cumsum([0, *rollout.total_lengths])
     return [tuple(Placed(r[0].sample, at, r[0].prompt, at + r[0].prompt, r[0].completion)
                   for at, r in zip(starts.tolist(), each_in_its_row(rollout), strict=False))]  # fmt: skip

@@ -24,7 +24,7 @@ from golden_models import (
 )
 from small_generators import WITH_AVX512
 
-from mindgrpo.algorithm.packing import Row
+from mindgrpo.algorithm.packing import PackedRow
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
@@ -66,7 +66,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     return read_golden(request.param)
 
 
-def check_training(golden: Golden, backend: Backend, rows: Sequence[Row]) -> None:
+def check_training(golden: Golden, backend: Backend, rows: Sequence[PackedRow]) -> None:
     policy, logps = train(golden, backend, rows)
     assert np.abs(np.stack(logps) - golden.values["logps"]).max() < BOUNDS.logps
     for name, expected in golden.gradients.items():

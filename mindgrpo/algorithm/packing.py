@@ -37,7 +37,7 @@ class Placed:
         return np.concatenate([[self.prompt_start + self.prompt - 1], own])[: self.completion]
 
 
-Row = tuple[Placed, ...]
+PackedRow = tuple[Placed, ...]
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class _Bundle:
         return _Bundle(self.prompt, taken)
 
 
-def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[Row, ...]:
+def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[PackedRow, ...]:
     """`members` into few rows: a row takes the largest bundles that fit, then a part of one that fills it."""
     waiting = _bundles(rollout, members, shape.length)
     limit = shape.max_per_row or len(rollout)
-    rows: list[Row] = []
+    rows: list[PackedRow] = []
     while waiting:
         row: list[Placed] = []
         used = 0
@@ -140,7 +140,7 @@ class MicroBatch:
     labels the policy wrote; padding is none. `arrays` [R, T, ...] are the declared per-token arrays that are inputs.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[PackedRow, ...]
     tokens: np.ndarray
     positions: np.ndarray
     spans: np.ndarray
@@ -179,13 +179,13 @@ class MicroBatch:
             start += placed.completion
 
 
-def num_micro_batches(rows: Sequence[Row], shape: MicroShape, num_shares: int) -> int:
+def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
     """Of each of `num_shares` data-parallel ranks; one at least."""
     return max(1, -(-len(rows) // (shape.rows * num_shares)))
 
 
 def micro_batches(
-    rollout: Rollout, rows: Sequence[Row], shape: MicroShape, num_shares: int, share: int
+    rollout: Rollout, rows: Sequence[PackedRow], shape: MicroShape, num_shares: int, share: int
 ) -> list[MicroBatch]:
     """The rows of data-parallel rank `share` of `num_shares`; every rank gets equally many, padded with empty rows.
 
@@ -201,7 +201,9 @@ def micro_batches(
     return [_arrays(rollout, batch, shape.length, picks) for batch in batches]
 
 
-def _arrays(rollout: Rollout, rows: tuple[Row, ...], row_length: int, num_picks: int) -> MicroBatch:
+def _arrays(
+    rollout: Rollout, rows: tuple[PackedRow, ...], row_length: int, num_picks: int
+) -> MicroBatch:
     shape = (len(rows), row_length)
     tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     spans = np.zeros((*shape, 3), np.int32)
@@ -246,7 +248,9 @@ class PackedRollout:
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 
-    def rows(self, shape: MicroShape, members: Sequence[int] | None = None) -> tuple[Row, ...]:
+    def rows(
+        self, shape: MicroShape, members: Sequence[int] | None = None
+    ) -> tuple[PackedRow, ...]:
         chosen = tuple(range(len(self.rollout)) if members is None else members)
         return self._pack(chosen, shape)
 
@@ -256,7 +260,7 @@ class PackedRollout:
         return self._micro_batches(self.rows(shape, members), shape, num_shares, share)
 
 
-def padding_share(rows: Sequence[Row], num_tokens: int) -> float:
+def padding_share(rows: Sequence[PackedRow], num_tokens: int) -> float:
     """The share of the graphs' `num_tokens` positions that hold no token of a sample or prompt."""
     used = 0
     for row in rows:
