@@ -15,7 +15,7 @@ from mindgrpo.algorithm.packing import (
     MicroBatch,
     MicroShape,
     PackedRollout,
-    Row,
+    PackedRow,
     micro_batches,
     pack,
     padding_share,
@@ -58,7 +58,7 @@ def batches_of(
     return [micro_batches(samples, rows, shape, ways, i) for i in range(ways)]
 
 
-def rows_of(samples: Rollout, members: Sequence[int], limit: int | None = None) -> list[Row]:
+def rows_of(samples: Rollout, members: Sequence[int], limit: int | None = None) -> list[PackedRow]:
     return pack(samples, members, MicroShape(1, ROW, limit))
 
 
