@@ -50,7 +50,7 @@ class Golden:
     def rollout(self) -> Rollout:
         """Each row as a sample whose prompt is its first token, so that every other token is predicted."""
         ids = self.values["input_ids"]
-        none = [np.zeros(0, np.float32)] * len(ids)
+        none = [np.zeros(len(r) - 1, np.float32) for r in ids]
         return Rollout.single_turn(
             [r[:1] for r in ids],
             [r[1:] for r in ids],
