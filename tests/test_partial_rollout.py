@@ -14,8 +14,7 @@ import pytest
 from distributed.scripted_turns import scripted
 
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
-from mindgrpo.checkpoint.format import RunState
-from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
+from mindgrpo.checkpoint.format import RunState, StoredGroup, restored_groups, stored_groups
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.partial import (

@@ -21,7 +21,7 @@ from mindgrpo.algorithm.sample import (
     TrainBatch,
     collect,
 )
-from mindgrpo.checkpoint.unfinished import StoredGroup, restored_groups, stored_groups
+from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
 from mindgrpo.grpo.metrics import step_digests
 from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.batch_dump import About, Dump, read, write

@@ -24,10 +24,10 @@ from mindgrpo.checkpoint.format import (
     Manifest,
     RunState,
     StoredAdapters,
+    stored_groups,
 )
 from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
-from mindgrpo.checkpoint.unfinished import stored_groups
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles

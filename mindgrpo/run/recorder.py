@@ -19,8 +19,7 @@ import mindgrpo
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Candidate, Start
-from mindgrpo.checkpoint.format import RunState
-from mindgrpo.checkpoint.unfinished import version_runs
+from mindgrpo.checkpoint.format import RunState, version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, writing

@@ -12,7 +12,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Start, folder_of
-from mindgrpo.checkpoint.unfinished import restored_groups
+from mindgrpo.checkpoint.format import restored_groups
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
