@@ -26,7 +26,7 @@ from comparison import Comparison
 from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
-from task import Task, prompts
+from task import Task
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
@@ -214,7 +214,8 @@ class Run:
         self.refresh_engine()
         settings = replace(self.generator.sampling, temperature=0.0)
         key = SeedKey(SEED, EVALUATION, c.NUM_STEPS)
-        rollout = self.replicas.generate(prompts(), 1, settings, key, self.policy.version)
+        everything = Task(has_hits=False).at(range(c.NUM_PROMPTS))
+        rollout = self.replicas.generate(everything, 1, settings, key, self.policy.version)
         return [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids]
 
     def parameters(self) -> dict[str, np.ndarray]:
