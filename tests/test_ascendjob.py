@@ -21,8 +21,7 @@ import yaml
 from small_runs import input_keys, make_inputs
 from test_two_hosts import ARGUMENTS, LONGEST_RUN, REWARD
 
-from mindgrpo.launch.cluster import ASCENDJOB
-from mindgrpo.launch.options import Hosts, read_options
+from mindgrpo.launch.options import ASCENDJOB, Hosts, read_options
 from mindgrpo.launch.plan import has_config
 
 ROOT = Path(__file__).resolve().parent.parent

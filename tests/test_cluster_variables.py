@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.errors import UserError
-from mindgrpo.launch.cluster import first_name, without_cluster
-from mindgrpo.launch.options import Hosts, Options, read_options
+from mindgrpo.launch.options import Hosts, Options, first_name, read_options, without_cluster
 from mindgrpo.launch.plan import LocalHost, make_plan
 
 PROGRAM = str(Path(__file__))

@@ -22,7 +22,6 @@ from mindgrpo.health.failure import (
     write_failure,
 )
 from mindgrpo.health.rank_health import RankHealth
-from mindgrpo.launch import cluster
 from mindgrpo.launch.exit_report import (
     CLUSTER_NAME,
     ClusterNews,
@@ -33,7 +32,13 @@ from mindgrpo.launch.exit_report import (
     worker_log,
 )
 from mindgrpo.launch.log_follower import Screen
-from mindgrpo.launch.options import Hosts, Options
+from mindgrpo.launch.options import (
+    LOST_WITHIN_SECONDS,
+    Hosts,
+    Options,
+    cluster_variables,
+    set_for_rank,
+)
 
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 CLUSTER = "DISTRIBUTED(17,7fb8,python):2026-11-22-13:51:32.298.885 [mindspore/ccsrc/cluster/"
@@ -158,10 +163,10 @@ def test_a_rank_of_this_host_that_failed_before_stays_the_reason(tmp_path: Path)
 
 
 def test_a_rank_waits_long_for_its_peers_and_the_scheduler_short_for_ranks() -> None:
-    variables = cluster.cluster_variables(2)
+    variables = cluster_variables(2)
     for_rank = dict(variables)
-    cluster.set_for_rank(for_rank)
-    assert int(variables["MS_NODE_TIMEOUT"]) < cluster.LOST_WITHIN_SECONDS
+    set_for_rank(for_rank)
+    assert int(variables["MS_NODE_TIMEOUT"]) < LOST_WITHIN_SECONDS
     assert int(for_rank["MS_NODE_TIMEOUT"]) > 3600
 
 

@@ -19,9 +19,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mindgrpo.launch.cluster import without_cluster
 from mindgrpo.launch.launcher import launch
-from mindgrpo.launch.options import read_options
+from mindgrpo.launch.options import read_options, without_cluster
 
 
 def main(argv: Sequence[str]) -> None:

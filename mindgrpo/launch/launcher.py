@@ -24,10 +24,9 @@ from mindgrpo.health.heartbeat import LiveLine, heartbeat_path, heartbeats_in, r
 from mindgrpo.health.processes import STOPPING
 from mindgrpo.health.rank_health import resuming
 from mindgrpo.launch import exit_report
-from mindgrpo.launch.cluster import PORTS
 from mindgrpo.launch.exit_report import ClusterWatch, worker_log
 from mindgrpo.launch.log_follower import LogFollower
-from mindgrpo.launch.options import Options
+from mindgrpo.launch.options import JOB_PORTS, Options
 from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
 from mindgrpo.launch.processes import JobProcesses, start_process
 
@@ -314,11 +313,11 @@ def _port(options: Options) -> int | None:
         raise UserError(
             f"MINDGRPO_PORT={options.port} is in use by another process: set a free port or unset it."
         )
-    port = next(filter(_is_free, random.sample(PORTS, NUM_PORTS_TRIED)), None)
+    port = next(filter(_is_free, random.sample(JOB_PORTS, NUM_PORTS_TRIED)), None)
     if port is None:
         raise UserError(
-            f"none of {NUM_PORTS_TRIED} ports from {PORTS.start} to {PORTS.stop} is free: set MINDGRPO_PORT to a free "
-            "one."
+            f"none of {NUM_PORTS_TRIED} ports from {JOB_PORTS.start} to {JOB_PORTS.stop} is free: set MINDGRPO_PORT "
+            "to a free one."
         )
     return port
 

@@ -17,7 +17,7 @@ from mindgrpo.health.heartbeat import CLEAR
 
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
-# Of MindSpore's cluster: the launcher has them written (cluster.py), and nobody else needs them.
+# Of MindSpore's cluster: the launcher has them written (options.py), and nobody else needs them.
 HIDDEN = (b"[WARNING] DISTRIBUTED(", b"[INFO] DISTRIBUTED(")
 
 

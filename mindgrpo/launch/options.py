@@ -1,13 +1,23 @@
-"""Checks the command line of `mindgrpo launch` and the environment's variables that belong to it."""
+"""Checks the command line of `mindgrpo launch` and its variables; reads what a cluster's scheduler says in its place.
+
+Slurm: one task a node of `srun` runs the launcher. The variables of the step count, not those of the job: a shell in
+an allocation has only the latter, and a step may have fewer nodes than its job. AscendJob: MindCluster's operator sets
+MindSpore's variables in every pod that has devices. Runs no programs, and reads no file.
+
+MS_NODE_TIMEOUT means two things. In the scheduler it is how long a rank may be without a heartbeat, which a thread of
+MindSpore's own sends, whatever the rank computes. In a rank, where no device has a limit of its own, it is how long a
+sum waits for its neighbour, which may compile or score for minutes. So the variable is the scheduler's, and ranks have
+PEER_SECONDS instead.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.errors import UserError
-from mindgrpo.launch.cluster import flags_of_cluster
 
 USAGE = (
     "usage: mindgrpo launch --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT | "
@@ -18,6 +28,29 @@ VERBS = ("train", "eval")
 FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master", "--cluster")
 STOP_SECONDS = "60"
 POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
+CLUSTERS = ("msrun", "auto", "slurm", "ascendjob")
+# Below the range from which the system takes ports for connections.
+JOB_PORTS = range(10000, 32000)
+# Steps of one job that run at once are on other ports, and far from those of the jobs that follow it.
+STEP_STRIDE = 1009
+STEP_NODES, STEP_TASKS = "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"
+STEP_LIST, NODE_INDEX = "SLURM_STEP_NODELIST", "SLURM_NODEID"
+ROLE, RANKS, LOCAL_RANKS, HOST_INDEX = "MS_ROLE", "MS_WORKER_NUM", "MS_LOCAL_WORKER", "MS_NODE_RANK"
+ADDRESS, PORT = "MS_SCHED_HOST", "MS_SCHED_PORT"
+ASCENDJOB = (ROLE, RANKS, LOCAL_RANKS, HOST_INDEX, ADDRESS, PORT)
+# MindSpore would take them for its own: msrun sets them for each of its processes, and one rank has no cluster.
+NOT_FOR_RANKS = frozenset((*ASCENDJOB, "MS_SERVER_NUM"))
+FIRST_NAME = re.compile(r"(?:[^,\[\]\s]|\[[\d,-]+\])+")
+SRUN = "start it with 'srun --ntasks=$SLURM_NNODES --ntasks-per-node=1', as examples/cluster/slurm.sbatch does"
+# From the loss to the last line of every host's launcher; docs/hosts.md has the sum.
+LOST_WITHIN_SECONDS = 20.0
+SILENT_SECONDS = 10
+ANSWER_SECONDS = 4
+# As before for ranks of one host, whose ends the launcher sees itself.
+SILENT_SECONDS_ON_ONE_HOST = 60
+# Hangs are for the deadlines of phases to find, which know what a rank does.
+PEER_SECONDS = 24 * 3600
+TIMEOUT = "MS_NODE_TIMEOUT"
 
 
 @dataclass(frozen=True)
@@ -154,3 +187,179 @@ def _read_hosts(values: Mapping[str, str], num_hosts: int, num_ranks: int) -> Ho
         "is free there."
     )
     return Hosts(num_hosts, host_index, (address, _whole(address and port, PORTS, wrong)))
+
+
+def flags_of_cluster(
+    flags: Mapping[str, str], environment: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Returns the cluster that starts this launcher, and the flags that the user would have to give without one.
+
+    `flags` are the user's; a --master among them stays. Raises UserError, with the variable that is wrong.
+    """
+    asked = flags.get("--cluster", "msrun")
+    if asked not in CLUSTERS:
+        raise UserError(f"--cluster {asked} is none of {', '.join(CLUSTERS)}: give one of these.")
+    cluster = detect(environment) if asked == "auto" else asked
+    own = {flag: value for flag, value in flags.items() if flag != "--cluster"}
+    if cluster == "msrun":
+        return cluster, own
+    for flag in ("--hosts", "--host_index"):
+        if flag in flags:
+            raise UserError(
+                f"{flag} {flags[flag]} is for --cluster msrun, but --cluster {asked} takes it from the variables of "
+                f"{cluster}: leave {flag} or --cluster out."
+            )
+    read: Callable[..., dict[str, str]] = of_slurm if cluster == "slurm" else of_ascendjob
+    return cluster, {**read(own, environment), **own}
+
+
+def detect(environment: Mapping[str, str]) -> str:
+    """Returns a cluster whose variables are complete, else msrun. Slurm: only on several nodes of a step of `srun`."""
+    has_slurm = environment.get(STEP_NODES, "1") != "1"
+    has_ascendjob = all(environment.get(name) for name in ASCENDJOB)
+    if has_slurm and has_ascendjob:
+        raise UserError(
+            f"--cluster auto finds both Slurm ({STEP_NODES}) and AscendJob ({ROLE}) in the environment: give "
+            "--cluster slurm, ascendjob or msrun."
+        )
+    return "slurm" if has_slurm else "ascendjob" if has_ascendjob else "msrun"
+
+
+def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment for the processes of the job, without the scheduler's variables."""
+    return {name: value for name, value in environment.items() if name not in NOT_FOR_RANKS}
+
+
+def _number(environment: Mapping[str, str], name: str, numbers: range, remedy: str) -> int:
+    text = environment.get(name, "")
+    if not re.fullmatch(r"0|[1-9][0-9]{0,9}", text) or int(text) not in numbers:
+        state = f"{name} is {text!r}" if text else f"{name} is not set"
+        raise UserError(
+            f"{state}, but must be a whole number from {numbers.start} to {numbers.stop - 1}: {remedy}."
+        )
+    return int(text)
+
+
+def first_name(node_list: str) -> str:
+    """Returns the first node of Slurm's compressed list: rack1n003 of `rack1n[003-007,9],login`. Raises UserError."""
+    match = FIRST_NAME.match(node_list)
+    if match is None or re.match(r"[^,]", node_list[match.end() :]):
+        raise UserError(
+            f"{STEP_LIST} is {node_list!r}, which is not a list of nodes as Slurm writes it: {SRUN}."
+        )
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
+
+
+def of_slurm(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the flags that Slurm's variables say. Raises UserError."""
+    if not environment.get(STEP_LIST):
+        raise UserError(
+            f"--cluster slurm needs {STEP_LIST}, which srun sets for its tasks: {SRUN}."
+        )
+    counts = range(1, 10**5)
+    num_nodes = _number(environment, STEP_NODES, counts, SRUN)
+    num_tasks = _number(environment, STEP_TASKS, counts, SRUN)
+    if num_tasks != num_nodes:
+        raise UserError(
+            f"{STEP_TASKS} is {num_tasks} on {num_nodes} nodes, but one launcher a node starts the ranks of the node: "
+            f"{SRUN}."
+        )
+    index = _number(environment, NODE_INDEX, range(num_nodes), SRUN)
+    ranks = flags.get("--ranks", "")
+    if ranks.isdecimal() and int(ranks) % num_nodes:
+        raise UserError(
+            f"--ranks {ranks} cannot be shared by {num_nodes} nodes ({STEP_NODES}), which have equally many: change "
+            "--ranks or the number of nodes."
+        )
+    if num_nodes == 1:
+        return {}
+    return {
+        "--hosts": str(num_nodes),
+        "--host_index": str(index),
+        "--master": f"{first_name(environment[STEP_LIST])}:{_slurm_port(environment)}",
+    }
+
+
+def _slurm_port(environment: Mapping[str, str]) -> str:
+    """Chooses a port: not that of another job on the node, and the same on all nodes."""
+    if port := environment.get("MINDGRPO_PORT"):
+        return port
+    ids = range(2**32)
+    job = _number(environment, "SLURM_JOB_ID", ids, SRUN)
+    step = _number(environment, "SLURM_STEP_ID", ids, SRUN)
+    return str(JOB_PORTS.start + (job + STEP_STRIDE * step) % len(JOB_PORTS))
+
+
+def of_ascendjob(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the flags that an AscendJob's variables say.
+
+    Raises UserError, also in pods of a job whose scheduler is a pod without devices.
+    """
+    remedy = "MindCluster's operator sets it in the pods of an AscendJob; see docs/clusters.md"
+    counts = range(1, 10**5)
+    num_ranks = _number(environment, RANKS, counts, remedy)
+    num_local = _number(environment, LOCAL_RANKS, range(1, num_ranks + 1), remedy)
+    if num_ranks % num_local:
+        raise UserError(
+            f"{RANKS} is {num_ranks}, which is not a multiple of {LOCAL_RANKS}, {num_local}: give all pods of the "
+            "AscendJob equally many devices."
+        )
+    index = _number(environment, HOST_INDEX, range(num_ranks // num_local), remedy)
+    _check_role(environment, index)
+    ranks = flags.get("--ranks", str(num_ranks))
+    if ranks != str(num_ranks):
+        raise UserError(
+            f"--ranks {ranks} is not {RANKS}, {num_ranks}, which is the number of devices of the AscendJob: leave "
+            "--ranks out."
+        )
+    if num_local == num_ranks:
+        return {"--ranks": ranks}
+    address = environment.get(ADDRESS, "")
+    if not address and "--master" not in flags:
+        raise UserError(f"{ADDRESS} is not set: {remedy}.")
+    port = _number(environment, PORT, range(1024, 65536), remedy)
+    hosts = str(num_ranks // num_local)
+    master = f"{address}:{port}"
+    return {"--ranks": ranks, "--hosts": hosts, "--host_index": str(index), "--master": master}
+
+
+def _check_role(environment: Mapping[str, str], index: int) -> None:
+    """Raises UserError unless the first host's launcher starts the scheduler where all pods look for it."""
+    role = environment.get(ROLE, "")
+    if role not in ("MS_SCHED", "MS_WORKER"):
+        raise UserError(
+            f"{ROLE} is {role!r}, but must be MS_SCHED in the first pod of an AscendJob and MS_WORKER in others."
+        )
+    has_devices = environment.get("NPU_POD", "true") != "false"
+    if role == "MS_SCHED" and has_devices and index == 0:
+        return
+    if role == "MS_WORKER" and index > 0:
+        return
+    state = f"{ROLE} is {role} and {HOST_INDEX} {index}" + (
+        "" if has_devices else ", and NPU_POD is false"
+    )
+    raise UserError(
+        f"{state}: the scheduler of this AscendJob is a pod without devices, but mindgrpo starts it with the first "
+        "ranks; give the replica Scheduler as many devices as each Worker, as examples/cluster/ascendjob.yaml does."
+    )
+
+
+def cluster_variables(num_hosts: int) -> dict[str, str]:
+    """Returns variables for every process of a job: how soon a lost rank or host is noticed; what a user sets wins."""
+    if num_hosts == 1:
+        return {TIMEOUT: str(SILENT_SECONDS_ON_ONE_HOST)}
+    return {
+        TIMEOUT: str(SILENT_SECONDS),
+        # How long a rank waits for the scheduler's answer to a heartbeat, and then tries to reach it again.
+        "MS_RECEIVE_MSG_TIMEOUT": str(ANSWER_SECONDS),
+        "MS_HEARTBEAT_RETRY_TIMEOUT": str(ANSWER_SECONDS),
+        "MS_RETRY_INTERVAL_LOWER": "1",
+        "MS_RETRY_INTERVAL_UPPER": "2",
+        # Warnings of this module alone: exit_report.py reads them, and no screen shows them.
+        "MS_SUBMODULE_LOG_v": "{DISTRIBUTED:2}",
+    }
+
+
+def set_for_rank(environment: MutableMapping[str, str]) -> None:
+    """Sets how long a rank waits for its peers."""
+    environment[TIMEOUT] = str(PEER_SECONDS)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mindgrpo.health.processes import STATUS_VARIABLE
 from mindgrpo.health.rank_health import PREFIX_VARIABLE
-from mindgrpo.launch.cluster import cluster_variables
-from mindgrpo.launch.options import Options, has_config
+from mindgrpo.launch.options import Options, cluster_variables, has_config
 
 SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]

@@ -29,8 +29,7 @@ from typing import NoReturn
 
 from mindgrpo.errors import UserError, print_user_error
 from mindgrpo.health.processes import STATUS_VARIABLE, STOPPING, end_with_parent
-from mindgrpo.launch.cluster import set_for_rank
-from mindgrpo.launch.options import VERBS
+from mindgrpo.launch.options import VERBS, set_for_rank
 
 # Runs the verb that sys.argv begins with.
 VERB_PROGRAM = "mindgrpo.cli.verbs"

@@ -31,7 +31,7 @@ from job import Ended, Job
 from kill_matrix import comparable
 from run_cases import run_cases
 
-from mindgrpo.launch.cluster import LOST_WITHIN_SECONDS
+from mindgrpo.launch.options import LOST_WITHIN_SECONDS
 
 HOSTS, RANKS = 2, 4
 ADDRESSES = ("10.77.91.1", "10.77.91.2")
