@@ -101,7 +101,7 @@ def train(
     inputs = LossInputs(0 * ones, 0 * ones, -ones, ones, *unread)
     results = policy.accumulate([batch], [inputs], False)
     assert results is not None
-    by_sample = batch.gather(results[0].logps)
+    by_sample = batch.gather(results[0][0])
     return policy, [by_sample[i] for i in range(len(rollout))]
 
 
