@@ -96,7 +96,7 @@ class Model:
     def __init__(self, config: DecoderConfig, backend: Backend) -> None:
         layers = range(config.num_hidden_layers)
         self.layout, self.backend = (
-            Layout(Mesh(1, 1), parameter_specs(config), (layers,)),
+            Layout(Mesh(1, 1), parameter_specs(config), ((layers,),)),
             backend,
         )
         room = KVCacheConfig(16, GROUP, None, MAX_PROMPT, MAX_TOKENS)

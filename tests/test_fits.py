@@ -84,7 +84,9 @@ def test_what_no_single_change_makes_fit_takes_several() -> None:
     assert together
     for remedy in together:
         for change in remedy.changes:
-            alone = [w for key, value in change.values for w in (f"--{key}", json.dumps(value))]
+            alone = [
+                w for key, value in change.values.items() for w in (f"--{key}", json.dumps(value))
+            ]
             assert most_needed(planned(*words, *alone)).total > 36 * GB
 
 

@@ -187,6 +187,7 @@ if rank == "1":
 
 
 def assert_rank_0_saved(job: Started, tmp_path: Path) -> None:
+    job.release()
     shown, errors = job.launcher.communicate(timeout=90)
     (log,) = (tmp_path / "logs").glob("*/fork_server.log")
     assert shown == "saved by 0 after SIGTERM\n", log.read_text() + errors

@@ -223,6 +223,13 @@ class Stage(nn.Cell):
         self.layers = nn.CellList(layers)
 
     def construct(self, x: Any, *inputs: Any) -> Any:
+        return self.compute(x, inputs)
+
+    def compute(self, x: Any, inputs: Any) -> Any:
+        """Does the same with StageInputs as a tuple.
+
+        MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
+        """
         positions, spans = inputs
         contexts = []
         for rope_and_mask in self.rope_and_masks:
@@ -276,8 +283,12 @@ class LogProbStage(nn.Cell):
         )
 
     def construct(self, x: Any, *inputs: Any) -> Any:
+        return self.compute(x, inputs)
+
+    def compute(self, x: Any, inputs: Any) -> Any:
+        """Does the same with (*StageInputs, *HeadInputs) as a tuple, as Stage does."""
         picks, labels = inputs[self.of_stage :]
-        picked = self.pick(picks, self.stage(x, *inputs[: self.of_stage]))
+        picked = self.pick(picks, self.stage.compute(x, inputs[: self.of_stage]))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
 
 

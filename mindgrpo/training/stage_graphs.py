@@ -47,6 +47,10 @@ class PolicyLoss(nn.Cell):
         self.has_old = has_old
 
     def construct(self, logp: Any, entropy: Any, *inputs: Any) -> Any:
+        return self.compute(logp, entropy, inputs)
+
+    def compute(self, logp: Any, entropy: Any, inputs: Any) -> Any:
+        """Does the same with LossInputs as a tuple, as Stage does."""
         old, reference, advantages, weights, rollout_is_weights, starts, shares = inputs
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
@@ -112,7 +116,7 @@ class StageBackward(nn.Cell):
         )
 
     def forward(self, x: Any, inputs: Any) -> Any:
-        return self.stage(x, *inputs)
+        return self.stage.compute(x, inputs)
 
     def construct(self, x: Any, dy: Any, *inputs: Any) -> Any:
         # As one tuple: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
@@ -153,8 +157,8 @@ class LossStep(nn.Cell):
         )
 
     def forward(self, x: Any, inputs: Any) -> Any:
-        logp, entropy = self.net(x, *inputs[: self.of_net])
-        loss = self.loss(logp, entropy, *inputs[self.of_net :])
+        logp, entropy = self.net.compute(x, inputs[: self.of_net])
+        loss = self.loss.compute(logp, entropy, inputs[self.of_net :])
         if self.scale != 1.0:
             return loss * self.scale, loss, logp, entropy
         return loss, loss, logp, entropy
