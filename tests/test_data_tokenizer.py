@@ -320,7 +320,7 @@ def test_templates_files_hold_jinja_by_name(tokenizer: Tokenizer, tmp_path: Path
             tokenizer.with_template(f"{path}:a")
     for entry, said in (
         ({"name": "a", "format_user": slots(3)}, "holds 3, which is not a slot"),
-        ({"name": "a", "format_user": slots(["a-b"])}, "is no name of a token"),
+        ({"name": "a", "format_user": slots(["a-b"])}, "is not the name of a token"),
     ):
         path.write_text(json.dumps([entry]))
         with pytest.raises(UserError, match=said):
