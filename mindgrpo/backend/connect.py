@@ -20,7 +20,7 @@ HOST_PRECISION = "must_keep_origin_dtype"
 
 
 def keeps_slots(target: Target) -> bool:
-    """Returns whether its kernels keep the generator's slots (kernels/rollout.py), as far as is known unopened."""
+    """Returns whether the target's kernels keep the generator's slots (kernels/rollout.py); opens no device."""
     return target.backend == "shared_memory" and native_library.may_build()
 
 

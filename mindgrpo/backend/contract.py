@@ -144,14 +144,14 @@ class Pool(ABC):
 
     @abstractmethod
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
-        """A Parameter [shape] of the pool's dtype that starts `offset` elements into the pool; one for each range.
+        """Makes a Parameter [shape] of the pool's dtype, `offset` elements into the pool; one for each range.
 
-        Raises ValueError for a range that has a parameter: of two, each could hold other values.
+        Raises ValueError for a range that has a parameter already: with two, each could hold other values.
         """
 
     @abstractmethod
     def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
-        """Gives the pool's bytes as arrays of the host inside; with `write`, what was written goes to the device."""
+        """Yields the pool's bytes as arrays of the host; with `write`, what was written then goes to the device."""
 
     @property
     def itemsize(self) -> int:
@@ -166,15 +166,15 @@ class Pool(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Nothing to do where the pool is on the device already."""
+        """Brings the pool to the device; does nothing if it is there already."""
 
     @abstractmethod
     def release(self) -> None: ...
 
     def take_turns(self, spare: SparePages, is_empty: bool) -> None:
-        """Lets the pool leave the memory that it gives up to others that take turns with it.
+        """Lets pools that are on the device at other times reuse the memory that this one gives up.
 
-        `is_empty`: nothing is in it yet.
+        `is_empty` says that nothing has been written to it yet.
         """
         return None
 

@@ -154,7 +154,7 @@ def _job(target: np.ndarray, source: np.ndarray) -> _Job:
 
 
 def _joined(jobs: list[_Job]) -> list[_Job]:
-    """Neighbours whose runs continue each other on both sides as one: longer runs are copied faster."""
+    """Joins neighbouring jobs whose runs continue each other on both sides: longer runs are copied faster."""
     result: list[_Job] = []
     for job in jobs:
         if result:

@@ -36,7 +36,7 @@ class HostPool(Pool):
     is_host_memory = True
 
     def __init__(self, size: int, dtype: Dtype = "float32") -> None:
-        """`size` is in elements."""
+        """Takes its `size` in elements."""
         self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._ranges: set[tuple[int, int]] = set()
         self._is_offloaded = False

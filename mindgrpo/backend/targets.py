@@ -103,7 +103,7 @@ def _has_ascend() -> bool:
 
 
 def rank_variables() -> dict[str, str]:
-    """Variables that ranks of this host get for its devices; what a user sets wins."""
+    """Returns the environment variables that ranks of this host get for its devices; a user's own values win."""
     return dict(HCCL_SECONDS) if _has_ascend() else {}
 
 

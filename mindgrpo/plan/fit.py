@@ -128,7 +128,7 @@ def _helpful(loaded: Loaded, plan: RunPlan, budget: int) -> list[Change]:
 
 
 def _agree(chosen: Sequence[Change]) -> bool:
-    """Tells whether no two set one key, or are of one kind."""
+    """Returns whether no two changes set one key or are of one kind."""
     num_values = sum(len(change.values) for change in chosen)
     kinds = {change.kind for change in chosen}
     return len(_together(chosen)) == num_values and len(kinds) == len(chosen)

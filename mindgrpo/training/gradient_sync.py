@@ -92,7 +92,7 @@ def sums_of(gradients: Weights) -> Sums:
 
 
 def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm]:
-    """Whole tensors, or their parts where these differ in how often they are there."""
+    """Yields whole tensors, or their parts where these differ in how many ranks hold a copy."""
     for entry in gradients.fused:
         names = [spec.name for spec in entry.specs if spec.name in copies]
         counts = {copies[name] for name in names}
@@ -213,7 +213,7 @@ class _Norm(nn.Cell):
 
 
 def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str] | None) -> _Columns:
-    """Those of the parameters `names`, neighbours as one; all of them where it is None."""
+    """Returns the columns of the parameters `names`, neighbours joined; None means all parameters."""
     ranges: list[tuple[int, int]] = []
     for spec, start, width in entry.columns():
         if names is not None and spec.name not in names:

@@ -110,7 +110,7 @@ class _AdamWCell(nn.Cell):
 
 
 class DeviceAdamW:
-    """One graph that updates a rank's weights and empties its gradients; see adamw.py."""
+    """One graph that updates a rank's weights and zeroes its gradients."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class AdamW:
         self._adamw = adamw(weights, gradients, self.first, self.second, backend, settings)
 
     def sum_gradients(self) -> float:
-        """Makes the accumulated gradients those of the whole batch; their 2-norm over the model."""
+        """Sums the accumulated gradients over the ranks; returns their 2-norm over the model."""
         return self._sync.sum()
 
     def step(self, update: int, lr: float, scale: float) -> None:

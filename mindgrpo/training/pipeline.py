@@ -24,9 +24,9 @@ def forward_backward(
     backward: Callable[..., Any],
     loss_inputs: Sequence[LossInputs],
 ) -> list[Predictions] | None:
-    """Runs all micro-batches forward and backward; gradients are added up by `backward`, a cell of this stage.
+    """Runs all micro-batches forward and backward; `backward`, a cell of this stage, adds up the gradients.
 
-    `loss_inputs[i]`, arrays, are for the last stage, whose ranks get results; the others None.
+    `loss_inputs[i]`, arrays, are read by the last stage only, whose ranks get the results; the others get None.
     """
     stage = _StageRun(pipeline, batches, backward, loss_inputs)
     for action in one_forward_one_backward(pipeline.stage_index, pipeline.num_stages, len(batches)):

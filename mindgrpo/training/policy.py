@@ -88,7 +88,7 @@ class Policy:
 
     @property
     def has_masters(self) -> bool:
-        """Tells whether the optimizer changes weights of its own, of which the trained ones are roundings."""
+        """Returns whether the optimizer changes weights of its own, which are rounded to the trained ones."""
         return self.masters is not self.trained
 
     def _make_masters(self) -> Weights:
@@ -98,7 +98,7 @@ class Policy:
         return Weights(self.trained.layout, self.backend.rank, self.backend, "master", shared=True)
 
     def masters_changed(self) -> None:
-        """Has to be called when their values are others: rounds them into the weights."""
+        """Rounds the optimizer's own weights into the trained ones; to be called whenever the former have changed."""
         if self.has_masters:
             round_into(self.trained, self.masters)
             self.backend.synchronize()
@@ -130,7 +130,7 @@ class Policy:
         return forward_backward(self.pipeline, batches, backward, loss_inputs)
 
     def gradient_norm(self) -> float:
-        """Makes the accumulated gradients those of the whole batch; their 2-norm over the model, before clipping."""
+        """Sums the accumulated gradients over the ranks; returns their 2-norm over the model, before clipping."""
         return self.optimizer.sum_gradients()
 
     def bad_gradient(self) -> NonFinite | None:
@@ -139,7 +139,7 @@ class Policy:
             return in_arrays((f"the gradient of {name}", g) for name, g in host.hf_views.items())
 
     def apply(self, norm: float, lr: float) -> None:
-        """One optimizer step from the gradients that `norm` was taken of, which are then zero."""
+        """Makes one optimizer step of the accumulated gradients, clipped by their `norm`, and zeroes them."""
         limit = self.settings.max_grad_norm
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         self.updates += 1

@@ -1,7 +1,7 @@
 """A pipeline stage's graphs: forward, backward with accumulation, and on the last stage the loss.
 
 Each is compiled once for one micro-batch shape; between graphs pipeline.py schedules and communicates.
-algorithm/losses.py says the same of the losses in numpy, and a test compares the two.
+algorithm/losses.py computes the same losses in numpy, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PolicyLoss(nn.Cell):
         return self.compute(logp, entropy, inputs)
 
     def compute(self, logp: Any, entropy: Any, inputs: Any) -> Any:
-        """Does the same with LossInputs as a tuple, as Stage does."""
+        """Computes the same from LossInputs as one tuple, as Stage takes its inputs."""
         old, reference, advantages, weights, rollout_is_weights, starts, shares = inputs
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.

@@ -32,9 +32,10 @@ def accumulate_gradients(
     members: Sequence[int],
     weights: np.ndarray,
 ) -> tuple[PerSample, float]:
-    """Adds the gradients of `members` to the policy's; `weights` float32 [samples], of each of a sample's tokens.
+    """Adds the gradients of `members` to the policy's; `weights` float32 [samples] are of each of a sample's tokens.
 
-    What this rank's samples gave, nothing where it is not a last stage; and the share of padding, over all ranks.
+    Returns the results of this rank's samples, empty unless it is of the last stage, and the share of padding over all
+    ranks.
     """
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
@@ -53,7 +54,9 @@ def _split(
     members: Sequence[int],
     weights: np.ndarray,
 ) -> tuple[list[int], list[int]]:
-    """Returns `members` that go backward, and those without a gradient where that spares time, else none of these."""
+    """Returns the `members` that go backward, and those that only go forward: without a gradient, where that saves
+    time.
+    """
     everybody = list(members)
     has_gradient = losses.has_gradient(batch.loss_advantages, weights, policy.settings.loss_config)
     kept = [i for i in everybody if has_gradient[i]]
@@ -83,7 +86,7 @@ def _micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) ->
 def _backward(
     policy: Policy, batch: TrainBatch, micro_batches: list[MicroBatch], weights: np.ndarray
 ) -> PerSample:
-    """Accumulates their gradients; nothing is returned where this is not the last stage."""
+    """Accumulates the micro-batches' gradients; returns results by sample, empty unless this is the last stage."""
     config = policy.settings.loss_config
     inputs = [_loss_inputs(micro, batch, weights, config) for micro in micro_batches]
     results = policy.accumulate(micro_batches, inputs, batch.old_logps is not None)

@@ -1,6 +1,6 @@
-"""Which rank gives which part of which parameter to whom, so that one layout becomes another.
+"""Computes which rank sends which part of which parameter to whom, so that one layout becomes another.
 
-What a rank already holds is never sent, each wanted element arrives once, and the givers share
+What a rank already holds is never sent, each wanted element arrives once, and senders share
 the load. The plan depends on its two layouts alone, so every rank computes the same one. It
 touches no device and no weights, and refuses layouts that do not hold the same parameters.
 """

@@ -58,7 +58,7 @@ def rounds(plan: Plan, bucket_bytes: int, rank: int | None = None) -> list[list[
 
 
 def _gifts(plan: Plan) -> Iterator[tuple[int, dict[int, list[int]]]]:
-    """Yields each sender with the parts it gives away and to whom, in the order of ranks and parts."""
+    """Yields each sender with the parts that it sends and to whom, in the order of ranks and parts."""
     rows = np.flatnonzero(plan.source_of_move != plan.target_of_move)
     rows = rows[np.argsort(plan.source_of_move[rows], kind="stable")]
     columns = (plan.source_of_move, plan.part_of_move, plan.target_of_move)
@@ -84,7 +84,7 @@ def _pack(sent: Sequence[Segment], capacity: int) -> Iterator[list[_Place]]:
 
 
 def _rows(part: Segment) -> tuple[int, int, int]:
-    """First row, end of the rows, and elements a row; a scalar is one row."""
+    """Returns the part's first row, the end of its rows, and the elements of a row; a scalar is one row."""
     first, last = (part.box.start[0], part.box.stop[0]) if part.box.start else (0, 1)
     return first, last, part.size // (last - first)
 
@@ -119,9 +119,9 @@ def device_bucket_bytes(plan: Plan, bucket_bytes: int = DEFAULT_BUCKET_BYTES) ->
 
 
 def device_buffer_bytes(plan: Plan) -> int:
-    """Counts the bytes beside the weights on the rank that needs most, while a plan runs between devices.
+    """Counts the bytes that a transfer between devices takes beside the weights, on the rank that needs most.
 
-    What it keeps is copied at once; with each rank that it sends to or receives from it has a bucket at most.
+    What a rank keeps is copied at once; each rank that it sends to or receives from adds a bucket at most.
     """
     source, target, _ = plan.traffic()
     size = device_bucket_bytes(plan)

@@ -44,7 +44,7 @@ class WeightTransfer(Protocol):
 
     @property
     def has_sums(self) -> bool:
-        """Tells whether `sums` can be had: of weights that were handed on, only where the last run kept them."""
+        """Returns whether `sums` can be called: for weights that were handed on, only where the last run kept them."""
 
     def sums(self) -> dict[str, int]:
         """Returns weights/checksum.py's `part_sums` of the receiver's weights on this rank."""
@@ -77,7 +77,7 @@ class WeightCheck:
         self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
 
     def lacks(self, version: int) -> bool:
-        """Tells whether sums of `version` are needed and not kept yet."""
+        """Returns whether sums of `version` are needed and not kept yet."""
         return self.is_due and (self._kept is None or self._kept.version != version)
 
     def keep(self, policy: Sequence[Weights], version: int) -> None:
@@ -167,7 +167,7 @@ class WeightSyncer:
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:
-    """Makes old = share * new + (1 - share) * old, where they are; both of one layout."""
+    """Computes old = share * new + (1 - share) * old in place; both have one layout."""
     if old.pool.is_host_memory:
         for run, fresh in zip(old.arrays.flat_buffers, new.arrays.flat_buffers, strict=True):
             # In float32, whatever dtype they are kept in.

@@ -86,7 +86,7 @@ class CpuBackend(Backend):
     def __init__(
         self, environment: dict[str, str], compiled: bool = True, num_parts: int | None = None
     ) -> None:
-        """`num_parts`: see NativeKernels."""
+        """Takes NativeKernels' `num_parts`."""
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = own_rank(environment, self.world_size) if self.world_size > 1 else 0
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)

@@ -306,7 +306,7 @@ def _create(name: str, total: int) -> tuple[Path, int]:
 
 
 def _remove_stale() -> None:
-    """Boards of jobs that were killed while they met."""
+    """Removes the boards of jobs that were killed while their ranks were still finding each other."""
     for folder in BOARD_FOLDERS:
         for path in folder.glob("mindgrpo-*-board*"):
             starter = path.name.split("-")[1]

@@ -27,7 +27,7 @@ Waits = Callable[[float], None]
 
 
 def unheard(since: float) -> None:
-    """Nobody wants to know."""
+    """Ignores since when a process waits: the default where nobody listens."""
 
 
 class Counters(ABC):

@@ -56,7 +56,7 @@ class AscendBackend(DeviceBackend):
         compiled: bool = True,
         fused: AttentionDtype | None = None,
     ) -> None:
-        """`fused` is the dtype of fused attention; without, it is MindSpore's other operations."""
+        """Takes the dtype of fused attention as `fused`; None computes attention by MindSpore's other operations."""
         self.kernels = AscendKernels(attention_dtype=fused)
         super().__init__(environment, compiled)
 

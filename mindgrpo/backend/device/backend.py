@@ -93,7 +93,7 @@ class DeviceLink(Link):
 
 @contextmanager
 def waiting(health: RankHealth) -> Iterator[None]:
-    """Tells the health of this rank since when it waits for others."""
+    """Reports to this rank's health record that it waits for other ranks, from entry to exit."""
     health.waits(time.monotonic())
     try:
         yield
@@ -171,7 +171,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
-        """See contract.Group.gather_cell."""
+        """Implements contract.Group.gather_cell for the member at `index` of `size`."""
 
     @abstractmethod
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
@@ -181,7 +181,7 @@ class DeviceBackend(Backend):
     def _transfer(
         self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
     ) -> dict[int, Any]:
-        """See contract.Backend.exchange."""
+        """Implements contract.Backend.exchange."""
 
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return DeviceGroup(ranks, self._name_of(ranks), self)
@@ -247,7 +247,7 @@ class _State(Enum):
 
 
 class _Flat:
-    """Contract.HostArrays over one array."""
+    """Implements contract.HostArrays over one array."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -263,7 +263,7 @@ class DevicePool(Pool):
     is_host_memory = False
 
     def __init__(self, size: int, backend: DeviceBackend, dtype: Dtype = "float32") -> None:
-        """`size` is in elements."""
+        """Takes its `size` in elements."""
         self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._size = size
         self._backend = backend

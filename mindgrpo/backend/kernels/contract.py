@@ -167,5 +167,5 @@ class Kernels:
         prompt_rows: int,
         memory: Memory,
     ) -> Slots:
-        """See rollout.py; `rotary` as for `attention`."""
+        """Makes the slots that decode samples (see rollout.py); `rotary` as for `attention`."""
         raise NotImplementedError

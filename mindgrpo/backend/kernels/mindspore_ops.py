@@ -316,7 +316,7 @@ def adamw(
     second: np.ndarray,
     numbers: AdamWNumbers,
 ) -> None:
-    """See Kernels.adamw; a piece at a time, so that what is computed on the way stays small."""
+    """Implements Kernels.adamw a piece at a time, so that temporary arrays stay small."""
     n = numbers
     for start in range(0, weight.size, PIECE):
         piece = slice(start, start + PIECE)

@@ -303,7 +303,10 @@ class NativeKernels(Kernels):
     has_slots = True
 
     def __init__(self, num_parts: int | None = None) -> None:
-        """With `num_parts`, the factors of matrix products are sums of so many bfloat16 numbers (bf16_gemm.h)."""
+        """Takes factors of matrix products as sums of `num_parts` bfloat16 numbers (bf16_gemm.h); None: as float32.
+
+        Raises RuntimeError without the C library, UserError for a processor without bfloat16 products.
+        """
         if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
         if num_parts is not None and not has_bfloat16():

@@ -72,7 +72,7 @@ def may_build() -> bool:
 
 
 def _key(program: str) -> str:
-    """Changes with the sources, the flags, the compiler and the processor."""
+    """Returns a key that changes with the sources, the flags, the compiler and the processor."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + source.read_bytes())

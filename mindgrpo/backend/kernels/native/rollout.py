@@ -122,7 +122,7 @@ class RolloutTable:
 
 
 def _forget(native: ctypes.CDLL, number: int, memory: np.ndarray) -> None:
-    """Takes the memory, which must not be freed before."""
+    """Ends a table's registration; takes its `memory` so that it is not freed earlier."""
     native.rollout_forget(number)
 
 
@@ -143,7 +143,7 @@ class Slots:
         memory: Memory,
         num_parts: int | None = None,
     ) -> None:
-        """`num_parts`: see NativeKernels."""
+        """Takes NativeKernels' `num_parts`."""
         self._num_parts = num_parts or 0
         self._model_shape, self._capacity = model_shape, slots
         self._has_seen = sampling.repetition_penalty != 1.0
@@ -184,7 +184,7 @@ class Slots:
         self.users = arrays["users"]
 
     def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
-        """Has to be called when weights have changed; they are read where they lie."""
+        """Registers the weights, which are read where they lie; to be called again whenever they have changed."""
         self._weights = []
         for index, weights in enumerate(layers):
             tensors = [NOTHING if array is None else array for array in weights]
@@ -367,10 +367,10 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """The number of samples that wait for a slot."""
+        """Returns the number of samples that wait for a slot."""
         return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Decode steps of the batch with any row, and rows that they computed."""
+        """Returns the batch's decode steps that had any row, and the rows that they computed."""
         return int(self._table["steps"][0]), int(self._table["row_steps"][0])
