@@ -16,12 +16,12 @@ from mindgrpo.algorithm.loss_config import STD_FLOOR
 def group_advantages(
     rewards: np.ndarray, num_generations: int, scale: str, std_floor: float = STD_FLOOR
 ) -> np.ndarray:
-    """float32 [samples]: A_i = (r_i - mean(group)) / (std + std_floor) (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    """Computes A_i = (r_i - mean(group)) / (std + std_floor) as float32 [samples].
 
-    `scale` "group" divides by the group's standard deviation; "batch" by that of the step's rewards
-    (arXiv:2508.08221); "none" not at all (Dr. GRPO, arXiv:2503.20783, section 3.2). Deviations are
-    sample ones (n - 1). A group of one, and a group whose rewards are all equal, have advantage 0. `rewards` float
-    [samples]; raises ValueError on NaN.
+    GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2). `scale` "group" divides by the group's standard deviation;
+    "batch" by that of the step's rewards (arXiv:2508.08221); "none" does not divide (Dr. GRPO, arXiv:2503.20783,
+    section 3.2). Deviations are sample ones (n - 1). A group of one, and a group whose rewards are all equal, have
+    advantage 0. `rewards` float [samples]; raises ValueError on NaN.
     """
     groups = _groups(rewards, num_generations)
     centred = groups - groups.mean(axis=1, keepdims=True)
@@ -34,7 +34,7 @@ def group_advantages(
 
 
 def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """float32 [samples]: A_i = r_i - sum over j != i of r_j / (k - 1), k = num_generations >= 2.
+    """Computes A_i = r_i - sum over j != i of r_j / (k - 1) as float32 [samples], k = num_generations >= 2.
 
     RLOO (arXiv:2402.14740, the leave-one-out estimator). Raises ValueError on NaN.
     """
@@ -51,12 +51,13 @@ def turn_advantages(
     scale: str,
     std_floor: float = STD_FLOOR,
 ) -> list[np.ndarray]:
-    """float32 [turns] a sample: A_i,k = sum over l >= k of (r_i,l - mean(R)) / (std(R) + std_floor).
+    """Computes A_i,k = sum over l >= k of (r_i,l - mean(R)) / (std(R) + std_floor) as float32 [turns] per sample.
 
-    GRPO with process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3), a turn being a step: R are the
-    rewards of all turns of all samples of the group. `scale` chooses the deviation as in `group_advantages`, whose
-    result this is where every sample has one turn. `turn_rewards` float [turns] a sample; a sample of nan has no part
-    in R and advantages 0. Groups whose rewards are all equal have advantages 0. Raises ValueError on infinite rewards.
+    GRPO with process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3), where a step is a turn: R are the
+    rewards of all turns of all samples of the group. `scale` chooses the deviation as in `group_advantages`, which
+    gives the same result where every sample has one turn. `turn_rewards` float [turns] per sample; a sample with a nan
+    is left out of R and gets advantages 0. Groups whose rewards are all equal get advantages 0. Raises ValueError on
+    infinite rewards.
     """
     if any(np.isinf(rewards).any() for rewards in turn_rewards):
         raise ValueError("rewards of turns are not finite")
@@ -89,12 +90,13 @@ def reinforce_plus_plus(
     num_generations: int | None,
     std_floor: float = STD_FLOOR,
 ) -> list[np.ndarray]:
-    """float32 [completion length] a sample: (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on.
+    """Computes (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on, as float32 [completion length].
 
-    Mean and population deviation (n) are those of all tokens of the step (REINFORCE++, arXiv:2501.03262, global
-    normalisation). With `num_generations` the group's mean is taken from r first, as its variant with baseline does.
-    `penalties` float [completion length] a sample, beta times the KL estimate of each token; samples outside of
-    `sample_mask` (bool [samples]) have no part in mean and deviation. Raises ValueError on NaN.
+    One array per sample. Mean and population deviation (n) are those of all tokens of the step (REINFORCE++,
+    arXiv:2501.03262, global normalisation). With `num_generations` the group's mean is subtracted from r first, as in
+    its variant with a baseline. `penalties` float [completion length] per sample, beta times the KL estimate of each
+    token; samples outside of `sample_mask` (bool [samples]) do not count in mean and deviation. Raises ValueError on
+    NaN.
     """
     centred = _groups(rewards, num_generations or 1)
     if num_generations is not None:
@@ -110,7 +112,7 @@ def reinforce_plus_plus(
 
 
 def zero_std_groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """bool [groups]: nothing to learn from these, all their rewards are equal."""
+    """Returns bool [groups]: True where all rewards of a group are equal, so that there is nothing to learn from it."""
     groups = rewards.reshape(-1, num_generations)
     return (groups == groups[:, :1]).all(axis=1)
 

@@ -1,6 +1,6 @@
-"""Holds what a run asks of the algorithm: LossConfig for the loss, AdvantageConfig for what it is fed.
+"""Holds the algorithm's settings: LossConfig for the loss, AdvantageConfig for its advantages, masks and weights.
 
-Defaults that rl_config has too stand here alone. Imports nothing, so that the configuration can.
+Defaults that rl_config has too stand here alone. Imports nothing, so that the configuration can import it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The losses on host arrays: token weights, the metrics of an update, and what the graph's loss is compared with.
+"""Computes losses on host arrays: token weights, the metrics of an update, and a reference for the graph's loss.
 
-Pure numpy. The graph that is differentiated is training/stage_graphs.py; `policy_loss` says the same without one.
+Pure numpy. The graph that is differentiated is in training/stage_graphs.py; `policy_loss` computes the same value.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def token_weights(
     loss_config: LossConfig,
     sample_mask: np.ndarray | None = None,
 ) -> np.ndarray:
-    """float32 [samples], the weight of each token of a sample, over the whole of an update.
+    """Returns float32 [samples], the weight in the loss of each token of a sample, over the whole of an update.
 
     With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
-    grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
-    bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
-    cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
-    dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
+      grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
+      bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
+      cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
+      dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
 
     N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
     bnpo's local batch is the update for the same reason. Samples outside of `sample_mask` (bool [samples]; DAPO's
-    over-long filtering, section 3.4) weigh nothing and are not in N nor in the sum.
+    over-long filtering, section 3.4) weigh nothing and count neither in N nor in the sum.
     """
     sizes = np.asarray(lengths, np.float64)
     mask = np.ones(sizes.size) if sample_mask is None else np.asarray(sample_mask, np.float64)
@@ -43,7 +43,7 @@ def token_weights(
 
 
 def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
-    """An estimate of KL(policy || reference) a token, from tokens that the policy drew.
+    """Estimates KL(policy || reference) of each token, from tokens that the policy drew.
 
     With d = logp - ref: k1 = d, unbiased; k2 = d^2 / 2; k3 = exp(-d) + d - 1 >= 0, unbiased (J. Schulman,
     "Approximating KL divergence", 2020; k3: arXiv:2402.03300, equation 4).
@@ -59,10 +59,10 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
 def has_gradient(
     advantages: Sequence[np.ndarray] | np.ndarray, weights: np.ndarray, loss_config: LossConfig
 ) -> np.ndarray:
-    """bool [samples]: whether a sample's term of `policy_loss` depends on the policy at all.
+    """Returns bool [samples]: whether a sample's term of `policy_loss` depends on the policy at all.
 
-    Not without a weight, nor with advantages 0 (a group of equal rewards) where neither KL nor entropy is in the loss.
-    `advantages` a number or float [completion length] a sample.
+    It does not without a weight, nor with advantages 0 (a group of equal rewards) unless KL or entropy is in the loss.
+    `advantages` holds a number or float [completion length] per sample.
     """
     weighted = weights > 0
     if loss_config.beta > 0 or loss_config.entropy_coef > 0:
@@ -87,9 +87,10 @@ class Tokens:
 def importance_ratio(
     logps: np.ndarray, old: np.ndarray, lengths: np.ndarray, level: str
 ) -> np.ndarray:
-    """float [tokens]: token: exp(logp_t - old_t); sequence: exp of its mean over the sample, for all its tokens.
+    """Computes the ratio rho of each token, float [tokens]: at level "token" exp(logp_t - old_t).
 
-    (GSPO, arXiv:2507.18071, equation 7.)
+    At level "sequence" the exponential of that difference's mean over the sample, for all its tokens (GSPO,
+    arXiv:2507.18071, equation 7).
     """
     difference = logps - old
     if level == "sequence":
@@ -100,11 +101,11 @@ def importance_ratio(
 
 
 def surrogate(ratio: np.ndarray, advantages: np.ndarray, loss_config: LossConfig) -> np.ndarray:
-    """What is maximised, a token; ends of the clip apart (DAPO, arXiv:2503.14476, equation 10).
+    """Computes the clipped surrogate, which is maximised, per token.
 
-    min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3). Two-sided: rho in the first term is
-    min(rho, delta) (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0
-    (arXiv:1912.09729, equation 5).
+    min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3; separate low and high: DAPO,
+    arXiv:2503.14476, equation 10). Two-sided: rho in the first term is min(rho, delta) (INTELLECT-2, arXiv:2505.07291,
+    two-sided clipping). Dual clip: not below c A where A < 0 (arXiv:1912.09729, equation 5).
     """
     bounded = ratio if loss_config.delta is None else np.minimum(ratio, loss_config.delta)
     clipped = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
@@ -118,7 +119,8 @@ def surrogate(ratio: np.ndarray, advantages: np.ndarray, loss_config: LossConfig
 def cispo_surrogate(
     ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, loss_config: LossConfig
 ) -> np.ndarray:
-    """sg(clip(rho, 1 - low, 1 + high)) A logp: the weight is a constant, no token loses its gradient.
+    """Computes sg(clip(rho, 1 - low, 1 + high)) A logp per token; the weight is a constant, so no token loses its
+    gradient.
 
     (MiniMax-M1, arXiv:2506.13585, equations 4 and 5.)
     """
@@ -127,9 +129,10 @@ def cispo_surrogate(
 
 
 def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
-    """sum_t w_t (-f_t S_t + beta KL_t - c H_t): S the surrogate, f the rollout's importance weight, H the entropy.
+    """Computes the loss sum_t w_t (-f_t S_t + beta KL_t - c H_t).
 
-    `held` float [tokens] are the log-probs where stop-gradients stand, for differences; None: the policy's.
+    S is the surrogate, f the importance weight that corrects for the generator, H the entropy. `held` float [tokens]
+    are log-probs to use where the loss has stop-gradients, for finite differences; None: the policy's.
     """
     level = loss_config.importance_sampling_level
     if loss_config.loss_type == "cispo":
@@ -150,10 +153,10 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
 
 
 def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
-    """bool [tokens] twice: the clip's lower, its upper end decided the token's term, not the ratio.
+    """Returns two bool [tokens]: whether the lower, or the upper, end of the clip decided a token's term.
 
-    With ratios of whole samples bool [samples] twice, of the samples that have tokens: a sample is clipped as one.
-    For cispo: the weight was clipped. The bound of delta or dual_clip counts as an upper end.
+    With ratios of whole samples two bool [samples], of the samples that have tokens: a sample is clipped as one.
+    For cispo: whether the weight was clipped. The bound of delta or dual_clip counts as an upper end.
     """
     level = loss_config.importance_sampling_level
     ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)

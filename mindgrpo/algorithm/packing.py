@@ -1,8 +1,8 @@
-"""Packs samples into fixed rows, rows into micro-batches, and puts per-token results back in order of samples. Pure.
+"""Packs samples into fixed rows and rows into micro-batches, and puts per-token results back in order of samples. Pure.
 
-A row holds bundles: a prompt once, then what follows it of each of its samples. Samples have one prompt where its token
-ids are equal, whatever their groups are. A sample's last token predicts nothing and is left out. No sample is cut or
-dropped.
+A row holds bundles: a prompt once, then the completions of several of its samples. Samples share a prompt where its
+token ids are equal, whatever their groups are. A sample's last token predicts nothing and is left out. No sample is cut
+or dropped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Bundle:
         return self.prompt + sum(cost for _, cost in self.samples)
 
     def split(self, room: int, most: int) -> _Bundle:
-        """Takes out the longest samples that fit `room`, at most `most`; may be none."""
+        """Takes out the longest samples that fit `room`, at most `most`, as a bundle, which may be empty."""
         taken: list[tuple[int, int]] = []
         left: list[tuple[int, int]] = []
         room -= self.prompt
@@ -80,7 +80,10 @@ class _Bundle:
 
 
 def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[PackedRow, ...]:
-    """`members` into few rows: a row takes the largest bundles that fit, then a part of one that fills it."""
+    """Packs `members` into few rows: a row takes the largest bundles that fit, then the part of one that fills it best.
+
+    Raises UserError for a sample that is longer than a row.
+    """
     waiting = _bundles(rollout, members, shape.length)
     limit = shape.max_per_row or len(rollout)
     rows: list[PackedRow] = []
@@ -121,7 +124,7 @@ def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[
 
 
 def _take(waiting: list[_Bundle], room: int, most: int) -> _Bundle | None:
-    """The largest bundle that fits whole; else the part that fills most, its prompt not counted; None if none fits."""
+    """Takes the largest bundle that fits whole, else as much of one as fits; None if none fits."""
     waiting.sort(key=lambda b: (-b.cost, b.samples[0]))
     for index, bundle in enumerate(waiting):
         if bundle.cost <= room and len(bundle.samples) <= most:
@@ -150,20 +153,21 @@ class MicroBatch:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
-        """Per-sample scalars or per-token arrays -> float32 [M], 0 on padding."""
+        """Spreads per-sample scalars or per-token arrays over the predicting positions: float32 [M], 0 on padding."""
         out = np.zeros(self.picks.shape, np.float32)
         for sample, own in self._samples():
             out[own] = values[sample]
         return out
 
     def gather(self, values: np.ndarray) -> dict[int, np.ndarray]:
-        """float32 [M] -> per-token arrays by sample."""
+        """Splits [M] values of the predicting positions into arrays [completion length] by sample."""
         return {sample: values[own].copy() for sample, own in self._samples()}
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [M], the index of the first token of each token's sample; float32 [M], one over its action tokens.
+        """Returns two arrays [M]: int32, the first position of each position's sample; float32, one over its action
+        tokens.
 
-        Padding stands alone, with 0.
+        A padding position has itself and 0.
         """
         starts, shares = np.arange(self.picks.size, dtype=np.int32), np.zeros(self.picks.size)
         for _, own in self._samples():
@@ -172,7 +176,7 @@ class MicroBatch:
         return starts, shares.astype(np.float32)
 
     def _samples(self) -> Iterator[tuple[int, slice]]:
-        """Each sample and its part of the M predicting positions."""
+        """Yields each sample and its part of the M predicting positions."""
         start = 0
         for placed in (placed for row in self.rows for placed in row):
             yield placed.sample, slice(start, start + placed.completion)
@@ -180,16 +184,17 @@ class MicroBatch:
 
 
 def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
-    """Of each of `num_shares` data-parallel ranks; one at least."""
+    """Counts the micro-batches of each of `num_shares` data-parallel ranks; one at least."""
     return max(1, -(-len(rows) // (shape.rows * num_shares)))
 
 
 def micro_batches(
     rollout: Rollout, rows: Sequence[PackedRow], shape: MicroShape, num_shares: int, share: int
 ) -> list[MicroBatch]:
-    """The rows of data-parallel rank `share` of `num_shares`; every rank gets equally many, padded with empty rows.
+    """Returns the micro-batches of data-parallel rank `share` of `num_shares`.
 
-    All have the same number of picks: the most that one of this rank needs, rounded up to a bucket.
+    Every rank gets equally many, padded with empty rows. All have the same number of picks: the most that one of this
+    rank needs, rounded up to a bucket.
     """
     count = num_micro_batches(rows, shape, num_shares)
     mine = list(rows[share::num_shares])
@@ -261,7 +266,7 @@ class PackedRollout:
 
 
 def padding_share(rows: Sequence[PackedRow], num_tokens: int) -> float:
-    """The share of the graphs' `num_tokens` positions that hold no token of a sample or prompt."""
+    """Returns the share of the graphs' `num_tokens` positions that hold no token of a sample or prompt."""
     used = 0
     for row in rows:
         prompts = {placed.prompt_start: placed.prompt for placed in row}

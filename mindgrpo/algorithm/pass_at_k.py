@@ -12,7 +12,7 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the chance that k of the n samples, drawn without putting back, hold a passed one.
+    """Computes 1 - C(n - c, k) / C(n, k): the chance that k of n samples drawn without replacement hold a passed one.
 
     Equation 1 of Chen et al. 2021, arXiv:2107.03374, as the product that neither overflows nor cancels. Unbiased for
     1 - (1 - p)^k, which 1 - (1 - c/n)^k is not. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
@@ -26,7 +26,7 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def reported_ks(num_samples: int) -> list[int]:
-    """Powers of two up to n, and n itself."""
+    """Returns the powers of two up to n, and n itself."""
     powers = [1 << i for i in range(num_samples.bit_length()) if 1 << i <= num_samples]
     return sorted({*powers, num_samples})
 
@@ -49,7 +49,10 @@ class PromptScores:
 
 
 def summarise(values: np.ndarray, groups: Sequence[int], threshold: float) -> PromptScores:
-    """`values` float64 [samples], nan where not scored; `groups` each sample's prompt; passed means >= `threshold`."""
+    """Summarises `values` float64 [samples], nan where not scored, by prompt: `groups` holds each sample's.
+
+    A sample has passed where its value is at least `threshold`.
+    """
     prompts, of = np.unique(np.asarray(groups, np.int64), return_inverse=True)
     known = ~np.isnan(values)
     drawn = np.bincount(of, minlength=len(prompts))

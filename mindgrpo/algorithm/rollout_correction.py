@@ -30,13 +30,13 @@ class RolloutCorrection:
 def correct_rollout(
     trainer: Arrays, generator: Arrays, action_mask: Arrays, mode: str, cap: float
 ) -> RolloutCorrection:
-    """Weights of the policy's term: rho_t = p_trainer(o_t) / p_generator(o_t), at most `cap`, or 0 above it.
+    """Computes weights of the policy's term: rho_t = p_trainer(o_t) / p_generator(o_t), at most `cap`, or 0 above it.
 
     token_truncate: min(rho_t, C) (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", 2025). sequence_*: rho is the product over the sample, the same for all its tokens (J. Liu et al.,
     "When Speed Kills Stability", 2025). *_mask: rho where rho <= C, else 0 (masked importance sampling, same text).
-    `trainer` and `generator` float [completion length] a sample, log-probs before the step's first update; of these,
-    tokens outside of `action_mask` (bool, alike) are passed over.
+    `trainer` and `generator` float [completion length] per sample are log-probs before the step's first update; tokens
+    outside of `action_mask` (bool, likewise) are ignored.
     """
     level, _, cut = mode.partition("_")
     ratios = []

@@ -36,14 +36,14 @@ class TokenArray:
     is_input: bool = False
 
     def of(self, values: Any, num_tokens: int) -> np.ndarray:
-        """Return `values` with the declared dtype and shape. Raises ValueError where they have another number."""
+        """Returns `values` with the declared dtype and shape. Raises ValueError where their number differs."""
         return np.asarray(values, self.dtype).reshape(num_tokens, *self.trailing)
 
     def num_bytes(self, num_tokens: int) -> int:
         return math.prod((num_tokens, *self.trailing)) * np.dtype(self.dtype).itemsize
 
     def with_context(self, values: np.ndarray, count: int) -> np.ndarray:
-        """Append the entries of `count` tokens that the policy did not write."""
+        """Appends the entries of `count` tokens that the policy did not write."""
         context = np.full((count, *self.trailing), self.on_context or 0, self.dtype)
         if self.on_context is None:
             context[...] = values[-1]
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """Number `number` of a rollout's samples: `tokens` int32 [n] after `prompt` int32 [m].
+    """Sample number `number` of a rollout: `tokens` int32 [n] after `prompt` int32 [m].
 
     `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
     advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
@@ -90,7 +90,7 @@ class Sample:
 
     @classmethod
     def begun(cls, prompt: np.ndarray, number: int = 0) -> Sample:
-        """Return a sample without tokens."""
+        """Returns a sample without tokens."""
         ids, arrays = np.zeros(0, np.int32), {n: a.of((), 0) for n, a in TOKEN_ARRAYS.items()}
         return cls(number, np.asarray(prompt, np.int32), ids, np.zeros(0, bool), arrays)
 
@@ -104,9 +104,9 @@ class Sample:
         version: int,
         **arrays: Any,
     ) -> Sample:
-        """Return a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
+        """Returns a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
 
-        Raises ValueError where an array has not an entry for each token.
+        Raises ValueError where an array does not have an entry for each token.
         """
         count = len(tokens)
         arrays["versions"] = np.full(count, version, np.int32)
@@ -123,17 +123,17 @@ class Sample:
 
     @property
     def turn(self) -> np.ndarray:
-        """int32 [k]: the policy's tokens since anybody else's."""
+        """Returns int32 [k], the policy's tokens after the last token that it did not write."""
         others = np.flatnonzero(~self.action_mask)
         return self.tokens[others[-1] + 1 if others.size else 0 :]
 
     @property
     def num_turns(self) -> int:
-        """The policy's that have ended."""
+        """Counts the policy's turns that have ended."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     def with_written(self, written: Sample) -> Sample:
-        """Append what the policy wrote next, and end as `written` does."""
+        """Appends what the policy wrote next; the finish reason becomes that of `written`."""
         both = {
             name: np.concatenate([values, written.arrays[name]])
             for name, values in self.arrays.items()
@@ -143,7 +143,9 @@ class Sample:
         return replace(grown, finish_reason=written.finish_reason)
 
     def with_answer(self, ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Sample:
-        """Append `ids`, which `messages` became, as context: unfinished again, the policy continues after them."""
+        """Appends `ids`, the encoded `messages`, as context; the sample is unfinished again, for the policy to
+        continue.
+        """
         arrays = {
             name: TOKEN_ARRAYS[name].with_context(values, len(ids))
             for name, values in self.arrays.items()
@@ -159,16 +161,16 @@ class Sample:
         return replace(self, tokens=tokens, action_mask=mask, arrays=arrays)
 
     def request(self, number: int, max_tokens: int) -> Request:
-        """Ask for the policy's next tokens, at most `max_tokens` of them."""
+        """Requests the policy's next tokens, at most `max_tokens` of them, as sample `number`."""
         return Request(np.concatenate([self.prompt, self.tokens]), (number,), (max_tokens,))
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A step's samples, the same on every rank, and their columns.
+    """A step's samples, the same on every rank, with their fields as columns.
 
     Samples with one of `group_ids` are completions of the same prompt (of the same row, where an environment gives each
-    a prompt of its own). `prompt_ids` and `completion_ids` are int32 [tokens] a sample, `token_arrays` those of
+    a prompt of its own). `prompt_ids` and `completion_ids` are int32 [tokens] per sample, `token_arrays` those of
     TOKEN_ARRAYS that every sample has.
     """
 
@@ -185,7 +187,7 @@ class Rollout:
         group_ids: Sequence[int],
         versions: Sequence[int] | None = None,
     ) -> Rollout:
-        """Completions that the policy wrote whole, each under weights of one of `versions` (None: 0)."""
+        """Makes a rollout of completions without context, each drawn by weights of one of `versions` (None: 0)."""
         versions = versions or [0] * len(completion_ids)
         columns = prompt_ids, completion_ids, finish_reasons, versions, generator_logps
         samples = (
@@ -242,7 +244,7 @@ class Rollout:
         return [i for i, group in enumerate(self.group_ids) if group in wanted]
 
     def with_groups_of(self, fresh: Rollout) -> Rollout:
-        """The same rollout, but for the groups of `fresh`, whose samples take the place of those that were there.
+        """Returns this rollout with the groups of `fresh`, whose samples replace the earlier ones.
 
         Raises ValueError unless `fresh` has whole groups of this rollout, in its order.
         """
@@ -274,7 +276,7 @@ class Rollout:
 def collect(
     samples: Sequence[Sample], num_generations: int, groups: Sequence[int], first: int = 0
 ) -> Rollout:
-    """Sort samples that are numbered from `first`, `num_generations` of each of `groups`, into a rollout.
+    """Sorts samples that are numbered from `first`, `num_generations` of each of `groups`, into a rollout.
 
     Raises ValueError unless each sample arrived exactly once.
     """
@@ -308,5 +310,5 @@ class TrainBatch:
 
     @property
     def loss_advantages(self) -> Arrays | np.ndarray:
-        """A sample's number, or an array of its tokens' where those differ."""
+        """Returns a number per sample, or an array of its tokens' where those differ."""
         return self.advantages if self.token_advantages is None else self.token_advantages

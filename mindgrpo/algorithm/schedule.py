@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 def learning_rate(
     update: int, style: str, peak: float, floor: float, warmup: int, decay: int
 ) -> float:
-    """The rate of update `update` (from 0): linear up to `peak` over `warmup`, then down to `floor` by update `decay`.
+    """Computes the rate of update `update` (from 0): linear to `peak` over `warmup` updates, then down to `floor`.
 
-    cosine: floor + (peak - floor) (1 + cos(pi x)) / 2; linear: peak + (floor - peak) x; constant: peak; x is the
-    share of the decay that is over.
+    The floor is reached by update `decay`. cosine: floor + (peak - floor) (1 + cos(pi x)) / 2; linear: peak + (floor -
+    peak) x; constant: peak; x is the share of the decay that is over.
     """
     if update < warmup:
         return peak * (update + 1) / warmup
@@ -45,11 +45,11 @@ class Exchange(NamedTuple):
 def one_forward_one_backward(
     stage: int, num_stages: int, num_micro_batches: int
 ) -> list[Pass | Exchange]:
-    """1F1B (PipeDream-flush, arXiv:2006.09503), with the hand-overs of both directions in pairs.
+    """Returns a stage's passes and exchanges under 1F1B (PipeDream-flush, arXiv:2006.09503).
 
     At most num_stages - stage activations wait on a stage. What a stage sends to a neighbour and what it needs from it
     next is one exchange on both sides (Megatron-LM, arXiv:2104.04473), so that stages whose sends wait for the
-    receiver do not wait for each other for ever.
+    receiver do not deadlock.
     """
     last = num_micro_batches
     warm_up = min(num_stages - 1 - stage, last)

@@ -1,4 +1,4 @@
-"""From a rollout, its rewards and log-probs to a TrainBatch: advantages, masks, and weights that correct the rollout.
+"""Makes a TrainBatch of a rollout, its rewards and log-probs: advantages, masks, and weights that correct the rollout.
 
 Pure numpy. Tokens that the policy did not write have no advantage and no part in any sum or mean.
 """
@@ -27,10 +27,10 @@ def compute_advantages(
     reference_logps: Arrays | None = None,
     turn_rewards: Arrays | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
-    """The batch, and what the correction measured, if there is one; `rewards` float [samples].
+    """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
-    `turn_rewards` float [turns] a sample are needed where turns have advantages of their own. `old_logps` and
-    `reference_logps` float32 [completion length] a sample are the policy's before its update and the reference's.
+    `turn_rewards` float [turns] per sample are needed where turns have advantages of their own. `old_logps` and
+    `reference_logps` float32 [completion length] per sample are the policy's before its update and the reference's.
     Raises ValueError on rewards that are not finite, and where the settings need log-probs or turn_rewards that are
     None.
     """
@@ -79,15 +79,15 @@ def compute_advantages(
 
 
 def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:
-    """float32 [samples]: over the tokens that the policy wrote."""
+    """Returns float32 [samples], means over the tokens that the policy wrote."""
     actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
     return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
 
 
 def _by_turn(rollout: Rollout, turn_rewards: Arrays, config: AdvantageConfig) -> Arrays:
-    """float32 [completion length] a sample: a turn's advantage on each of its tokens, 0 on context.
+    """Returns float32 [completion length] per sample: a turn's advantage on each of its tokens, 0 on context.
 
-    Turns are what context stands between. Raises ValueError where there are more or fewer than rewards.
+    Turns are separated by context. Raises ValueError where there are more or fewer than rewards.
     """
     advantages = turn_advantages(
         turn_rewards, config.num_generations, config.scale_rewards, config.std_floor
@@ -109,7 +109,7 @@ def _reinforce_plus_plus(
     config: AdvantageConfig,
     sample_mask: np.ndarray | None,
 ) -> Arrays:
-    """float32 [completion length] a sample: the advantages of the tokens that the policy wrote, 0 for the others."""
+    """Returns float32 [completion length] per sample: advantages of tokens that the policy wrote, 0 for others."""
     baseline = config.num_generations if config.advantage_estimator.endswith("baseline") else None
     if sample_mask is None:
         sample_mask = np.ones(len(rollout), bool)
@@ -129,9 +129,9 @@ def _penalties(
     old_logps: Arrays | None,
     reference_logps: Arrays | None,
 ) -> list[np.ndarray]:
-    """float64 [completion length] a sample: beta KL_t of the policy that drew it, 0 where it did not write the token.
+    """Computes beta KL_t of the policy that drew the sample, float64 [completion length] per sample; 0 on context.
 
-    Zeros without KL in the reward.
+    All are 0 without KL in the reward; with it, raises ValueError where log-probs are None.
     """
     if config.reward_beta <= 0:
         return [np.zeros(n) for n in rollout.completion_lengths]

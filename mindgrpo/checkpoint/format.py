@@ -61,12 +61,12 @@ class StoredSample(ManifestModel):
 
     @property
     def count(self) -> int:
-        """The number of its tokens."""
+        """Returns the number of its tokens."""
         return sum(number for _, number in self.versions)
 
     @property
     def token_arrays(self) -> dict[str, np.ndarray]:
-        """Those that are declared, by name. Raises ValueError where one is not of its tokens."""
+        """Returns the declared arrays by name. Raises ValueError where one does not have an entry for each token."""
         stored = {"logps": self.logps, **self.arrays}
         arrays = {
             n: _array(n, stored[n], a, self.count) for n, a in TOKEN_ARRAYS.items() if n in stored
@@ -94,7 +94,7 @@ class StoredGroup(ManifestModel):
 
 
 def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
-    """(version, number of tokens), one for each stretch of int32 [n]."""
+    """Returns (version, number of tokens) for each run of equal versions in int32 [n]."""
     return [(version, len(list(run))) for version, run in groupby(versions.tolist())]
 
 
@@ -125,7 +125,7 @@ def _stored(sample: Sample) -> StoredSample:
 def restored_groups(
     stored: Sequence[StoredGroup], prompts: Sequence[np.ndarray]
 ) -> tuple[PartialGroup, ...]:
-    """`prompts` int32 [n] are those at the groups' positions."""
+    """Restores partial groups; `prompts` int32 [n] each are those at the groups' positions."""
     return tuple(
         PartialGroup(
             group.position,
@@ -383,7 +383,7 @@ def _check_file(folder: Path, name: str, file: StoredFile) -> None:
 
 
 def _wrong_chunks(tensor: StoredTensor, files: dict[str, StoredFile]) -> str | None:
-    """Tells why the chunks are not the tensor, each element once."""
+    """Returns why the chunks are not the tensor, each element once."""
     total = 0
     for chunk in tensor.chunks:
         if len(chunk.start) != len(tensor.shape) or len(chunk.stop) != len(tensor.shape):

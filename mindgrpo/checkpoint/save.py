@@ -65,7 +65,7 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Its name in its file."""
+        """Returns its name in its file."""
         edges = zip(self.box.start, self.box.stop, strict=True)
         return f"{self.role}/{self.name}[{','.join(f'{a}:{b}' for a, b in edges)}]"
 

@@ -27,23 +27,23 @@ class PromptSource:
         self._by_group: list[Prompt] = []
 
     def begin_step(self, step: int) -> list[Prompt]:
-        """Draw the prompts of groups 0, 1, ... of step number `step`."""
+        """Draws the prompts of groups 0, 1, ... of step number `step`."""
         self._by_group = self.take(self._prompts_per_step)
         return list(self._by_group)
 
     def replace(self, groups: Sequence[int]) -> list[Prompt]:
-        """Draw the prompts that these groups have from now on, the next in order."""
+        """Draws the next prompts in order for these groups, in place of the ones that they had."""
         fresh = self.take(len(groups))
         for group, prompt in zip(groups, fresh, strict=True):
             self._by_group[group] = prompt
         return fresh
 
     def assign(self, positions: Sequence[int]) -> None:
-        """From now on groups 0, 1, ... are of the prompts at these positions."""
+        """Gives groups 0, 1, ... the prompts at these positions."""
         self._by_group = self.at(positions)
 
     def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
-        """The prompts of these groups, such as a rollout's of its samples."""
+        """Returns the prompts of these groups, for example of a rollout's `group_ids`."""
         return [self._by_group[group] for group in group_ids]
 
     def take(self, count: int) -> list[Prompt]:
@@ -51,7 +51,7 @@ class PromptSource:
         return self.at(self.next_positions(count))
 
     def next_positions(self, count: int) -> range:
-        """The positions of the next `count` prompts in the run's order, which are taken."""
+        """Takes the next `count` prompts in the run's order and returns their positions."""
         begin, self.position = self.position, self.position + count
         return range(begin, self.position)
 
