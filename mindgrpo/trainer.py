@@ -1,4 +1,4 @@
-"""The loop: a step, the row of its metrics, an evaluation where one is due, a checkpoint; the same on every rank.
+"""Runs the training loop, the same on every rank: a step, its metrics, an evaluation where one is due, a checkpoint.
 
 A step is defined in grpo/step.py: sync, rollout, score, reference, old log-probs, update, one call a phase.
 """
@@ -96,7 +96,7 @@ class GRPOTrainer:
         self.nan_guard = NanGuard(run.config, backend, record.directory, say, write)
 
     def train(self, **others: object) -> Path:
-        """Runs to the end and writes the model; the run's folder.
+        """Runs to the end and writes the model; returns the run's folder.
 
         `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
         of the steps that are done where they were asked for, and CannotWrite, a UserError that names the newest
@@ -130,7 +130,7 @@ class GRPOTrainer:
         return run.record.directory
 
     def _run_to_end(self) -> Stop | None:
-        """Why the run has ended before its last step, if it has. Raises CannotWrite."""
+        """Runs the steps; returns why the run has ended before its last step, if it has. Raises CannotWrite."""
         session = self.session
         try:
             try:
@@ -160,7 +160,7 @@ class GRPOTrainer:
         run.record.close(session.done, engine, reason, session.checkpoints.best)
 
     def _what_is_left(self) -> str:
-        """Part of a sentence, where a file could not be written."""
+        """Says what was saved, as part of a sentence, where a file could not be written."""
         session, left = self.session, self.session.checkpoints.safe
         where = f"the model after step {session.done} is in {self.run.record.model_directory}"
         model = [where] if session.has_model else []
@@ -203,7 +203,7 @@ class GRPOTrainer:
                 run.stopping.check_time()
 
     def _step(self, step: int) -> dict[str, Any]:
-        """The metrics of step number `step`, from 0."""
+        """Runs step number `step`, from 0, and returns its metrics."""
         run, outcome = self.run, self.stepper.run(step)
         run.watch.dump(outcome)
         owners = run.prompts.owners(outcome.batch.rollout.group_ids)
@@ -215,7 +215,7 @@ class GRPOTrainer:
         return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
 
     def _evaluate(self, step: int) -> dict[str, Any]:
-        """The metrics of an evaluation after `step` steps; none without held-out prompts."""
+        """Evaluates after `step` steps and returns the metrics; none without held-out prompts."""
         run, held_out = self.run, self.run.inputs.held_out
         if held_out is None:
             return {}

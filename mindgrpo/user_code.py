@@ -27,7 +27,7 @@ class Kind:
 
 
 def import_named(kind: Kind, text: str, source: str, name: str) -> Any:
-    """What `source`, a module or a .py file, holds as `name`; `text` is what the user wrote. Raises UserError."""
+    """Imports `name` from `source`, a module or a .py file; `text` is what the user wrote. Raises UserError."""
     module = import_source(kind, text, source)
     if name not in vars(module):
         raise UserError(
@@ -68,7 +68,7 @@ def _module_in(path: Path) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """The kind of error, its first line, and the deepest line outside this package and importlib."""
+    """Returns the kind of error, its first line, and the deepest line outside this package and importlib."""
     text = (str(error).strip().splitlines() or ["no message"])[0]
     location = ""
     trace = error.__traceback__

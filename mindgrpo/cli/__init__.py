@@ -1,4 +1,4 @@
-"""Holds the verbs of the command line, a module each; train is beside launch, report beside watch.
+"""Holds the verbs of the command line, a module each; train is in launch, report in watch.
 
-`verbs.py` lists them and runs one. What a verb does to a run lives in the rooms below; a verb parses and prints.
+`verbs.py` lists them and runs one. A verb parses and prints; the work is done in other packages.
 """

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def show(configured: str | None) -> None:
-    """Raises UserError where there is no vLLM."""
+    """Shows the environment. Raises UserError where there is no vLLM."""
     python = find_python(configured, os.environ)
     versions = read_versions(python)
     print(f"vLLM runs with {python}")

@@ -221,7 +221,7 @@ class DoctorReport:
 
 
 def telling_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Selects those that say how devices and ranks were set up; none whose name speaks of a secret."""
+    """Selects variables that say how devices and ranks were set up; none whose name contains that of a secret."""
     return {
         name: environment[name]
         for name in sorted(environment)

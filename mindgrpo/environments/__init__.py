@@ -1,5 +1,5 @@
-"""Environments that users write: their classes, and the processes in which many of them run at once.
+"""Runs environments that users write: their classes, and the processes in which many of them run at once.
 
-`pool.py` is the rank's side, `episode.py` what runs in the process of each environment. Turns, token ids and prompts
-are rollout/.
+`contract.py` checks what a class takes and returns, `pool.py` runs each environment in a process of its own. Turns,
+token ids and prompts are in rollout/.
 """

@@ -1,4 +1,4 @@
-"""What an environment is: the class that a user names, what is asked of an object of it, and what that may return."""
+"""Defines an environment: the class that a user names, what it is asked, and what its methods may return."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_environment(text: str) -> type[Any]:
 
 
 def _takes(function: Any, count: int) -> bool:
-    """Whether it can be called with so many positional arguments."""
+    """Returns whether the function can be called with `count` positional arguments."""
     try:
         inspect.signature(function).bind(*[None] * count)
     except TypeError:
@@ -96,7 +96,7 @@ class Observation:
 
     @classmethod
     def from_json(cls, value: Any) -> Observation:
-        """Raises KeyError, TypeError or ValueError for what `as_json` did not make."""
+        """Reads an Observation. Raises KeyError, TypeError or ValueError for what `as_json` did not make."""
         messages, reward, is_done = value["messages"], value["reward"], value["done"]
         for message in messages:
             if not all(isinstance(text, str) for pair in message.items() for text in pair):
@@ -110,7 +110,7 @@ Result = Observation | CallFailure
 
 
 def opening_of(returned: object) -> Observation:
-    """Raises BadResult."""
+    """Returns the messages that `reset` returned, as an Observation. Raises BadResult."""
     messages = checked_messages(returned, OPENING_ROLES)
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         raise BadResult("no messages that end with one of the user's")
@@ -118,7 +118,7 @@ def opening_of(returned: object) -> Observation:
 
 
 def step_of(returned: object) -> Observation:
-    """Raises BadResult."""
+    """Returns what `step` returned, as an Observation. Raises BadResult."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise BadResult(f"{_shown(returned)}, not {STEP_CONTRACT}")
     given_messages, reward, done = returned
@@ -136,7 +136,7 @@ def step_of(returned: object) -> Observation:
 
 
 def checked_messages(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
-    """A text is one message of the user's, None none. Raises BadResult."""
+    """Returns messages of the user's: a text becomes one message, None becomes none. Raises BadResult."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     if value is None:

@@ -48,7 +48,7 @@ class EnvironmentPool:
         self._open: set[int] = set()
 
     def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
-        """Returns a result a sample. Raises UserError where the class cannot be loaded.
+        """Returns one result per sample. Raises UserError where the class cannot be loaded.
 
         An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
         """
@@ -104,7 +104,7 @@ class Episode:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def answer(self, question: Question) -> Observation | CallFailure:
-        """Whatever the user's code raises is a CallFailure."""
+        """Answers a question; whatever the user's code raises becomes a CallFailure."""
         try:
             return self._answer(question)
         except BadResult as error:
@@ -157,7 +157,7 @@ class EnvironmentService:
 
 
 def seed_generators(seed: str) -> None:
-    """Those of random and, where it is imported, NumPy: the worker's own state is another in every run."""
+    """Seeds random and, where it is imported, NumPy: the worker's own state differs in every run."""
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

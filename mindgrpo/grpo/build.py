@@ -1,4 +1,4 @@
-"""Builds a run's components from its configuration: what computes, what draws, what evaluates, what takes a step."""
+"""Builds a run's components from its configuration: roles, policy, engine, evaluator and stepper."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def make_roles(
     random_weights: bool = False,
     restored: Collection[str] = (),
 ) -> Roles:
-    """Policy, engine and reference with their first weights; all ranks together. Raises UserError.
+    """Makes policy, engine and reference with their initial weights; all ranks together. Raises UserError.
 
-    `restored`: "policy" and "reference" are not read where a checkpoint will fill them.
+    `restored` may hold "policy" and "reference", which are not read because a checkpoint will fill them.
     """
     if backend.device_memory_bytes is not None:
         plan = replace(plan, device_bytes=backend.device_memory_bytes)
@@ -91,7 +91,7 @@ def make_engine(
     sampling: SamplingParams,
     cache_config: KVCacheConfig,
 ) -> RolloutEngine:
-    """Without weights, and asleep."""
+    """Makes the engine, without weights and asleep."""
     if config.generate_config.uses_vllm:
         on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
@@ -108,7 +108,7 @@ def make_engine(
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
-    """Without weights."""
+    """Makes the policy, without weights."""
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     settings = UpdateSettings(
@@ -179,7 +179,7 @@ def make_stepper(
     conversations: Conversations | None = None,
     unfinished: tuple[PartialGroup, ...] = (),
 ) -> Stepper:
-    """`unfinished` groups of a run's partial rollouts continue in its next step."""
+    """Makes what runs the steps; `unfinished` groups of a run's partial rollouts continue in its next step."""
     plan, backend = roles.plan, roles.backend
     rl, ref = plan.config.rl_config, plan.config.ref_config
     settings = StepSettings(

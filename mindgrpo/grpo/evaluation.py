@@ -29,7 +29,7 @@ Metric = float | int | None
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of answering: `num_samples` a prompt, drawn by `settings`; a reward of `threshold` or more has passed."""
+    """A way of answering: `num_samples` per prompt, drawn by `settings`; a reward of `threshold` or more has passed."""
 
     name: str
     num_samples: int
@@ -38,7 +38,7 @@ class Mode:
 
     @property
     def title(self) -> str:
-        """As people read it."""
+        """Returns its name in messages."""
         if self.name == GREEDY:
             return "held out, greedy"
         return "held out" if self.num_samples == 1 else f"held out, {self.num_samples} a prompt"
@@ -46,7 +46,10 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`prompts` one a sample; `seconds` of generating alone, on this rank, without those of compiling."""
+    """Results of an evaluation in one mode; one of `prompts` per sample.
+
+    `seconds` is the time of generating alone, on this rank, without compiling.
+    """
 
     mode: Mode
     prompts: list[Prompt]
@@ -72,7 +75,7 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """That the policy wrote."""
+        """Counts the tokens that the policy wrote."""
         return int(self.rollout.action_lengths.sum())
 
     @property
@@ -80,7 +83,7 @@ class Outcome:
         return self.num_tokens / self.seconds
 
     def metrics(self) -> dict[str, Metric]:
-        """By their names in metrics.jsonl."""
+        """Returns the metrics by their names in metrics.jsonl."""
         prefix, n = PREFIXES[self.mode.name], self.mode.num_samples
         metrics: dict[str, Metric] = {}
         for name, scores in self.by_function.items():
@@ -98,19 +101,19 @@ class Outcome:
         return metrics
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One a sample, on rank 0."""
+        """Yields one row per sample, on rank 0."""
         rows = self.scored.rows(self.rollout, self.prompts)
         return ({"mode": self.mode.name, **row} for row in rows)
 
 
 def evaluation_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
-    """Those of all modes, by their names in metrics.jsonl."""
+    """Returns the metrics of all modes by their names in metrics.jsonl."""
     return {key: value for outcome in outcomes for key, value in outcome.metrics().items()}
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Who answers and who scores; `seed` is the run's."""
+    """Answers prompts by `replicas` and scores the answers by `scorer`; `seed` is the run's."""
 
     replicas: Replicas
     scorer: RolloutScorer
@@ -124,7 +127,8 @@ class Evaluator:
         version: int,
         check: Callable[[], None] = lambda: None,
     ) -> list[Outcome]:
-        """All ranks together; the engine has its weights, of `version`, and its cache on the device.
+        """Evaluates all modes; all ranks together, while the engine's weights, of `version`, and cache are on the
+        device.
 
         `check` is called after generating, and raises where the evaluation is to end there.
         """

@@ -1,4 +1,4 @@
-"""Holds what came of a step, and turns it into the metrics of its rows in metrics.jsonl and per_token.jsonl.
+"""Holds the outcome of a step, and turns it into the metrics of its rows in metrics.jsonl and per_token.jsonl.
 
 Metrics of updates are means over those that were made, those of rewards over samples whose reward is known; where there
 is none, they are None. The limit of the log-prob gap is checked here, too.
@@ -73,7 +73,7 @@ class StepOutcome:
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
-    """Of a step's batch before the update, by what a user calls each."""
+    """Returns digests of a step's batch before the update, by their names in messages."""
     rollout = batch.rollout
     weights = batch.token_advantages, batch.rollout_is_weights
     return {
@@ -90,7 +90,7 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GapLimit:
-    """Of |generator - trainer| log-probs: of the largest of a step, or of their mean."""
+    """A limit of |generator - trainer| log-probs: of the largest of a step, or of their mean."""
 
     value: float
     of_mean: bool = False
@@ -111,13 +111,13 @@ class GapTooLarge(RuntimeError):
 
 
 def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
-    """A step's row, but for what a run adds to it; all ranks together."""
+    """Returns a step's row without what a run adds to it; all ranks together."""
     metrics = step_metrics(outcome, roles.plan.config.rl_config.num_generations, prompts_used)
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
 
 def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapLimit | None:
-    """By what generator and trainer compute in, where the configuration leaves it open."""
+    """Returns the limit that the configuration sets; by "auto", that of what generator and trainer compute in."""
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
@@ -126,7 +126,7 @@ def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapL
 
 
 def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) -> dict[str, Any]:
-    """`prompts_used` over the whole run."""
+    """Returns the step's metrics; `prompts_used` counts the whole run's prompts."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
     lengths, totals = rollout.action_lengths, scores.known_totals
     # Of tokens that older weights wrote the difference is what the policy has learnt since.
@@ -170,7 +170,7 @@ def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
-    """Metrics of what the configuration has turned on."""
+    """Returns metrics of what the configuration has turned on."""
     metrics: dict[str, Any] = {}
     if outcome.batch.sample_mask is not None:
         metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
@@ -205,9 +205,10 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 def logprob_gap(
     batch: TrainBatch, reports: Sequence[UpdateReport], version: int | None = None
 ) -> tuple[float, float] | None:
-    """|generator - trainer| log-probs of the tokens that the policy wrote, before the first update: (mean, largest).
+    """Returns mean and maximum of |generator - trainer| log-probs, of tokens that the policy wrote.
 
-    Of those only that weights of `version` wrote, unless it is None. None where no update was made.
+    The trainer's are those before the first update. With a `version`, only tokens that weights of it wrote count. None
+    where no update was made.
     """
     trainer = trainer_logps(batch, reports)
     if trainer is None:
@@ -222,14 +223,14 @@ def logprob_gap(
 
 
 def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToken | None:
-    """By sample, the policy's log-probs before the first update; None where no update was made."""
+    """Returns the policy's log-probs before the first update, by sample; None where no update was made."""
     if batch.old_logps is not None:
         return dict(enumerate(batch.old_logps))
     return reports[0].logps if reports else None
 
 
 def check_gap(mean: float, largest: float, limit: GapLimit) -> None:
-    """Raises GapTooLarge."""
+    """Raises GapTooLarge where the gap is above the limit."""
     if not (mean if limit.of_mean else largest) <= limit.value:
         how = f"by {mean:.3g} in the mean" if limit.of_mean else f"by up to {largest:.3g}"
         raise GapTooLarge(
@@ -240,7 +241,7 @@ def check_gap(mean: float, largest: float, limit: GapLimit) -> None:
 
 
 def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
-    """Times of this rank; memory and traffic summed over ranks; all ranks together."""
+    """Returns this rank's times, and memory and traffic summed over ranks; all ranks together."""
     traffic, backend = roles.traffic, roles.backend
     copied = roles.host_device_bytes()
     ranks = backend.world.gather_objects(
@@ -266,7 +267,7 @@ _LARGEST = float(np.finfo(np.float16).max)
 
 
 def encoded(values: np.ndarray) -> str:
-    """Base64 of little-endian float16; what is beyond its range becomes its largest, nan stays nan."""
+    """Returns base64 of little-endian float16; values beyond its range are clipped, nan stays nan."""
     narrow = np.clip(values, -_LARGEST, _LARGEST).astype("<f2")
     return base64.b64encode(narrow.tobytes()).decode("ascii")
 
@@ -274,7 +275,7 @@ def encoded(values: np.ndarray) -> str:
 def token_rows(
     batch: TrainBatch, reports: Sequence[UpdateReport], kl_estimator: str
 ) -> Iterator[dict[str, Any]]:
-    """One a sample, in order; each array has the length of its completion, and nan where the policy wrote no token.
+    """Yields a row per sample, in order; arrays are as long as its completion, nan where it is not the policy's.
 
     `logprob` is the generator's, `gap` the trainer's minus it, before the first update. `log_ratio` (to the log-probs
     before the step; 0 where none are kept), `entropy` and `kl` are of the last update that had the sample in its loss.

@@ -94,7 +94,7 @@ class Roles:
         residency.check_budget()
 
     def host_device_bytes(self) -> int:
-        """Bytes of this rank's pools and activations that passed between device and host since the last call."""
+        """Counts bytes of this rank's pools and activations that passed between device and host since the last call."""
         counted, self._counted = self._counted, self.backend.host_device_bytes
         return self._counted - counted
 
@@ -123,7 +123,7 @@ class Roles:
             self.traffic = self.engine.publish(transfer, policy.version)
 
     def enter_rollout(self) -> int:
-        """Has the engine ready to draw by the policy's weights, whose version it returns. Raises WeightsDiffer."""
+        """Gets the engine ready to draw by the policy's weights; returns their version. Raises WeightsDiffer."""
         self.enter("rollout")
         self.weight_check.check(self._to_engine, self.policy.version)
         return self.policy.version
@@ -133,7 +133,7 @@ class Roles:
         return WeightSyncer(policy.weights, policy.adapters, target, self.backend)
 
     def sync_reference(self) -> None:
-        """reference = mixup * policy + (1 - mixup) * reference (TR-DPO, arXiv:2404.09656)."""
+        """Sets reference = mixup * policy + (1 - mixup) * reference (TR-DPO, arXiv:2404.09656)."""
         if self.reference is None or self._to_reference is None:
             return
         self.enter("sync_reference")

@@ -1,4 +1,4 @@
-"""Scores a rollout with the rewards of rank 0 and shares what came of it with every rank."""
+"""Scores a rollout with the rewards of rank 0 and shares the scores with every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindgrpo.rollout.environment import NAME, rewards_in, turn_rewards, turns_o
 
 
 def number(value: float) -> float | None:
-    """None for nan: a sample that a reward did not score."""
+    """Returns the value as JSON takes it: None for nan, the score of a sample that a reward did not score."""
     return None if value != value else float(value)
 
 
@@ -32,7 +32,7 @@ def reward_columns(
     finish_reasons: Sequence[str],
     conversations: Sequence[Messages],
 ) -> Columns:
-    """Return the columns that rewards get, a value a sample.
+    """Returns the columns that rewards get, one value per sample.
 
     `prompts` are the samples' rows and `begun` the rendered texts that they begin with; the policy's own tokens count
     in `completion_lengths`. `conversations` are empty where completions have one turn.
@@ -50,10 +50,10 @@ def reward_columns(
 
 @dataclass(frozen=True)
 class Scored:
-    """`texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere.
+    """Scores of a rollout; `texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere.
 
-    `turn_rewards` float64 [turns] a sample are those of environments (rollout/environment.py), None without these;
-    `opened_with` are the prompts that these gave, by sample, on rank 0.
+    `turn_rewards` float64 [turns] per sample are those of environments (rollout/environment.py), None without these;
+    `opened_with` are the prompts that environments gave, by sample, on rank 0.
     """
 
     scores: Scores
@@ -62,7 +62,7 @@ class Scored:
     opened_with: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-        """One a sample of `rollout`, on the rank that has the texts; `prompts` one a sample.
+        """Yields one row per sample of `rollout`, on the rank that has the texts; `prompts` has one per sample.
 
         `reward` is the total that advantages are computed from, with all weights.
         """
@@ -82,7 +82,7 @@ class Scored:
             }
 
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
-        """`fresh`'s samples at `indices`, in order."""
+        """Replaces the samples at `indices` by those of `fresh`, in order."""
         texts = list(self.texts)
         if texts:
             for index, text in zip(indices, fresh.texts, strict=True):
@@ -111,7 +111,7 @@ class RolloutScorer:
     environment_weight: float | None = None
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
-        """Rewards of all samples, `prompts` one a sample; all ranks together, the same on each.
+        """Scores all samples, with one of `prompts` per sample; all ranks together, with the same result.
 
         A sample that a reward failed on has the mean of its group's others as its total, or of all others. Raises
         UserError or RuntimeError where the reward side of rank 0 fails as a whole.

@@ -1,4 +1,4 @@
-"""Turns the configuration into the settings of the rooms below it: plain values, made without a device."""
+"""Turns the configuration into settings of other packages: plain values, made without a device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Settings = TypeVar("Settings", RuntimeSettings, SamplingParams, LossConfig, Adva
 
 
 def _settings(kind: type[Settings], section: Section, **others: Any) -> Settings:
-    """Take the fields of `kind` from the section, which has the same names, but for `others`."""
+    """Takes the fields of `kind` from the section, which names them alike; `others` are given."""
     names = {field.name for field in fields(kind)} - others.keys()
     return kind(**{name: getattr(section, name) for name in names}, **others)
 
@@ -75,7 +75,7 @@ def advantage_config(config: Config) -> AdvantageConfig:
 
 
 def learning_rate_schedule(config: Config, num_updates: int) -> Callable[[int], float]:
-    """The rate of an update, counted from 0, in a run of `num_updates`."""
+    """Returns a function from an update, counted from 0, to its learning rate in a run of `num_updates`."""
     schedule = config.actor_config.lr_schedule
     warmup = schedule.warmup_step
     if schedule.warmup_ratio is not None:

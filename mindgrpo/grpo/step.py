@@ -98,11 +98,11 @@ class Stepper:
 
     @property
     def unfinished(self) -> tuple[PartialGroup, ...]:
-        """Groups of partial rollouts that continue in the next step."""
+        """Returns groups of partial rollouts that continue in the next step."""
         return () if self.partial is None else self.partial.unfinished
 
     def run(self, step: int) -> StepOutcome:
-        """Step number `step`, from 0; all ranks together, the same outcome on each. Raises GapTooLarge."""
+        """Runs step number `step`, from 0; all ranks together, with the same outcome. Raises GapTooLarge."""
         self._seconds, self.replicas.stats = {}, RolloutStats()
         started = time.perf_counter()
         self.roles.weight_check.begin_step(step)
@@ -144,9 +144,9 @@ class Stepper:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def collect(self, step: int) -> tuple[Rollout, Scored, Resampling | None]:
-        """The step's samples and their rewards.
+        """Generates the step's samples and scores them.
 
-        With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal,
+        With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal
         (advantage 0) are replaced by groups of further prompts; those that are equal after the last round stay.
         """
         settings = self.settings
@@ -201,7 +201,10 @@ class Stepper:
     def _draw(
         self, step: int, drawn: Mapping[str, str], generate: Callable[[SeedKey, int], Rollout]
     ) -> Rollout:
-        """`drawn` are digests of what has to be the same on every rank; `generate` gets the weights' version."""
+        """Gives the engine the current weights and calls `generate` with the step's noise key and the weights' version.
+
+        `drawn` are digests of what has to be the same on every rank. Raises RanksDisagree.
+        """
         seed = self.settings.seed
         with self._phase("reshard"), self.backend.computing():
             self.roles.refresh_engine()
@@ -230,7 +233,10 @@ class Stepper:
         old_logps: Arrays | None,
         reference_logps: Arrays | None,
     ) -> tuple[TrainBatch, RolloutCorrection | None, tuple[int, NonFinite] | None]:
-        """Also (rank, what is not finite there), if there is anything. Raises RanksDisagree."""
+        """Returns the batch, the rollout's correction, and (rank, the number) where something is not finite.
+
+        Raises RanksDisagree.
+        """
         rewards, correction = scored.scores.total, None
         bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
@@ -252,7 +258,11 @@ class Stepper:
     def _update(
         self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
-        """No update is made of a batch with something `bad`. Raises GapTooLarge before the weights have changed."""
+        """Makes the step's updates; returns reports, skipped updates and the last rate.
+
+        Skips all of them where `bad` names a number of the batch that is not finite. Raises GapTooLarge before the
+        weights have changed.
+        """
         settings = self.settings
         reports: list[UpdateReport] = []
         skipped: list[SkippedUpdate] = []
@@ -278,7 +288,7 @@ class Stepper:
         return reports, skipped, lr
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:
-        """`first` is the report of the step's first update, before the weights change. Raises GapTooLarge."""
+        """Checks the log-prob gap by the report of the step's first update. Raises GapTooLarge."""
         drawn = None if self.partial is None else self.partial.metrics
         # Of tokens that older weights wrote the difference is what the policy has learnt since.
         gap = logprob_gap(batch, [first], None if drawn is None else drawn.version)

@@ -76,12 +76,12 @@ def failure_of_exception(folder: Path, rank: int, error: BaseException, status: 
 
 
 def describe_code(code: int) -> str:
-    """Words an exit status; `code` is negative for a process that a signal killed."""
+    """Describes an exit status; `code` is negative for a process that a signal killed."""
     return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
 def failure_of_code(folder: Path, rank: int, code: int, when: float) -> RankFailure:
-    """Describes a rank that ended without a word, as the process that started it saw it; see `describe_code`."""
+    """Describes a rank that ended without a message, as the process that started it saw it; see `describe_code`."""
     position = position_of(folder, rank) or " before its first phase"
     out_of_memory = "if it was not killed on purpose, the system was out of memory: see dmesg, and use less memory"
     remedy = out_of_memory if code == -SIGKILL else ""
@@ -90,7 +90,7 @@ def failure_of_code(folder: Path, rank: int, code: int, when: float) -> RankFail
 
 
 def write_failure(folder: Path, name: int | str, failure: RankFailure) -> None:
-    """Writes the file unless it is there: a rank's own words win. `name` is the rank's number, or `watchdog`.
+    """Writes the file unless it is there: a rank's own message wins. `name` is the rank's number, or `watchdog`.
 
     A disk that is full hides only the file: ranks print how they fail.
     """

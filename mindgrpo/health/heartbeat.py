@@ -1,4 +1,4 @@
-"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive; words one for a terminal.
+"""Writes and reads heartbeat files: which phase a rank is in, and when it was last alive; describes one for a terminal.
 
 A rank rewrites its file `heartbeat_RANK` in the status folder whenever its phase changes and twice a second. The file
 outlives the rank, so that it says in which phase a rank was killed.
@@ -60,7 +60,7 @@ class Heartbeat:
 
     @property
     def position(self) -> str:
-        """Words it, such as `phase rollout of step 5`."""
+        """Describes it, such as `phase rollout of step 5`."""
         when = f"of step {self.step}" if self.step else "before step 1"
         if self.graph:
             return f"phase {COMPILE} (graph {self.graph}, in {self.phase} {when})"
@@ -100,7 +100,7 @@ class HeartbeatFile:
 
 
 def _checksum(fields: bytes) -> bytes:
-    """Computes what shows a reader that it has read one write and not parts of two."""
+    """Computes a checksum by which a reader knows that it has read one write and not parts of two."""
     return b"%08x" % zlib.crc32(fields)
 
 
@@ -127,7 +127,7 @@ class LiveLine:
         self._seconds: dict[str, float] = {}
 
     def text(self, heartbeat: Heartbeat, now: float) -> str:
-        """Words a heartbeat; empty in the first seconds of a phase and between phases. `now` is by CLOCK_MONOTONIC."""
+        """Describes a heartbeat; empty in the first seconds of a phase and between phases. `now`: CLOCK_MONOTONIC."""
         self._remember(heartbeat)
         seconds = heartbeat.seconds(now)
         if seconds < SHORTEST_SECONDS or heartbeat.kind == BETWEEN:

@@ -37,7 +37,7 @@ RESUME_FLAGS = ("--resume_training", "--rl_config.resume_training", "--output_di
 
 
 class RankHealth:
-    """Is this rank among the ranks of its host. `folder` is the job's status folder; None without a launcher."""
+    """This rank among the ranks of its host. `folder` is the job's status folder; None without a launcher."""
 
     def __init__(self, rank: int, world_size: int, folder: Path | None) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
@@ -87,7 +87,7 @@ class RankHealth:
         self._update(phase=phase, since=time.monotonic(), serial=serial, done=0, total=0)
 
     def progress(self, unit: str, done: int, total: int) -> None:
-        """Keeps how far the phase is, in its `unit`; written at the next beat."""
+        """Records how far the phase is, in its `unit`; written at the next beat."""
         with self._lock:
             self._state = replace(self._state, unit=unit, done=done, total=total)
 
@@ -125,7 +125,7 @@ class RankHealth:
         self._update(step=step)
 
     def waits(self, since: float) -> None:
-        """Keeps since when this rank waits for another one, in monotonic seconds; 0: it does not."""
+        """Records since when this rank waits for another one, in monotonic seconds; 0: it does not."""
         self._waits_since.value = since
 
     @property

@@ -1,8 +1,8 @@
-"""Says why a job ended: reads the status folder and the logs of ranks, msrun and MindSpore's cluster, and words it.
+"""Says why a job ended, from the status folder and the logs of ranks, msrun and MindSpore's cluster.
 
 MindSpore's scheduler, on host 0, writes which ranks it has not heard of. MindSpore in a rank, on any host, writes that
 the scheduler does not answer or says that ranks are lost, and ends its communication and then the rank, which fails
-where a sum waits: the launcher has to.
+where a sum waits: the launcher has to report why.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _of_the_job(logs: Path, num_ranks: int, code: int) -> RankFailure:
 
 
 def _evidence(logs: Path, first_rank: int, failure: RankFailure) -> list[str]:
-    """Lines of the log that the screen has not shown; it shows the log of this host's first rank."""
+    """Returns lines of the log that the screen has not shown; it shows the log of this host's first rank."""
     rank = failure.rank
     if rank is None:
         lines = _text(logs / "msrun.log").splitlines()[-NUM_MSRUN_LINES:]
@@ -191,7 +191,7 @@ def describe_host(options: Options, index: int, addresses: Mapping[int, str]) ->
 
 
 def failure_of_cluster(options: Options, news: ClusterNews, stopped: Sequence[int]) -> RankFailure:
-    """Words bad news for the last line; `stopped` are ranks of this host without a heartbeat."""
+    """Describes bad news in the job's last line; `stopped` are ranks of this host without a heartbeat."""
     when = news.lost_at or time.time()
     own, first = options.hosts.host_index, describe_host(options, 0, news.addresses)
     remedy = "its own last line and logs say more, if it still runs"
@@ -227,7 +227,7 @@ class ClusterWatch:
         self._news = ClusterNews()
 
     def look(self) -> None:
-        """Reads what is new; whatever failed first, on this host or another, stays the reason."""
+        """Reads what is new; the first failure, on this host or another, stays the reason."""
         if self._news.lost_at is not None:
             return
         for file, rest in self._files.items():

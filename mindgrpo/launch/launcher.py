@@ -67,7 +67,7 @@ class Signals:
             self.received.append(number)
 
     def wait(self, seconds: float) -> None:
-        """Returns earlier where a signal has come or a child has ended."""
+        """Waits for `seconds`, or until a signal has come or a child has ended."""
         if select.select([self._reader], [], [], seconds)[0]:
             os.read(self._reader, 4096)
 

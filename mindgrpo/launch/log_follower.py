@@ -87,7 +87,7 @@ class LogFollower(threading.Thread):
     def __init__(
         self, paths: Sequence[Path], output: int = 1, doing: Callable[[], str] = lambda: ""
     ) -> None:
-        """Makes one; `doing` says on a terminal what the job is doing, empty for nothing."""
+        """Takes `doing`, which describes what the job is doing for a terminal; empty for nothing."""
         super().__init__(name="log follower", daemon=True)
         self._files = {FollowedFile(path): Screen() for path in paths}
         self._output = output

@@ -127,7 +127,7 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def read_options(argv: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """Raises UserError."""
+    """Reads the command line. Raises UserError."""
     words, command = _split(argv)
     cluster, values = flags_of_cluster(words, environment)
     if "--ranks" not in values:

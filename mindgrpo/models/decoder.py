@@ -1,7 +1,7 @@
-"""The decoder as graph code, written once: embedding, block, head; training, prompts and decoding differ in attention.
+"""Defines the decoder as graph code: embedding, block, head. Training, prompts and decoding differ in attention only.
 
-`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. What is no
-matrix product comes from the backend's kernels, what differs between families from the model's configuration.
+`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. Everything
+but matrix products comes from the backend's kernels, what differs between families from the model's configuration.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Recompute:
     every: int = 1
 
     def applies_to(self, index: int) -> bool:
-        """Tells whether layer `index`, from 0 over the whole model, is one of these."""
+        """Returns whether layer `index`, from 0 over the whole model, is one of these."""
         return bool(self.modules) and index % self.every == 0
 
     def apply(self, layer: Any, index: int) -> None:
@@ -226,7 +226,7 @@ class Stage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Does the same with StageInputs as a tuple.
+        """Computes the same from StageInputs as one tuple.
 
         MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
         """
@@ -286,7 +286,7 @@ class LogProbStage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Does the same with (*StageInputs, *HeadInputs) as a tuple, as Stage does."""
+        """Computes the same from (*StageInputs, *HeadInputs) as one tuple, like Stage."""
         picks, labels = inputs[self.of_stage :]
         picked = self.pick(picks, self.stage.compute(x, inputs[: self.of_stage]))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)

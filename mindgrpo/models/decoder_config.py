@@ -215,7 +215,7 @@ def _switch(raw: Mapping[str, Any], key: str, where: str) -> bool:
 def _rope(
     raw: Mapping[str, Any], layers: str, key: str, where: str
 ) -> tuple[float, Mapping[str, Any] | None]:
-    """Base and scaling of the rotary positions of one type of `layers`.
+    """Returns base and scaling of the rotary positions of layers of type `layers`.
 
     transformers 4 writes the base at `key` and the scaling, of full attention's layers alone, at rope_scaling;
     later versions write both into rope_parameters, by the type of layers where there are several.

@@ -69,7 +69,7 @@ def read_section(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_model_yaml(path: str | Path) -> DecoderConfig:
-    """Raises UserError where the file does not give a decoder's dimensions."""
+    """Reads a decoder's dimensions. Raises UserError where the file does not give them."""
     section = read_section(path)
     missing = [key for key in REQUIRED if key not in section]
     if missing:
@@ -135,7 +135,7 @@ class StatedDtypes:
 
 
 def stated_dtypes(config: Config) -> StatedDtypes:
-    """Raises UserError for what is not computed, and for files that contradict each other."""
+    """Reads the model YAMLs' dtypes. Raises UserError for dtypes that are not computed, and for files that disagree."""
     dtype, path, flash = None, "", None
     for own, section in _sections(config):
         _check(own, section)

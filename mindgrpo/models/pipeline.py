@@ -86,9 +86,9 @@ class ForwardPipeline:
 def compute_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> list[np.ndarray]:
-    """Returns float32 [completion length] a sample: log-probs by `pipeline`'s weights, forward only; all ranks join.
+    """Computes log-probs by `pipeline`'s weights, float32 [completion length] per sample; all ranks together.
 
-    `pipeline` is None on ranks outside of `mesh`.
+    Runs forward only. `pipeline` is None on ranks outside of `mesh`.
     """
     own: dict[int, np.ndarray] = {}
     if pipeline is not None:

@@ -1,6 +1,6 @@
-"""Decides in what a run computes on this machine: the compute dtype, products of float32 matrices, and attention.
+"""Decides in which dtypes a run computes on this machine: compute dtype, products of float32 matrices, and attention.
 
-From `context` and from the MindFormers YAMLs of the models.
+Reads `context` and the MindFormers YAMLs of the models.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compute_dtype(config: Config) -> Dtype:
 
 
 def flash_attention(config: Config) -> bool:
-    """Tells whether a device uses its fused attention, where it has one. Raises UserError."""
+    """Returns whether a device uses its fused attention, where it has one. Raises UserError."""
     stated, dtype = stated_dtypes(config).flash_attention, compute_dtype(config)
     if stated and dtype == "float32" and config.context.target.has_fused_attention:
         raise UserError(
@@ -78,7 +78,7 @@ def loss_scale(config: Config) -> float:
 
 
 def num_product_parts(config: Config) -> int | None:
-    """See dtypes.num_product_parts."""
+    """Returns dtypes.num_product_parts for the configuration."""
     return dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
 
 

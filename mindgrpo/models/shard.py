@@ -1,6 +1,6 @@
-"""A rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with.
+"""Holds a rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with.
 
-What plans count is what cells are made with.
+Plans count the same sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOGITS_BYTES = 64 << 20
 
 
 def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
-    """With the padding of the last rank."""
+    """Returns the width of a rank's vocabulary, with the padding of the last rank."""
     return -(-config.vocab_size // tp_size)
 
 

@@ -87,7 +87,7 @@ class MetricsWriter:
         done_steps: int = 0,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """`done_steps` of the run have been written before; see TensorBoard. Raises CannotWrite."""
+        """Opens the files; `done_steps` of the run have been written before (see TensorBoard). Raises CannotWrite."""
         self.path = directory / "metrics.jsonl"
         with writing(self.path):
             self._lines = self.path.open("a", encoding="utf-8")
@@ -120,7 +120,7 @@ class TensorBoard:
     def __init__(
         self, folder: Path, queue_size: int, done_steps: int, warn: Callable[[str], None]
     ) -> None:
-        """`queue_size` events are buffered before a write. TensorBoard discards steps after `done_steps`, if any."""
+        """Opens the file, which is written after `queue_size` events. TensorBoard discards steps after `done_steps`."""
         from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.record_writer import masked_crc32c
         from tensorboardX.summary import scalar
@@ -217,7 +217,7 @@ class StepFollower:
     """Yields a run's finished steps, each of them once and in order, also if a resumed run repeats some."""
 
     def __init__(self, directory: Path, after: int = -1) -> None:
-        """`after` is the last step that is known already; the evaluation before the first one is step 0."""
+        """Follows the run from the step after `after`; the evaluation before the first step is step 0."""
         self.last = after
         self._metrics = RowFollower(directory / "metrics.jsonl")
         self._evaluations = RowFollower(directory / "evaluations.jsonl")

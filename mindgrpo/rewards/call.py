@@ -1,6 +1,6 @@
-"""Calls a reward: which arguments it takes, what it returned, and which failure whatever it raises is.
+"""Calls a reward: passes the arguments that it takes, checks what it returns, and names the kind of a failure.
 
-Passes the completions first, `answers`, columns and facts by name and only if the signature accepts them.
+Passes the completions first; `answers`, columns and facts by name and only if the signature accepts them.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class RewardResult:
             self.values[index] = outcome
 
     def rest(self, indices: Sequence[int]) -> list[int]:
-        """Return those without an outcome."""
+        """Returns those of `indices` without an outcome."""
         return [i for i in indices if i not in self.values and i not in self.failures]
 
     def fail(self, indices: Sequence[int], failure: CallFailure) -> None:
-        """Give `failure` to those without an outcome."""
+        """Gives `failure` to those of `indices` without an outcome."""
         self.failures |= dict.fromkeys(self.rest(indices), failure)
 
     def add(self, other: RewardResult) -> None:
@@ -149,7 +149,7 @@ class Samples:
         return Samples(completions, answers, named, self.facts)
 
     def only(self, names: Sequence[str]) -> Samples:
-        """Return them with the columns and facts of these names only, which is less to send."""
+        """Returns the samples with the columns and facts of these names only, which is less to send."""
         columns = {name: self.columns[name] for name in names if name in self.columns}
         facts = {name: self.facts[name] for name in names if name in self.facts}
         return Samples(self.completions, self.answers, columns, facts)
@@ -196,7 +196,7 @@ class Signature:
         )
 
     def accepted(self, samples: Samples) -> list[str]:
-        """Return names to pass. Facts, token ids and other words for answers go to those that ask for them."""
+        """Returns names to pass. Facts, token ids and other words for answers go only to functions that name them."""
         offered = ["answers", *samples.columns]
         on_demand = [*samples.facts, *(w for w in ANSWER_WORDS if w not in samples.columns)]
         asked = [name for name in (*offered, *on_demand) if name in self.names]
@@ -205,12 +205,12 @@ class Signature:
         return asked + [name for name in offered if name not in asked and name != "completion_ids"]
 
     def answers_asked(self, samples: Samples) -> list[str]:
-        """Return the parameters without a default that only a gold answer can be."""
+        """Returns the parameters without a default that only a gold answer can fill."""
         words = [word for word in ("answers", *ANSWER_WORDS) if word not in samples.columns]
         return [name for name in self.required if name in words]
 
     def lacking(self, samples: Samples) -> list[str]:
-        """Return the parameters without a default that these samples have nothing for."""
+        """Returns the parameters without a default that these samples cannot fill."""
         accepted = self.accepted(samples)
         return [name for name in self.required if name not in accepted]
 
@@ -224,7 +224,7 @@ class Caller:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def together(self, samples: Samples) -> list[Outcome] | CallFailure:
-        """Return the outcome of each sample of one call, or why there is none."""
+        """Returns the outcome of each sample of one call, or why there is none."""
         try:
             return [judged(value) for value in checked(self._call(samples), len(samples))]
         except UserError as error:
@@ -290,7 +290,7 @@ def load_reward(spec: Spec) -> RewardService:
 
 
 def checked(returned: object, num_samples: int) -> list[float | None]:
-    """Return the values, those that are not finite included. Raises BadResult."""
+    """Returns the values, those that are not finite included. Raises BadResult."""
     # Arrays and tensors of any library turn into lists of Python's numbers so.
     as_list = getattr(returned, "tolist", None)
     if callable(as_list) and not isinstance(returned, list | tuple):

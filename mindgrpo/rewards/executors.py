@@ -75,7 +75,7 @@ class Executor(ABC):
             future.set_result(self._run(*arguments))
 
     def start(self, samples: Samples, indices: Sequence[int], patient: bool = False) -> None:
-        """Start scoring; `patient` gives a first call, which may load something, the whole deadline."""
+        """Starts scoring; `patient` gives a first call, which may load something, the whole deadline."""
         self._future = Future()
         self._tasks.put((self._future, samples, list(indices), patient))
 
@@ -92,7 +92,7 @@ class Executor(ABC):
 
     @abstractmethod
     def signature(self) -> Signature:
-        """Return what the function can be given, when it is loaded. Raises UserError."""
+        """Returns the function's signature, when it is loaded. Raises UserError."""
 
     @property
     def num_done(self) -> int:
@@ -100,17 +100,17 @@ class Executor(ABC):
         return len(self._latest.values) + len(self._latest.failures)
 
     def result(self) -> RewardResult:
-        """Wait for what was started, which ends by deadlines of its own."""
+        """Waits for what was started, which ends by deadlines of its own."""
         return self._future.result()
 
     @abstractmethod
     def _score(
         self, samples: Samples, indices: list[int], result: RewardResult, patient: bool
     ) -> None:
-        """Score samples `indices` into `result`, in the executor's thread."""
+        """Scores samples `indices` into `result`, in the executor's thread."""
 
     def close(self) -> None:
-        """End the thread after what it is doing."""
+        """Ends the thread after its present task."""
         self._tasks.put(None)
 
 

@@ -1,4 +1,4 @@
-"""From what a user wrote for a reward to something that can be called.
+"""Turns the text that names a user's reward into a function to call.
 
 `parse` reads where it is, its name and its arguments, and imports nothing; `resolve` imports the user's module.
 Whatever goes wrong there is one sentence. A class is made into an object once and that object is called.
@@ -41,7 +41,7 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """Read `name`, `module:name` or `file.py:name`, each with `(key=value, ...)` behind it or not."""
+    """Reads `name`, `module:name` or `file.py:name`, each optionally followed by `(key=value, ...)`."""
     target, arguments = text.strip(), {}
     call = CALL.fullmatch(target)
     if call:
@@ -69,7 +69,7 @@ def read_arguments(written: str, text: str) -> dict[str, Any]:
 
 
 def reference_to(reward: Callable[..., Any]) -> Spec | None:
-    """Return how another process finds a callable: its module and name, or None.
+    """Returns how another process finds a callable: its module and name, or None.
 
     None for closures, lambdas, bound methods and whatever the program itself defines.
     """
@@ -111,7 +111,7 @@ def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
 
 
 def with_arguments(spec: Spec, reward: Any) -> RewardFunction:
-    """A class gets the arguments when it is made, a function at every call."""
+    """Passes the spec's arguments on: to a class when its object is made, to a function at every call."""
     if isinstance(reward, type):
         return RewardFunction(spec.name, instance_of(reward, spec.text, spec.arguments))
     called = instance_of(reward, spec.text, {})

@@ -63,7 +63,7 @@ class Scorer:
         columns: Columns,
         unanswered: str = "",
     ) -> None:
-        """Score two samples with every function; what would fail on every step fails here.
+        """Scores two samples with every function; what would fail on every step fails here.
 
         Waits for functions that are still loading. `unanswered` is what to do about rows without a gold answer, ""
         where all have one. Raises UserError.
@@ -79,7 +79,7 @@ class Scorer:
             refuse_what_cannot_work(executor.name, executor.result(), len(few))
 
     def score(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> Scores:
-        """Score a step's samples within a few seconds more than the deadline.
+        """Scores a step's samples within a few seconds more than the deadline.
 
         Never raises for what a function does.
         """
@@ -99,7 +99,7 @@ class Scorer:
         return sum(e.num_done for executors in self._executors.values() for e in executors)
 
     def close(self) -> None:
-        """End the worker processes and whatever they started."""
+        """Ends the worker processes and whatever they started."""
         for executors in self._executors.values():
             for executor in executors:
                 executor.close()
@@ -107,7 +107,7 @@ class Scorer:
 
 
 def source_of(reward: Reward) -> Spec | Callable[..., Any]:
-    """Return where a function is; itself where no other process can find it."""
+    """Returns where a function is; the function itself where no other process can find it."""
     return parse(reward) if isinstance(reward, str) else reference_to(reward) or reward
 
 

@@ -33,7 +33,7 @@ class Report:
 
     @classmethod
     def of(cls, result: RewardResult) -> Report:
-        """Count failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own.
+        """Counts failures by kind, with `errors` their sum, `none` where the function did not apply, and Scores' own.
 
         The line has each kind with its number and one example; else why a second try was needed.
         """
@@ -55,7 +55,7 @@ class Report:
         return cls(counts, line, result.printed, result.seconds, frozenset(result.failures))
 
     def plus(self, other: Report) -> Report:
-        """Return the report of both calls; which samples failed is known of a single call only."""
+        """Returns the report of both calls; which samples failed is known of a single call only."""
         names = {**self.counts, **other.counts}
         return Report(
             {name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in names},
@@ -94,12 +94,12 @@ class Scores:
         return self.total[~self.failed].astype(np.float64)
 
     def means(self) -> dict[str, float | None]:
-        """Return the mean of what each function scored; None where that is nothing."""
+        """Returns each function's mean over the samples that it scored; None where there are none."""
         scored = {name: values[~np.isnan(values)] for name, values in self.per_function.items()}
         return {name: mean_of(values) for name, values in scored.items()}
 
     def metrics(self) -> dict[str, Metric]:
-        """Return metrics: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
+        """Returns metrics: reward/<function>/mean, .../errors and its parts by kind, .../seconds."""
         metrics: dict[str, Metric] = {}
         for name, mean in self.means().items():
             metrics[f"reward/{name}/mean"] = mean
@@ -109,7 +109,7 @@ class Scores:
         return metrics
 
     def filled(self, groups: Sequence[int]) -> Scores:
-        """Give each failed sample the mean total of its group's others.
+        """Gives each failed sample the mean total of its group's others.
 
         Its advantage is 0, and the group's other advantages are as without it.
         `groups` is each sample's. Where all of a group have failed, their totals are the mean of all others,
@@ -125,7 +125,7 @@ class Scores:
         return replace(self, total=total.astype(np.float32))
 
     def with_function(self, name: str, result: RewardResult, weight: float) -> Scores:
-        """Add what another function gave, or its failures."""
+        """Adds the values, or failures, of another function."""
         added = added_up({name: result}, [weight], len(self.total))
         total = self.total.astype(np.float64) + added.total
         return Scores(
@@ -136,7 +136,7 @@ class Scores:
         )
 
     def with_replaced(self, indices: Sequence[int], fresh: Scores) -> Scores:
-        """Put `fresh`'s samples at `indices`, in order; failures of the samples that were there stay counted."""
+        """Replaces samples at `indices` by those of `fresh`, in order; failures of replaced samples stay counted."""
         total, failed, chosen = self.total.copy(), self.failed.copy(), list(indices)
         total[chosen], failed[chosen] = fresh.total, fresh.failed
         per_function = {name: values.copy() for name, values in self.per_function.items()}
@@ -147,14 +147,14 @@ class Scores:
 
 
 def mean_of(values: np.ndarray) -> float | None:
-    """None where there is no value."""
+    """Returns the mean; None where there is no value."""
     return float(values.mean()) if values.size else None
 
 
 def added_up(
     results: Mapping[str, RewardResult], weights: Sequence[float], num_samples: int
 ) -> Scores:
-    """Weigh and add; `weights` are in the order of `results`."""
+    """Weighs the results and adds them up; `weights` are in the order of `results`."""
     total, failed = np.zeros(num_samples), np.zeros(num_samples, bool)
     per_function = {}
     for (name, result), weight in zip(results.items(), weights, strict=True):

@@ -39,7 +39,7 @@ class Reply:
 
     @classmethod
     def failed(cls, failure: CallFailure) -> Reply:
-        """Of an environment; nothing is known of the turn's reward then."""
+        """Makes the reply of an environment that failed; nothing is known of the turn's reward then."""
         turn = {"reward": None, "failure": failure.kind, "error": failure.message}
         return cls((), turn, is_last=True, has_failed=True)
 
@@ -54,19 +54,19 @@ Gather = Callable[[Any], list[Any]]
 
 
 def alone(value: Any) -> list[Any]:
-    """Gather from a single rank."""
+    """Gathers from a single rank."""
     return [value]
 
 
 class Responder(Protocol):
-    """Answers turns; every rank has one, and that of one rank works for all."""
+    """Answers turns; every rank has one, and that of one rank answers for all."""
 
     @property
     def runs_here(self) -> bool: ...
 
     @property
     def answers_every_turn(self) -> bool:
-        """Whether it gets turns that nothing can follow, too: those that were cut, and the last one."""
+        """Returns whether it also gets turns that nothing can follow: those that were cut, and the last one."""
 
     def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> Any:
         """Returns the question after the message `turn`, to which it may add; None ends the conversation.
@@ -75,10 +75,10 @@ class Responder(Protocol):
         """
 
     def answer(self, asked: Asked) -> Replies:
-        """Where it `runs_here`."""
+        """Answers what was asked, by sample; called on ranks where it `runs_here`."""
 
     def end_rollout(self) -> None:
-        """Called when no conversation continues."""
+        """Ends what it keeps for conversations; called when none continues."""
 
     def close(self) -> None: ...
 
@@ -107,7 +107,7 @@ class Conversations:
         asks: bool = True,
         openings: Asked | None = None,
     ) -> list[Sample]:
-        """Return the samples in the order of the requests; the ranks of a replica alike.
+        """Returns the samples in the order of the requests; the ranks of a replica alike.
 
         `max_tokens` limits the tokens of a conversation, context included. `openings` are what is asked to open each
         sample, where the responder does that.
@@ -146,7 +146,7 @@ class Conversations:
     def next_turns(
         self, drawn: Mapping[int, Sample], max_tokens: int, asks: bool = True
     ) -> tuple[dict[int, Sample], bool]:
-        """Return what becomes of samples that were drawn; whether any conversation, on any rank, may continue.
+        """Returns the samples after their turns were answered, and whether any conversation, on any rank, may continue.
 
         A sample with a finish reason has ended its turn: it is answered and continues, or has ended.
         """
@@ -172,7 +172,7 @@ class Conversations:
         return after, not all(reply.is_last for reply in replies.values())
 
     def close(self) -> None:
-        """Ends what answers."""
+        """Closes the responder."""
         self.responder.close()
 
     def _ask(self, own: Asked, asks: bool) -> Replies:
@@ -181,7 +181,7 @@ class Conversations:
     def _opened(
         self, samples: Mapping[int, Sample], replies: Replies, form: PromptForm
     ) -> tuple[dict[int, Sample], dict[int, Reply]]:
-        """The samples with their own prompts, and why some have none."""
+        """Returns the samples with their own prompts, and the replies that gave none."""
         opened, not_opened = dict(samples), {}
         for i, sample in samples.items():
             reply = replies[i]
@@ -226,7 +226,7 @@ class Conversations:
 
 
 def _ended(sample: Sample, reply: Reply, turn: Mapping[str, Any]) -> Sample:
-    """With its last turn, and what the reply says of it."""
+    """Returns the sample with its last turn, and what the reply says of it."""
     reason = FAILED if reply.has_failed else sample.finish_reason
     messages = (*sample.messages, {**turn, **reply.turn})
     return replace(sample, messages=messages, finish_reason=reason)
@@ -235,7 +235,7 @@ def _ended(sample: Sample, reply: Reply, turn: Mapping[str, Any]) -> Sample:
 def _first_requests(
     samples: Mapping[int, Sample], not_opened: Mapping[int, Reply], max_tokens: int
 ) -> list[Request]:
-    """Samples with one prompt share a request.
+    """Makes the first requests; samples with one prompt share a request.
 
     Those that were not opened have a token too, or they could not be packed and scored as the others are.
     """
@@ -254,7 +254,7 @@ def _shown(message: Message) -> Message:
 
 
 def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Reply:
-    """int32 [n], or why there is none."""
+    """Returns the prompt, int32 [n], or a reply that says why there is none."""
     try:
         fitted = form.encoded(Example(tuple(messages), ""))
     except UserError as error:

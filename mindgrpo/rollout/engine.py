@@ -1,6 +1,6 @@
 """Defines a rollout engine: requests in, samples out, by weights of a known version.
 
-The steps and evaluations of a run speak to this protocol alone. `embedded/` implements it in the ranks' own graphs,
+The steps and evaluations of a run use this protocol alone. `embedded/` implements it in the ranks' own graphs,
 `vllm/` with vLLM in processes of its own, which are handed named tensors.
 """
 
@@ -36,12 +36,12 @@ class RolloutStats:
 
     @property
     def wasted(self) -> float:
-        """Share of rows that made no token of any sample."""
+        """Returns the share of rows that made no token of any sample."""
         return 1.0 - self.tokens / self.rows if self.rows else 0.0
 
     @property
     def occupancy(self) -> float:
-        """Share of slots that were in use, averaged over steps."""
+        """Returns the share of slots that were in use, averaged over steps."""
         return self.rows / self.places if self.places else 0.0
 
 
@@ -71,27 +71,27 @@ class Capabilities:
 
 
 class RolloutEngine(Protocol):
-    """One rank's hold on an engine; all ranks of a generating replica make the same calls together."""
+    """One rank's handle on an engine; all ranks of a generating replica make the same calls together."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     @property
     def version(self) -> int | None:
-        """Of the weights that the engine would draw by; None where it has none."""
+        """Returns the version of the weights that the engine would draw by; None where it has none."""
 
     @property
     def stats(self) -> RolloutStats:
-        """Of the last call of `generate`, on this rank."""
+        """Returns figures of the last call of `generate`, on this rank."""
 
     @property
     def pools(self) -> Mapping[str, Sequence[Pool]]:
-        """The engine's memory on this rank by role, "generator" and "kv_cache", for the memory room to move."""
+        """Returns the engine's memory on this rank by role, "generator" and "kv_cache", for memory/ to move."""
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Sample]:
-        """Draw one Sample for each number, in the order of the requests, with the request's prompt.
+        """Draws one Sample for each number, in the order of the requests, with the request's prompt.
 
         Raises StaleWeights unless the engine has the weights of `version`, before and after it draws; ValueError for
         what it was not made for.
@@ -100,13 +100,13 @@ class RolloutEngine(Protocol):
     def transfer_from(
         self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
     ) -> WeightTransfer:
-        """How the policy's weights, adapters added in, come to the engine: run inside of `publish`.
+        """Makes the transfer of the policy's weights, adapters added in, to the engine, to be run inside of `publish`.
 
         `plan` is that of the base weights into the generating layout, where it is known.
         """
 
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
-        """Runs `transfer`, which brings the weights, and makes them those of `version`; what it returns.
+        """Runs `transfer`, which brings the weights, and makes them those of `version`; returns the transfer's result.
 
         A transaction: where it raises, the engine has no version and refuses to draw.
         """

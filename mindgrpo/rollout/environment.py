@@ -37,7 +37,7 @@ class EnvironmentTurns:
         return True
 
     def asks(self, turn: dict[str, Any], before: Sequence[Message], written: str) -> str:
-        """The turn without special tokens, as rewards get it."""
+        """Returns the turn without special tokens, as rewards get it."""
         text: str = turn["content"]
         return text
 
@@ -90,7 +90,7 @@ class EnvironmentForm:
     schemas: tuple[dict[str, Any], ...] = ()
 
     def check(self, prompts: PromptSet) -> Trial:
-        """Reset an environment with the first row and step it with the gold answer. Raises UserError."""
+        """Resets an environment with the first row and steps it with the gold answer. Raises UserError."""
         first = prompts[0]
         opening, completion = Opening(first.row, "check"), first.row["answer"] or "?"
         pool = EnvironmentPool(self.text, self.limits)
@@ -118,7 +118,7 @@ class EnvironmentForm:
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:
-    """None without one. Imports the user's module. Raises UserError."""
+    """Reads the settings and imports the user's module; None without an environment. Raises UserError."""
     rl = config.rl_config
     if rl.environment is None:
         return None
@@ -135,18 +135,18 @@ def environment_turns(environment: EnvironmentForm, runs_here: bool) -> Environm
 
 
 def environment_weight(config: Config) -> float | None:
-    """Of an environment's rewards; None without one."""
+    """Returns the weight of an environment's rewards; None without one."""
     has_one = config.rl_config.environment is not None
     return config.reward_config.environment_weight if has_one else None
 
 
 def turns_of(messages: Messages) -> list[Mapping[str, Any]]:
-    """The policy's."""
+    """Returns the policy's messages."""
     return [message for message in messages if message["role"] == "assistant"]
 
 
 def rewards_in(conversations: Sequence[Messages]) -> RewardResult:
-    """The sum of a conversation's rewards; that of one whose environment failed is not known."""
+    """Sums each conversation's rewards; one whose environment failed has a failure instead."""
     result = RewardResult()
     for index, messages in enumerate(conversations):
         turns = turns_of(messages)
@@ -161,9 +161,10 @@ def rewards_in(conversations: Sequence[Messages]) -> RewardResult:
 def turn_rewards(
     conversations: Sequence[Messages], weight: float, others: np.ndarray, failed: np.ndarray
 ) -> list[np.ndarray]:
-    """float64 [turns] a sample: the environment's, weighted, and on the last turn `others`, of reward functions, too.
+    """Returns float64 [turns] per sample: an environment's rewards, weighted; the last turn's also has `others`.
 
-    `others` float [samples]; all nan for samples of which a reward `failed`, bool [samples]: nothing is learnt there.
+    `others` float [samples] are totals of reward functions. All are nan for samples of which a reward `failed`, bool
+    [samples]: nothing is learnt there.
     """
     rewards = []
     for messages, other, has_failed in zip(conversations, others, failed, strict=True):
@@ -178,7 +179,7 @@ def turn_rewards(
 
 
 def environment_metrics(conversations: Sequence[Messages]) -> dict[str, float]:
-    """Means a sample: turns of the policy, conversations that ended done, that failed, and a turn's reward."""
+    """Computes per conversation: turns, the shares that ended done or failed; and the mean reward of a turn."""
     count = max(1, len(conversations))
     turns = [turns_of(messages) for messages in conversations]
     rewards = [turn["reward"] for own in turns for turn in own if turn["reward"] is not None]

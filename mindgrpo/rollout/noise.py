@@ -23,7 +23,7 @@ _AT_ONCE = 1 << 15
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer of uint64 [...]; products wrap."""
+    """Applies SplitMix64's finalizer to uint64 [...]; products wrap."""
     for shift, factor in _SPLITMIX:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
     return x ^ (x >> np.uint64(31))
@@ -32,7 +32,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 def sample_keys(
     seed: int, purpose: int, step: int, samples: Sequence[int], turn: int = 0
 ) -> np.ndarray:
-    """uint64 [samples], one key a global sample number, whatever else is drawn; all numbers from 0 up."""
+    """Computes uint64 [samples], one key per global sample number, whatever else is drawn; all numbers from 0 up."""
     key = np.zeros(1, np.uint64)
     # A first turn has the keys of a completion of one turn.
     for number in (seed, purpose, step, turn)[: 4 if turn else 3]:
@@ -41,12 +41,12 @@ def sample_keys(
 
 
 def position_keys(sample_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """uint64 [...] for the tokens at `positions` [...] (from 0, the prompt left out) of samples with these keys."""
+    """Computes uint64 [...] for tokens at `positions` [...] of samples with these keys; the prompt is not counted."""
     return _mixed(sample_keys + (positions.astype(np.uint64) + np.uint64(1)) * _STRIDE)
 
 
 def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """uint32 [keys, numbers]: a hash of each key (uint64) and number (uint32)."""
+    """Hashes each key (uint64) and number (uint32): uint32 [keys, numbers]."""
     x = numbers * TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
     for number, (shift, factor) in enumerate(TRIPLE32):
         x ^= x >> np.uint32(shift)
@@ -57,7 +57,7 @@ def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
-    """uint32 [keys, num_tokens] for the tokens from `first_token` on.
+    """Computes uint32 [keys, num_tokens] for the tokens from `first_token` on.
 
     Tokens t and t + 16 of each 32 are a pair. The upper 16 bits are half of the hash of (key, number of the pair), the
     lower half for t; the lower 16 bits are the upper half of the hash of (key with its halves exchanged, token). So a
@@ -74,7 +74,7 @@ def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarra
 
 
 def gumbel_of(bits: np.ndarray) -> np.ndarray:
-    """float32 with the standard Gumbel distribution, from -3.13 to 22.87, of uint32 of the same shape.
+    """Computes float32 with the standard Gumbel distribution, from -3.13 to 22.87, of uint32 of the same shape.
 
     -log(-log(u)) in float64, of u = (bits + 1/2) / 2^32: u is never 0 or 1, and neighbours among the largest values,
     which decide, are 1/2^32 of the distribution apart.
@@ -86,7 +86,7 @@ def gumbel_of(bits: np.ndarray) -> np.ndarray:
 
 
 def gumbel(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
-    """float32 [keys, num_tokens], for the tokens from `first_token` on."""
+    """Computes float32 [keys, num_tokens] of Gumbel noise, for the tokens from `first_token` on."""
     noise = np.empty((len(keys), num_tokens), np.float32)
     rows = max(1, _AT_ONCE // num_tokens)
     for start in range(0, len(keys), rows):

@@ -1,4 +1,4 @@
-"""Rollouts that end before every completion does: what is unfinished continues in the next step, under its weights.
+"""Draws rollouts that end before every completion does: unfinished ones continue in the next step, by its weights.
 
 A completion is drawn in chunks; a token keeps the version of the weights that wrote it. Kimi k1.5 (arXiv:2501.12599,
 section 2.6.2) names this partial rollout. The oldest groups come first, and a group that has become too old is waited
@@ -50,7 +50,7 @@ class PartialGroup:
         return sum(len(sample.tokens) for sample in self.samples)
 
     def requests(self, first: int, chunk: int, max_tokens: int) -> list[Request]:
-        """For a further chunk of each unfinished sample, numbered from `first`; fresh ones share their prompt."""
+        """Requests a further chunk of each unfinished sample, numbered from `first`; fresh ones share their prompt."""
         requests, fresh = [], []
         for i, sample in enumerate(self.samples):
             if sample.finish_reason is not None:
@@ -68,8 +68,9 @@ class PartialGroup:
 
 @dataclass(frozen=True)
 class PartialLimits:
-    """Of a rollout: it ends with `groups` whole groups, or with one and `token_budget` tokens drawn (None: no budget),
-    once no unfinished group is `max_staleness` steps old. Between looks every completion gets `chunk` tokens."""
+    """Limits of a rollout, which ends with `groups` whole groups, or with one and `token_budget` tokens drawn (None: no
+    budget), once no unfinished group is `max_staleness` steps old. Every round draws `chunk` tokens of each completion.
+    """
 
     groups: int
     chunk: int
@@ -89,7 +90,7 @@ class PartialOutcome:
     tokens: int
 
     def rollout(self) -> Rollout:
-        """The samples of the groups that are whole, numbered from 0."""
+        """Returns the samples of the groups that are whole, numbered from 0."""
         numbered = [(i, sample) for i, g in enumerate(self.groups) for sample in g.samples]
         return Rollout(tuple(sample for _, sample in numbered), tuple(i for i, _ in numbered))
 
@@ -183,7 +184,7 @@ class PartialSettings:
 
     @classmethod
     def of(cls, batch: BatchPlan) -> PartialSettings | None:
-        """None where the configuration asks for whole rollouts."""
+        """Reads the settings; None where the configuration asks for whole rollouts."""
         rl = batch.config.rl_config
         if not rl.partial_rollout:
             return None
@@ -216,7 +217,7 @@ class PartialRollouts:
         self._groups: list[PartialGroup] = []
 
     def begin_step(self, step: int) -> list[np.ndarray]:
-        """Return int32 [n] each of what is under way in step number `step`: prompts, and tokens of their samples."""
+        """Takes the step's prompts; returns int32 [n] each: all prompts in progress and the tokens of their samples."""
         settings = self._settings
         # A run that was resumed with fewer prompts under way may have more than these.
         fresh = self._prompts.next_positions(max(0, settings.under_way - len(self.unfinished)))
@@ -228,7 +229,7 @@ class PartialRollouts:
         return [part for g in self._groups for part in (g.prompt, *(s.tokens for s in g.samples))]
 
     def generate(self, sampling: SamplingParams, key: SeedKey, version: int) -> Rollout:
-        """Draw whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
+        """Draws whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
         limits = self._settings.limits
 
         def complete(requests: Sequence[Request], turn: int) -> list[Sample]:

@@ -44,7 +44,7 @@ class Replicas:
         first: int = 0,
         groups: Sequence[int] | None = None,
     ) -> Rollout:
-        """Draw completions of `prompts` by weights of `version`; all ranks together.
+        """Draws completions of `prompts` by weights of `version`; all ranks together.
 
         Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0). Raises
         RanksDisagree where ranks of one replica drew different tokens.
@@ -84,9 +84,9 @@ class Replicas:
     def complete(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Sample]:
-        """Draw a chunk of each sample, without its prompt, which all ranks have; all ranks together, the same on each.
+        """Draws a chunk of each sample, without its prompt, which all ranks have; all ranks together.
 
-        Raises RanksDisagree.
+        Every rank gets the same. Raises RanksDisagree.
         """
 
         def draw(share: Sequence[Request]) -> list[Sample]:
@@ -96,7 +96,7 @@ class Replicas:
         return self._shared_out(requests, key, draw)
 
     def next_turns(self, drawn: Mapping[int, Sample], max_tokens: int) -> Mapping[int, Sample]:
-        """Return what becomes of samples, all of which every rank has, once turns that have ended are answered."""
+        """Answers turns that have ended; returns all samples, which every rank has, as they continue."""
         if self.conversations is None:
             return drawn
         return self.conversations.next_turns(drawn, max_tokens, asks=self.backend.rank == 0)[0]
@@ -125,7 +125,7 @@ class Replicas:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this rank speaks for those that share a model with it."""
+        """Returns whether this rank is the first of those that share a model with it."""
         return self.mesh.index(self.backend.rank, "mp") == 0
 
     def _draw(

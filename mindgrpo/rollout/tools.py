@@ -72,7 +72,7 @@ class ToolTurns:
         }
 
     def end_rollout(self) -> None:
-        """Calls leave nothing behind."""
+        """Does nothing: calls leave nothing behind."""
 
     def close(self) -> None:
         if self.pool is not None:
@@ -103,7 +103,7 @@ class Toolbox:
 
 
 def read_toolbox(config: Config, tokenizer: Tokenizer) -> Toolbox | None:
-    """None without tools. Imports the users' modules. Raises UserError."""
+    """Reads the settings and imports the users' modules; None without tools. Raises UserError."""
     rl = config.rl_config
     if not rl.tools:
         return None
@@ -138,10 +138,7 @@ def tool_turns(config: Config, toolbox: Toolbox, runs_here: bool) -> ToolTurns:
 
 
 def tool_metrics(messages: Sequence[Messages], names: Sequence[str] = ()) -> dict[str, float]:
-    """Of conversations, one a sample: turns of the policy, calls, and failures by tool and by why none was run.
-
-    All of them means a sample.
-    """
+    """Counts turns of the policy, calls, and failures by tool and by why none was run, as means per conversation."""
     count = max(1, len(messages))
     answers = [message for one in messages for message in one if message.get("role") == "tool"]
     turns = sum(message["role"] == "assistant" for one in messages for message in one)

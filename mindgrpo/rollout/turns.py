@@ -22,14 +22,14 @@ Turns = Toolbox | EnvironmentForm
 
 
 def read_turns(config: Config, tokenizer: Tokenizer) -> Turns | None:
-    """None where completions have one turn. Imports the users' modules. Raises UserError."""
+    """Reads the settings and imports the users' modules; None where completions have one turn. Raises UserError."""
     return read_toolbox(config, tokenizer) or read_environment(config, tokenizer)
 
 
 def make_conversations(
     config: Config, tokenizer: Tokenizer, turns: Turns | None, backend: Backend
 ) -> Conversations | None:
-    """None where completions have one turn; the first rank runs the tools or environments."""
+    """Makes the conversations, None where completions have one turn; the first rank runs the tools or environments."""
     if turns is None:
         return None
     most, gather = config.rl_config.max_turns, backend.world.gather_objects
@@ -44,7 +44,7 @@ def make_conversations(
 def turn_metrics(
     conversations: Sequence[Messages], tool_names: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Metrics of conversations, one a sample, of which an environment's have rewards in their turns."""
+    """Returns metrics of conversations, those of environments where turns have rewards, else those of tools."""
     if any("reward" in turn for messages in conversations for turn in turns_of(messages)):
         return environment_metrics(conversations)
     return tool_metrics(conversations, tool_names)

@@ -74,7 +74,7 @@ class Inputs:
         return self.prompts[0].text if self.trial is None else self.trial.text
 
     def data_lines(self) -> list[str]:
-        """Say what became of the rows, and how long prompts are."""
+        """Says how many rows were kept, dropped and cut, and how long prompts are."""
         if self.trial is None:
             lines = [self.prompts.report()]
             return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
@@ -85,7 +85,7 @@ class Inputs:
 
 
 def try_environment(turns: Turns | None, prompts: PromptSet, ranks: Ranks) -> Trial | None:
-    """Have one rank try the environment, if there is one. Raises UserError, on all ranks."""
+    """Has one rank try the environment, if there is one. Raises UserError, on all ranks."""
     if not isinstance(turns, EnvironmentForm):
         return None
     trial: Trial = ranks.by_one(lambda: turns.check(prompts))
@@ -99,7 +99,7 @@ def dry_run_rewards(
     turns: Turns | None,
     trial: Trial | None,
 ) -> None:
-    """Put the answers of two prompts of the first set through every reward, when all are imported. Raises UserError."""
+    """Puts the gold answers of two prompts of the first set through every reward, once imported. Raises UserError."""
     if scorer is None:
         return
     two = (sets[0][:2] * 2)[:2]

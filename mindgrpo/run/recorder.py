@@ -1,6 +1,6 @@
-"""Writes and says what a run leaves behind: its folder, metrics, completions, summary, picture, and the console.
+"""Writes what a run leaves behind: its folder, metrics, completions, summary and picture; prints to the console.
 
-Only rank 0 writes and speaks; calls of the other ranks do nothing. Once a file could not be written, so does
+Only rank 0 writes and prints; calls of the other ranks do nothing. Once a file could not be written, so does
 rank 0, and `check_written` raises on all ranks.
 """
 
@@ -78,7 +78,7 @@ class RunRecord:
 
     @property
     def label(self) -> str:
-        """This run's name in folders that it shares with others."""
+        """Returns this run's name in folders that it shares with others."""
         return label_of(self.directory)
 
     def begin(self, chosen: Candidate | None, is_complete: bool = False) -> None:
@@ -126,7 +126,7 @@ class RunRecord:
         on_first_rank(self._backend, check)
 
     def history(self) -> dict[str, Any]:
-        """This record's part of a RunState, as it is now."""
+        """Returns this record's part of a RunState, as it is now."""
         return {
             "evaluations": list(self._evaluations),
             "seconds": self._earlier.seconds + time.time() - self._launched,

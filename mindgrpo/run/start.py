@@ -131,7 +131,7 @@ def label_of(directory: Path) -> str:
 
 
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
-    """Raises UserError for what cannot be made or written."""
+    """Makes the run's folders. Raises UserError for what cannot be made or written."""
     asked, continues = config.output_dir, False
     if start is not None and start.output is not None:
         asked = str(start.output)
@@ -167,7 +167,10 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
 def continue_files(
     paths: OutputPaths, start: Start | None, chosen: Candidate | None, keep_model: bool
 ) -> list[str]:
-    """Makes the files those of the end of the chosen checkpoint's step; lines for the user. Raises UserError."""
+    """Makes the files those of the end of the chosen checkpoint's step; returns lines for the user.
+
+    Raises UserError.
+    """
     try:
         folders.remove_left_overs(paths.directory)
         if start is None:

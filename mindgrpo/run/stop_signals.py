@@ -20,7 +20,7 @@ from mindgrpo.health.processes import STOPPING
 
 
 class Stop(Exception):
-    """Is raised on all ranks alike; `status` is what the program is to end with."""
+    """Raised on all ranks alike; `status` is what the program is to end with."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -64,7 +64,7 @@ class Stopping:
             os.write(1, words.encode())
 
     def check(self) -> None:
-        """Is called where a phase begins. Raises Stop if any rank has received a signal."""
+        """Raises Stop, where a phase begins, if any rank has received a signal."""
         if not self._received:
             # Compiling a graph puts MindSpore's handler there, which turns SIGINT into SIGTERM.
             for number in self._heard:
@@ -75,7 +75,7 @@ class Stopping:
             raise Stop(f"{name} was received", 128 + received)
 
     def check_time(self) -> None:
-        """Is called where a step has ended. Raises Stop also when the run's time is up, by the first rank's clock."""
+        """Raises Stop, where a step has ended, for a signal, or when the run's time is up by the first rank's clock."""
         self.check()
         if self._max_seconds is None:
             return

@@ -116,7 +116,7 @@ class Watch:
 
     @contextmanager
     def step_phase(self, name: str) -> Iterator[None]:
-        """A phase of a step. Raises Stop before it begins, where the run is to end."""
+        """Enters a phase of a step. Raises Stop before it begins, where the run is to end."""
         # Once the weights have begun to change, the step is finished.
         if name != "sync_reference":
             self._stopping.check()

@@ -1,5 +1,5 @@
 """Tools that a conversation may call: their schemas, the calls in a model's text, and the processes that run them.
 
-Turns, token ids and the loop are rollout/conversations.py; what a chat template makes of a tool's answer is
-data/turns.py.
+Turns, token ids and the loop are in rollout/conversations.py; data/turns.py encodes a tool's answer by the chat
+template.
 """

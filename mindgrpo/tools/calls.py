@@ -35,8 +35,10 @@ Parser = Callable[[str], list[ToolCall]]
 
 
 def find_parser(name: str) -> Parser:
-    """`hermes`, `llama3`, or a user's `module:function` and `file.py:function`, which takes a turn's text and gives
-    [{"name": ..., "arguments": {...}}]. Raises UserError."""
+    """Returns the parser `hermes`, `llama3`, or a user's `module:function` or `file.py:function`.
+
+    A parser takes a turn's text and returns [{"name": ..., "arguments": {...}}]. Raises UserError.
+    """
     if name in PARSERS:
         return PARSERS[name]
     source, colon, function = name.rpartition(":")
@@ -49,7 +51,7 @@ def find_parser(name: str) -> Parser:
 
 
 def parser_for(template: str) -> str | None:
-    """The name of the parser for the calls that a chat template asks for, None where it shows none."""
+    """Returns the name of the parser for the calls that a chat template asks for, None where it shows none."""
     if "<tool_call>" in template:
         return "hermes"
     return "llama3" if '"parameters"' in template or PYTHON_TAG in template else None

@@ -36,7 +36,7 @@ class Tool:
     function: Callable[..., Any]
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema that chat templates take in `tools`. Raises UserError."""
+        """Returns the JSON schema that chat templates take in `tools`. Raises UserError."""
         # Imports transformers, which a worker need not wait for.
         from mindgrpo.data.chat_template import tool_schema
 
@@ -95,7 +95,7 @@ class ToolAnswer:
 
     @classmethod
     def of(cls, answer: Any) -> ToolAnswer:
-        """Raises TypeError for what no tool answers."""
+        """Makes the answer of what a tool returned. Raises TypeError for what no tool answers."""
         if isinstance(answer, CallFailure):
             return cls(f"Error: {answer.message}", answer.kind)
         if not isinstance(answer, str):

@@ -240,7 +240,7 @@ class SupervisedWorker:
         self._unread += chunk
 
     def has_ended(self) -> bool:
-        """Of a worker that is loaded and not asked anything: then only its end makes it speak."""
+        """Returns whether a worker that is loaded and not asked anything has ended: only its end is readable then."""
         return bool(self._loaded) and bool(wait([self._socket], 0))
 
     def close(self) -> None:

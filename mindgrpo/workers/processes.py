@@ -16,19 +16,19 @@ PAGE = resource.getpagesize()
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parents end, in init's stead."""
+    """Becomes the parent of descendants whose parents end, in init's stead."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit memory that is written to and not shared; beyond it Python raises MemoryError."""
+    """Limits memory that is written to and not shared; beyond it Python raises MemoryError."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
 
 
 def memory_of(pid: int) -> int:
-    """Return resident bytes that are no file's; 0 for a process that has ended."""
+    """Returns resident bytes that are no file's; 0 for a process that has ended."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:
@@ -38,7 +38,7 @@ def memory_of(pid: int) -> int:
 
 
 def kill_children(spared: int = 0) -> bool:
-    """Kill the processes whose parent this one is, and their groups; return whether there were any."""
+    """Kills the processes whose parent this one is, and their groups; returns whether there were any."""
     pids = [child.pid for child in psutil.Process().children() if child.pid != spared]
     for pid in pids:
         kill_group(pid)
@@ -48,7 +48,7 @@ def kill_children(spared: int = 0) -> bool:
 
 
 def kill_group(leader: int) -> None:
-    """Kill the process and what it started in its own group."""
+    """Kills the process and what it started in its own group."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(leader, signal.SIGKILL)

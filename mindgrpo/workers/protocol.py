@@ -1,4 +1,4 @@
-"""What a rank asks a worker process, and how asking can fail."""
+"""Defines what a rank asks a worker process, and how asking can fail."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Service(Protocol):
 
     @property
     def description(self) -> Any:
-        """JSON that the rank gets when it is loaded."""
+        """Returns JSON that the rank gets when the code is loaded."""
 
     def answer(self, content: Any) -> Any:
-        """JSON, or a CallFailure; raises nothing that the user's code raises."""
+        """Returns JSON, or a CallFailure; raises nothing that the user's code raises."""
 
 
 def to_message(answer: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def to_message(answer: Any) -> dict[str, Any]:
 
 
 def from_message(message: Mapping[str, Any]) -> Any:
-    """Raises KeyError, TypeError or ValueError for what `to_message` did not make."""
+    """Reads a message. Raises KeyError, TypeError or ValueError for what `to_message` did not make."""
     if "failed" in message:
         kind, text = message["failed"]
         return CallFailure(str(kind), str(text))

@@ -43,7 +43,7 @@ class Order:
 
 
 def main() -> None:
-    """Supervise a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
+    """Supervises a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
 
     The last line on the socket is {"ended": how}, in one with what the worker wrote when it died, if it did.
     """
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def run_worker(channel: socket.socket, output: int) -> NoReturn:
-    """Serve on `channel`, print to the descriptor `output`, and end the process."""
+    """Serves on `channel`, prints to the descriptor `output`, and ends the process."""
     status = 0
     try:
         sys.stdout, sys.stderr = (printing_to(descriptor, output) for descriptor in (1, 2))
@@ -92,7 +92,7 @@ def run_worker(channel: socket.socket, output: int) -> NoReturn:
 
 
 def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
-    """Print by lines, so that what was printed before a function hung is there to be read."""
+    """Prints by lines, so that what was printed before a function hung is there to be read."""
     os.dup2(target, descriptor)
     raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)

@@ -61,12 +61,12 @@ class Tracker(Protocol):
 
 
 def label_of(tracker: str) -> str:
-    """Returns its name in messages and in the run's folder: the built-in name, or that of the user's class."""
+    """Returns the tracker's name in messages and folders: the built-in name, or that of the user's class."""
     return tracker.rpartition(":")[2]
 
 
 def processes_of(trackers: Sequence[str]) -> list[str]:
-    """Returns those that get a process; TensorBoard's events are written by the run itself."""
+    """Returns the trackers that get a process; TensorBoard's events are written by the run itself."""
     return [tracker for tracker in trackers if tracker != TENSORBOARD]
 
 

@@ -98,7 +98,7 @@ class Trackers:
             atexit.register(self._close_failed)
 
     def check(self) -> None:
-        """Reports those that have ended before the run."""
+        """Reports trackers that have ended before the run."""
         for process in [one for one in self._running if one.has_ended]:
             self._end(process)
 

@@ -15,14 +15,14 @@ Reader = Callable[[str], "str | None"]
 
 
 def accuracy_reward(completions: Sequence[str], answers: Sequence[str]) -> list[float | None]:
-    """1.0 where the number in <answer>, else \\boxed{}, else the last one, is the gold number."""
+    r"""Returns 1.0 where the number in <answer>, else \boxed{}, else the last one, is the gold number, else 0.0."""
     return accuracies(completions, answers, (answer_content, box_content))
 
 
 def qwen_accuracy_reward(
     completions: Sequence[str], answers: Sequence[str], require_box: bool = False
 ) -> list[float | None]:
-    """The same for models that box: \\boxed{} comes before <answer>; with require_box only it counts."""
+    r"""Does the same for models that box: \boxed{} comes before <answer>; with require_box nothing else counts."""
     readers: tuple[Reader, ...] = (box_content, answer_content)
     if require_box:
         readers = (lambda text: box_content(text) or "",)

@@ -36,7 +36,7 @@ for name in ("parser", "grader", "utils"):
 def math_verify_reward(
     completions: Sequence[str], answers: Sequence[str], float_rounding: int = 6
 ) -> list[float | None]:
-    """1.0 where <answer>, else \\boxed{}, else the text's end, is mathematically the gold answer.
+    r"""Returns 1.0 where <answer>, else \boxed{}, else the text's end, is mathematically the gold answer, else 0.0.
 
     None where the gold answer cannot be read as mathematics. `float_rounding` is in decimals.
     """
@@ -86,7 +86,7 @@ def is_verified(wanted: list[Any], answered: list[Any], float_rounding: int) -> 
 
 
 def conclusion(text: object) -> str:
-    """What a completion marks as its answer; empty where it marks none."""
+    """Returns what a completion marks as its answer; empty where it marks none."""
     if not isinstance(text, str):
         return ""
     marked = first_of(text, (answer_content, box_content)) or ""
@@ -95,7 +95,7 @@ def conclusion(text: object) -> str:
 
 
 def as_mathematics(expression: str) -> str:
-    """Put where the parser looks first; what already says that it is mathematics stays as it is."""
+    """Boxes the expression, for the parser, unless it is marked as mathematics; empty if it is too long."""
     bare = expression.strip()
     if not bare or len(bare) > LONGEST_EXPRESSION:
         return ""
@@ -105,6 +105,6 @@ def as_mathematics(expression: str) -> str:
 
 
 def without_endless_digits(expression: str) -> str:
-    """Nothing, where it has more digits in a row than any answer: computing with them has no end."""
+    """Returns the expression; empty where it has more digits in a row than any answer: computing would not end."""
     longest = max((len(run) for run in DIGITS.findall(expression)), default=0)
     return "" if longest > LONGEST_DIGITS else expression

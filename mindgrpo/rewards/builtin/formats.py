@@ -1,7 +1,7 @@
 """Rewards for the form of a completion: think and answer tags.
 
-Total, and linear in the text. Where the prompt itself ends with <think>, as with some chat templates,
-that tag counts as the completion's.
+They raise for no completion, and take time linear in the text. Where the prompt itself ends with <think>, as with some
+chat templates, that tag counts as the completion's.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ PROMPT_TAIL = 64
 def format_reward(
     completions: Sequence[str], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
-    """1.0 for <think>something</think> <answer>something</answer> and nothing else."""
+    """Returns 1.0 for <think>something</think> <answer>something</answer> and nothing else, 0.0 otherwise."""
     return [float(has_strict_format(text)) for text in opened(completions, prompts)]
 
 
 def soft_format_reward(
     completions: Sequence[str], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
-    """1.0 where a filled pair of think tags is followed by a filled pair of answer tags, whatever is around."""
+    """Returns 1.0 where filled think tags precede filled answer tags, whatever is around them, else 0.0."""
     return [float(has_soft_format(text)) for text in opened(completions, prompts)]
 
 
 def tag_count_reward(
     completions: Sequence[str], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
-    """A quarter for each of the four tags that stands there exactly once."""
+    """Counts a quarter for each of the four tags that occurs exactly once."""
     return [sum(text.count(tag) == 1 for tag in TAGS) / 4 for text in opened(completions, prompts)]
 
 
 def think_format_reward(
     completions: Sequence[str], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
-    """1.0 where the text begins with <think>, closes it once, and opens no second one."""
+    """Returns 1.0 where the text begins with <think>, closes it once, and opens no second one, else 0.0."""
     return [
         float(
             text.lstrip().startswith(OPENING)
@@ -50,7 +50,7 @@ def think_format_reward(
 
 
 def opened(completions: Sequence[str], prompts: Sequence[str] | None) -> list[str]:
-    """The completions, with the think tag that their prompt ends with; "" for what is not text."""
+    """Returns the completions, with the think tag that their prompt ends with; "" for what is not text."""
     texts = []
     for text, prompt in zip(completions, prompts or repeat(""), strict=prompts is not None):
         whole = text if isinstance(text, str) else ""

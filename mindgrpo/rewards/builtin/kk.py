@@ -1,6 +1,7 @@
 """Knights and knaves: who tells the truth. Scores as in Logic-RL (arXiv:2502.14768, section 2.2).
 
-Total, and linear in the text. An answer that calls one person both, or leaves one out, is unreadable.
+It raises for no completion, and takes time linear in the text. An answer that calls one person both, or leaves one out,
+is unreadable.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ ROLES = {"knight": "knight", "knights": "knight", "knave": "knave", "knaves": "k
 def kk_reward(
     completions: Sequence[str], answers: Sequence[str], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
-    """1 or -1 for the format, plus 2 (all right), -1.5 (someone wrong) or -2 (unreadable): -3 to 3.
+    """Returns 1 or -1 for the format, plus 2 (all right), -1.5 (someone wrong) or -2 (unreadable): -3 to 3.
 
-    A gold answer reads "(1) Zoey is a knight (2) Ted is a knave", one a line or in a row. None where
-    it names nobody. The tags <think></think><answer></answer> must each stand once, in this order.
+    A gold answer reads "(1) Zoey is a knight (2) Ted is a knave", one per line or in a row. None where
+    it names nobody. The tags <think></think><answer></answer> must each occur once, in this order.
     """
     return [
         score(text, roles_of(gold_text(gold)))
@@ -45,7 +46,7 @@ def score(text: str, gold: Mapping[str, str]) -> float | None:
 
 
 def gold_text(gold: object) -> str:
-    """The text of a gold answer, which may stand in JSON under solution_text_format."""
+    """Returns the text of a gold answer, which may be in JSON under solution_text_format."""
     text = str(gold)[:LONGEST_ANSWER]
     if text.lstrip().startswith("{"):
         try:
@@ -63,7 +64,7 @@ def tags_in_order(text: str) -> bool:
 
 
 def roles_of(text: str, names: set[str] | None = None) -> dict[str, str]:
-    """Name (lower case) -> role. Without `names` a name is the last capitalised word before its role.
+    """Returns roles by name (lower case). Without `names` a name is the last capitalised word before its role.
 
     A person who is given both roles, or told not to have one, is left out.
     """

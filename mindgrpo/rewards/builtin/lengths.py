@@ -55,7 +55,7 @@ def cosine_reward(
     min_value_correct: float = 0.5,
     max_value_correct: float = 1.0,
 ) -> list[float | None]:
-    """Accuracy with a length that pays: arXiv:2502.03373, section 4.2, at l / L of half a cosine.
+    """Computes accuracy scaled by length l / L along half a cosine: arXiv:2502.03373, section 4.2.
 
     A right answer earns from max_value_correct (short) down to min_value_correct (length L), a wrong
     one from min_value_wrong (short) up to max_value_wrong: thinking on is worth it while wrong.
@@ -81,7 +81,7 @@ def cosine_reward(
 def repetition_penalty_reward(
     completions: Sequence[str], ngram_size: int = 3, max_penalty: float = -1.0
 ) -> list[float | None]:
-    """max_penalty times the share of n-grams of words that stood in the text before."""
+    """Returns max_penalty times the share of n-grams of words that occurred in the text before."""
     if ngram_size < 1 or max_penalty > 0:
         raise UserError(
             f"ngram_size is {ngram_size} and max_penalty {max_penalty}, but they must be at least 1 "

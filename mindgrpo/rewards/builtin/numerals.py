@@ -77,7 +77,7 @@ MATHEMATICS = re.compile(r"[\\^_{}()\[\]=<>+*/|~]")
 
 
 def gold_number(gold: object) -> Fraction | None:
-    """Return the number that a gold answer is; None where it is anything else, as an interval or 2x."""
+    """Returns the number that a gold answer is; None where it is anything else, such as an interval or 2x."""
     text = str(gold)[-2 * LONGEST_BOX :].rpartition(GOLD_MARK)[2]
     boxed = box_content(text)
     window = _plain(text if boxed is None else boxed)
@@ -89,13 +89,13 @@ def gold_number(gold: object) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in `text`; None where its last digits are no number, whatever stands before them."""
+    """Returns the last number in `text`; None where its last digits are no number, whatever precedes them."""
     written = _last(text)
     return None if written is None else _value(written)
 
 
 def is_misread(text: str) -> bool:
-    """Return whether the last digits are neither a number nor mathematics: 1.000.000, 10 000, 1 1/2, 0x1F, 5k.
+    """Returns whether the last digits are neither a number nor mathematics: 1.000.000, 10 000, 1 1/2, 0x1F, 5k.
 
     Parsers of mathematics read a part of such text.
     """
@@ -112,14 +112,14 @@ def is_misread(text: str) -> bool:
 
 
 def answer_content(text: str) -> str | None:
-    """What the last pair of answer tags holds."""
+    """Returns the content of the last pair of answer tags; None without one."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     return None if start < 0 else text[start + len("<answer>") : end]
 
 
 def box_content(text: str) -> str | None:
-    """What the last \\boxed{} or \\fbox{} that is closed near by holds."""
+    r"""Returns the content of the last \boxed{} or \fbox{}; None where it is not closed within LONGEST_BOX."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -134,7 +134,7 @@ def box_content(text: str) -> str | None:
 
 
 def _plain(window: str) -> str:
-    """Return it with ASCII digits for those of any script, and LaTeX's spellings of a number undone."""
+    """Replaces digits of any script by ASCII ones, and LaTeX's spellings of a number by plain ones."""
     if not window.isascii():
         window = window.translate(IN_ASCII)
         window = DECIMAL.sub(lambda digit: str(unicodedata.decimal(digit.group())), window)
@@ -144,7 +144,7 @@ def _plain(window: str) -> str:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the last digits of `text` as NUMBER reads them, in a window around them."""
+    """Returns the last digits of `text` as NUMBER reads them, in a window around them."""
     backwards = LAST.search(text[::-1])
     if backwards is None:
         return None
@@ -158,7 +158,7 @@ def _around(number: re.Match[str]) -> tuple[str, str]:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
-    """Return None where what stands around the number makes it a part of something else."""
+    """Returns the number's value; None where the text around it makes it a part of something else."""
     before, after = _around(number)
     if len(number.group()) > LONGEST_NUMBER or not BEGINS.search(before):
         return None

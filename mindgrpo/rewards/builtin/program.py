@@ -1,7 +1,7 @@
 """The reward for programs: the last code block of a completion, run against its tests.
 
-The program runs isolated (isolation.py) and never in the process that judges it: expected outputs and
-assertions stay outside (sandbox.py).
+The program runs isolated (sandbox.py) and never in the process that judges it: expected outputs and
+assertions stay outside.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def code_reward(
     seconds: float = 5.0,
     memory_mb: int = 512,
 ) -> list[float | None]:
-    """Return the share of tests that the last code block passes; 0.0 where there is no code.
+    """Returns the share of tests that the last code block passes; 0.0 where there is no code.
 
     Tests come from the columns `test_cases` (a list of {"input": stdin, "output": stdout}, or {"inputs":
     [...], "outputs": [...]}) or `test_list` (asserts, after `test_setup_code`), as lists or as JSON; without
@@ -59,7 +59,7 @@ def code_reward(
 
 
 def score(sample: tuple[Any, ...], seconds: float, memory: int) -> Score | None:
-    """`sample` is a completion, its gold answer, test cases, assertions and their setup."""
+    """Scores a `sample`: a completion, its gold answer, test cases, assertions and their setup. `memory` in bytes."""
     text, gold, stored_cases, stored_assertions, setup = sample
     cases, assertions = tests_of(stored_cases, "output"), tests_of(stored_assertions, "")
     if not cases and not assertions:
@@ -91,12 +91,12 @@ def passes(code: str, case: dict[str, str], deadline: float, memory: int) -> boo
 
 
 def lines_of(text: str) -> list[str]:
-    """Without the white space at ends of lines and of the text, as judges compare."""
+    """Splits text into lines without the white space at their ends and around the text, as judges compare."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def last_code_block(text: object) -> str | None:
-    """The last closed block, or the last one if a cut text leaves it open; of a language that runs here."""
+    """Returns the last closed block of Python, else the only block if a cut text leaves it open; None without one."""
     if not isinstance(text, str) or FENCE not in text:
         return None
     blocks = text[-2 * LONGEST_CODE :].split(FENCE)
@@ -111,7 +111,7 @@ def last_code_block(text: object) -> str | None:
 
 
 def tests_of(tests: object, key: str) -> list[Any]:
-    """Return tests as a list, whether they are one, JSON, or inputs beside outputs; else an empty one."""
+    """Returns tests as a list, given a list, JSON, or inputs beside outputs; an empty one for anything else."""
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)

@@ -95,7 +95,7 @@ class Isolation:
 
 
 def memory_file(content: bytes = b"") -> int:
-    """Return a descriptor at the start of a file that is on no disk."""
+    """Returns a descriptor at the start of a file that is on no disk."""
     descriptor = os.memfd_create("mindgrpo")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)
@@ -118,7 +118,7 @@ def bubblewrap() -> Isolation:
 
 
 def fork_filter(machine: str) -> bytes:
-    """Return a Berkeley packet filter that allows threads and no processes.
+    """Returns a Berkeley packet filter that allows threads and no processes.
 
     Bubblewrap's namespaces do not bound how many processes there are, nor do limits bind root.
     """
@@ -139,7 +139,7 @@ def fork_filter(machine: str) -> bytes:
 
 
 def landlock_and_seccomp() -> Isolation:
-    """With the packages of the extra `mindgrpo[code]`. Raises IsolationUnavailable."""
+    """Makes the isolation by the packages of the extra `mindgrpo[code]`. Raises IsolationUnavailable."""
     try:
         import landlock
         import pyseccomp
@@ -186,7 +186,7 @@ DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)  # not F_SETOWN, which sends signals
 
 
 def allowed_system_calls(pyseccomp: Any) -> Any:
-    """Return the filter, to be loaded: everything unknown fails as on a kernel that lacks it."""
+    """Returns the filter, to be loaded: everything unknown fails as on a kernel that lacks it."""
     system_calls = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.ENOSYS))
 
     def allow(name: str, *arguments: Any) -> None:
@@ -236,7 +236,7 @@ class Ending:
 def run_program(
     code: str, standard_input: str, seconds: float, memory: int, isolation: Isolation | None = None
 ) -> Ending:
-    """Run Python source as a program. `memory` is bytes of address space. Raises IsolationUnavailable."""
+    """Runs Python source as a program. `memory` is bytes of address space. Raises IsolationUnavailable."""
     deadline = time.monotonic() + seconds
     program_input, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
     order = {"code": code, "seconds": seconds, "memory": memory}
@@ -256,7 +256,7 @@ def run_program(
 def judge_assertions(
     code: str, setup: str, assertions: Sequence[str], seconds: float, memory: int
 ) -> str:
-    """Return a letter for each assertion that was reached: p passed, f failed, u unjudgeable.
+    """Returns a letter for each assertion that was reached: p passed, f failed, u unjudgeable.
 
     `setup` is run before each assertion, in the judge's process; `code` in one of its own, once.
     """
@@ -291,7 +291,7 @@ def start(
     stdin: int,
     stdout: int,
 ) -> subprocess.Popen[bytes]:
-    """See sandboxed/__main__.py for roles."""
+    """Starts an isolated process in one of the roles of sandboxed/__main__.py. Raises IsolationUnavailable."""
     # Python starts twice as fast without `site`, which reads configuration that nobody needs here.
     packages = [path for path in sys.path if path in site.getsitepackages()]
     order |= {"output": MAX_OUTPUT_BYTES, "path": packages}
@@ -307,7 +307,7 @@ def start(
 
 
 def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Return the exit status, or None where the process still runs at `deadline`."""
+    """Returns the exit status, or None where the process still runs at `deadline`."""
     descriptor = os.pidfd_open(process.pid)
     try:
         waiting = select.poll()
@@ -326,7 +326,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @functools.cache
 def find_isolation() -> Isolation:
-    """Return the first method that works here, tried with a program. Raises IsolationUnavailable."""
+    """Returns the first method that works here, tried with a program. Raises IsolationUnavailable."""
     # Processes are started with nowhere to keep compiled modules.
     compileall.compile_dir(SANDBOXED, quiet=2)
     reasons = []

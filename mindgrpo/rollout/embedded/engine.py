@@ -73,11 +73,11 @@ class EmbeddedEngine:
         return sum(pool.num_bytes for pools in self.pools.values() for pool in pools)
 
     def sleep(self) -> None:
-        """Forgets the version: the memory room releases the pools, and so the weights are those of no version."""
+        """Forgets the version: the pools are released by memory/, and with them the weights."""
         self.version = None
 
     def wake(self) -> None:
-        """Does nothing: the memory room has brought the pools."""
+        """Does nothing: memory/ has loaded the pools."""
 
     def transfer_from(
         self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self.publish(lambda: load_weights(self.weights, directory), version)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: no process was started."""
 
     def publish(self, transfer: Callable[[], Result], version: int) -> Result:
         self.version = None

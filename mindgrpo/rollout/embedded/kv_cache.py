@@ -49,12 +49,12 @@ class KVCacheConfig:
 
     @property
     def max_prefix_blocks(self) -> int:
-        """Prefix blocks of any batch's layout, at most."""
+        """Returns the most prefix blocks of any batch's layout."""
         return max(self.prefix_blocks, 2 * self.slots)
 
     @property
     def positions(self) -> int:
-        """Positions of keys and values in each layer, without a prompt's last token: the first input of its samples."""
+        """Counts positions of keys and values in each layer; a prompt's last token has none."""
         return self.slots * padded(self.max_tokens) + self.prefix_blocks * padded(
             self.max_prompt - 1
         )
@@ -65,7 +65,7 @@ class KVCacheConfig:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts of one call of the plain decoder's prompt graph."""
+        """Counts prompts of one call of the plain decoder's prompt graph."""
         return max(1, min(self.slots // self.group, PREFILL_TOKENS // self.max_prompt))
 
     def partition(

@@ -196,7 +196,7 @@ class PlainDecoder:
         """Does nothing: it reads the weights themselves."""
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
-        """Numbers of the sampling are part of a graph here: other sampling are another graph."""
+        """Runs the job; the sampling's numbers are part of a graph, so other sampling compiles another one."""
         if sampling.repetition_penalty != 1.0 and self._mark is None:
             raise ValueError("this generator has no room for the tokens that a penalty has to know")
         if sampling not in self._decoders:
@@ -225,7 +225,7 @@ class PlainDecoder:
         return groups
 
     def _admit(self, batch: GenerationBatch, waiting: deque[list[int]]) -> int:
-        """Gives free slots to the groups that fit; tokens of their prompts."""
+        """Gives free slots to the groups that fit; returns the tokens of their prompts."""
         free = np.flatnonzero(self._sample == IDLE).tolist()
         taken: list[tuple[np.ndarray, list[int]]] = []
         while waiting and len(waiting[0]) <= len(free):

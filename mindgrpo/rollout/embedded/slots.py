@@ -148,7 +148,7 @@ class SlotDecoder:
         self._kept_slot_size = 0
 
     def weights_changed(self) -> None:
-        """Has to be called before it generates with other weights."""
+        """Registers the changed weights and forgets kept keys; to be called before it generates with them."""
         self._kept = {}
         with self._shard.weights.on_host() as arrays:
             layers = [_layer_weights(self._shard, i, arrays.tensors) for i in self._shard.layers]
@@ -201,7 +201,7 @@ class SlotDecoder:
     def _bring_prompts(
         self, batch: GenerationBatch, layout: KVCacheLayout, waiting: deque[tuple[int, list[int]]]
     ) -> int:
-        """Puts prompts into free prefix blocks and their samples into the queue; gives the prompt tokens computed."""
+        """Puts prompts into free prefix blocks and their samples into the queue; returns the prompt tokens computed."""
         free = np.flatnonzero(self._slots.users[: layout.prefix_blocks] == 0)
         brought: list[tuple[int, np.ndarray]] = []
         for prefix in free[: len(waiting)].tolist():

@@ -45,7 +45,7 @@ class WeightBucket:
     """
 
     def __init__(self, layout: Layout, backend: Backend, dtype: Dtype, hand_over: HandOver) -> None:
-        """`dtype` is the engine's."""
+        """Takes the engine's `dtype`."""
         self._hand_over = hand_over
         size = bucket_size(layout, backend.rank, dtype)
         self.bucket: Any = backend.host_pool(size, shared=True, dtype=dtype)

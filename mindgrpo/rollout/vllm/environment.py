@@ -223,7 +223,7 @@ def child_environment(environment: Mapping[str, str], python: Path) -> dict[str,
 
 
 def _search_path(environment: Mapping[str, str], python: Path) -> str:
-    """Programs of the engine's environment first, and none of the parent's."""
+    """Returns PATH with programs of the engine's environment first, and none of the parent's."""
     of_parent = os.path.join(environment.get("VIRTUAL_ENV") or os.devnull, "bin")
     folders = environment.get("PATH", os.defpath).split(os.pathsep)
     kept = [folder for folder in folders if os.path.normpath(folder or ".") != of_parent]

@@ -104,7 +104,7 @@ def _python_version(path: str, environment: Mapping[str, str]) -> str | None:
 
 
 def _check_target(target: Path) -> None:
-    """Nothing of a user's is removed."""
+    """Raises UserError where `target` holds anything of a user's, so that nothing of it is removed."""
     if target.is_dir():
         if (target / MARK).exists() or not any(target.iterdir()):
             return

@@ -47,7 +47,7 @@ class EngineFailed(RuntimeError):
 
 
 class EngineProcess:
-    """Begins to start at once; `request` waits for it."""
+    """The process of one engine; starts at once, and `request` waits for it."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class EngineProcess:
         health: RankHealth,
         environment: Mapping[str, str],
     ) -> None:
-        """`memory` is the descriptor of the bucket of weights, `environment` the rank's, with its replica's devices."""
+        """Starts the process.
+
+        `memory` is the descriptor of the bucket of weights, `environment` the rank's, with its replica's devices.
+        """
         self._health = health
         self._log = _open_log(health)
         self._is_asked = self._is_ending = False

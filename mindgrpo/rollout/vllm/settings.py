@@ -46,7 +46,7 @@ class VllmSettings:
 
 
 def engine_dtype(config: Config) -> Dtype:
-    """Raises UserError, as compute_dtype does."""
+    """Returns the engine's dtype. Raises UserError, as compute_dtype does."""
     return config.generate_config.vllm.dtype or compute_dtype(config)
 
 

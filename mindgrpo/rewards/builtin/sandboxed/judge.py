@@ -68,7 +68,7 @@ class CompletionPipes:
         return Remote(self, name) if kind == "callable" else self._value(kind, content)[0]
 
     def call(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return plain data, or raise the exception of Python's that the function raised."""
+        """Returns plain data, or raises the exception of Python's that the function raised."""
         kind, *content = self._ask("call", name, list(arguments), keywords)
         if kind == "raised":
             raise exception_of(*content)
@@ -82,7 +82,7 @@ class CompletionPipes:
         return Unjudgeable()
 
     def _ask(self, *question: Any) -> list[Any]:
-        """Return the reply: a kind and its content. Raises Unjudgeable for what is not plain data."""
+        """Returns the reply: a kind and its content. Raises Unjudgeable for what is not plain data."""
         if self.has_ended:
             raise CompletionEnded
         nonce = os.urandom(8)
@@ -127,7 +127,7 @@ def exception_of(name: str, message: str) -> Exception:
 
 
 def change(arguments: tuple[Any, ...], changed: list[Any]) -> None:
-    """Give lists, dicts and sets that were passed their content after the call."""
+    """Gives lists, dicts and sets that were passed as arguments their content after the call."""
     for argument, after in zip(arguments, changed, strict=False):
         if type(argument) is list and type(after) is list:
             argument[:] = after
@@ -158,7 +158,7 @@ for operation in (
 
 
 def judge_all(order: dict[str, Any], pipes: CompletionPipes, verdicts: int) -> None:
-    """Write one letter an assertion as it is judged: p passed, f failed, u unjudgeable."""
+    """Writes one letter per assertion as it is judged: p passed, f failed, u unjudgeable."""
     try:
         pipes.value_of("")  # Answered when the program has run to its end.
     except Unjudgeable:
@@ -188,7 +188,7 @@ def judge(assertion: str, setup: str, pipes: CompletionPipes) -> bytes:
 
 
 def namespace_for(source: str, assertion: str, pipes: CompletionPipes) -> dict[str, Any]:
-    """Return the globals to evaluate `source` in. Raises Unjudgeable and CompletionEnded.
+    """Returns the globals to evaluate `source` in. Raises Unjudgeable and CompletionEnded.
 
     With two names of the completion's an assertion such as `isclose(root(2), 1.41)` or `root(2) == approx(1.41)`
     would tell one function the answer and believe it about the other.
@@ -246,9 +246,9 @@ def modules_without_import(tree: ast.AST) -> set[str]:
 
 
 def solution_named_as_a_builtin(assertion: str) -> str | None:
-    """The one name in an assertion such as `assert sum(10, 15) == 6`: the completion's, if it defines it.
+    """Returns the only name in an assertion such as `assert sum(10, 15) == 6`: the completion's, if it defines it.
 
-    With any other name beside it a built-in's name means Python's own.
+    Where there are other names beside it (None), a built-in's name means Python's own.
     """
     names = {node.id for node in ast.walk(ast.parse(assertion)) if isinstance(node, ast.Name)}
     return names.pop() if len(names) == 1 else None

@@ -80,7 +80,7 @@ def _encode(value: Any, exact: bool, chunks: list[bytes]) -> None:
 
 
 def decode(data: bytes) -> Any:
-    """Return the value that was encoded. Raises an Exception of some kind if that is not what `data` is."""
+    """Returns the value that was encoded. Raises an Exception of some kind if that is not what `data` is."""
     value, end = _decode(data, 0)
     if end != len(data):
         raise BrokenMessage
@@ -107,7 +107,7 @@ def send(descriptor: int, encoded: bytes) -> None:
 
 
 def receive(descriptor: int) -> Any:
-    """Return the next message. Raises EOFError where there is none, and what `decode` raises."""
+    """Returns the next message. Raises EOFError where there is none, and what `decode` raises."""
     size = int.from_bytes(_read(descriptor, 4), "little")
     if size > MAX_MESSAGE_BYTES:
         raise BrokenMessage

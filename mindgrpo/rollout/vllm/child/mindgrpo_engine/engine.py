@@ -51,7 +51,7 @@ def llm_arguments(request: Message, device_type: str) -> dict[str, Any]:
 
 
 def _whole_prompts(arguments: dict[str, Any], max_model_len: int) -> dict[str, Any]:
-    """Sees to it that no prompt is cut in two on processors.
+    """Returns arguments with which vLLM cuts no prompt in two on processors. Raises UserFailure for others.
 
     vLLM (0.32) sets the noise of a sample whose prompt is cut back by an offset, and generators of processors have
     none: "CPU Generator does not use offset" ends the engine.

@@ -104,7 +104,7 @@ class Generation:
         self._reported = time.monotonic()
 
     def run(self, sampling: Message, requests: list[Message]) -> list[RunningSample]:
-        """Completions of all samples in order; where one fails, all are given up."""
+        """Returns completions of all samples in order; where one fails, all are given up."""
         try:
             for request in requests:
                 for sample in request["samples"]:

@@ -53,7 +53,7 @@ class UserFailure(EngineFailure):
 
 
 def engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an engine's process needs beside `environment`, where an empty variable counts as not set."""
+    """Returns an engine's variables that are added to `environment`; an empty variable there counts as not set."""
     defaults = {
         name: value for name, value in DEFAULT_VARIABLES.items() if not environment.get(name)
     }
@@ -61,7 +61,7 @@ def engine_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def sentence(error: BaseException) -> str:
-    """Words the error in one line: the first lines of its text that say something."""
+    """Describes the error in one line: the first lines of its text that say something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([f"{type(error).__name__}:", *lines[:3]]) if lines else type(error).__name__
 
