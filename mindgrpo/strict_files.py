@@ -33,7 +33,7 @@ def no_path(text: str) -> str | None:
 
 
 def is_inside(name: str) -> bool:
-    """Tells by its spelling whether a name that a file gives stays in that file's folder; links are the user's own."""
+    """Returns whether a name in a file stays, by its spelling, in that file's folder; links are the user's own."""
     names = PurePosixPath(name.replace("\\", "/")).parts
     fits = all(len(one.encode("utf-8", "replace")) < 256 for one in names) and len(name) < 1024
     return fits and name.isprintable() and ".." not in names and not name.startswith(("/", "\\"))
@@ -82,7 +82,7 @@ def read_object(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) 
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises NotJson."""
+    """Parses JSON. Raises NotJson."""
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_doubles)
         if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):

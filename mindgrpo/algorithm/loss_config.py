@@ -58,5 +58,5 @@ class AdvantageConfig:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the policy's log-probs before the first update are needed, however many updates follow."""
+        """Returns whether the policy's log-probs before the first update are needed, however many updates follow."""
         return self.reward_beta > 0 or self.correction != "none"

@@ -34,7 +34,7 @@ class NonFiniteUpdate(RuntimeError):
 
 
 def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | None:
-    """Finds one in arrays of any shape; None if there is none."""
+    """Finds a number that is not finite in arrays of any shape; None if there is none."""
     for name, values in named:
         array = np.asarray(values)
         bad = ~np.isfinite(array)
@@ -46,7 +46,7 @@ def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | No
 def in_rollout(
     rollout: Rollout, rewards: np.ndarray, reference: Arrays | None, old: Arrays | None
 ) -> NonFinite | None:
-    """Finds one in what precedes advantages: `rewards` float [samples], the reference's and the policy's log-probs."""
+    """Finds a number that is not finite in what precedes advantages: `rewards` float [samples] and log-probs."""
     return _first(
         _by_token("the generator's log-probs", rollout.generator_logps),
         _by_sample("rewards", rewards),
@@ -56,7 +56,7 @@ def in_rollout(
 
 
 def in_logps(logps: Mapping[int, np.ndarray]) -> NonFinite | None:
-    """Finds one in the policy's log-probs by sample, float [completion length] each."""
+    """Finds a number that is not finite in the policy's log-probs by sample, float [completion length] each."""
     order = sorted(logps)
     number = _first(_by_token("the policy's log-probs", [logps[i] for i in order]))
     if number is None or number.sample is None:
@@ -65,7 +65,7 @@ def in_logps(logps: Mapping[int, np.ndarray]) -> NonFinite | None:
 
 
 def in_batch(batch: TrainBatch) -> NonFinite | None:
-    """Finds one in the batch's advantages and weights."""
+    """Finds a number that is not finite in the batch's advantages and weights."""
     return _first(
         _by_sample("advantages", batch.advantages),
         _by_token("advantages", batch.token_advantages),

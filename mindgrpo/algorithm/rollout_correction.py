@@ -15,7 +15,7 @@ LARGEST_RATIO = math.exp(20.0)
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`weights` float32 [completion length] a sample; the other figures are of the ratios before the cap.
+    """`weights` float32 [completion length] per sample; the other figures are of the ratios before the cap.
 
     `mean` and `largest` are over the tokens that the policy wrote, each with its sample's ratio at sequence level and
     counted as LARGEST_RATIO at most; `capped` is the share of these whose ratio is above the cap.

@@ -239,7 +239,7 @@ class Rollout:
         return tuple(sample.messages for sample in self.samples)
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
-        """Indices of the samples of these groups, in order."""
+        """Returns the indices of the samples of these groups, in order."""
         wanted = set(groups)
         return [i for i, group in enumerate(self.group_ids) if group in wanted]
 

@@ -36,22 +36,22 @@ class Target:
 
     @property
     def needs_cluster(self) -> bool:
-        """Whether ranks find each other through MindSpore's cluster and its scheduler."""
+        """Returns whether ranks find each other through MindSpore's cluster and its scheduler."""
         return self.backend == "device"
 
     @property
     def has_fused_attention(self) -> bool:
-        """Whether attention is one operation of the device's in float16 and bfloat16."""
+        """Returns whether attention is one operation of the device's in float16 and bfloat16."""
         return self.device == "Ascend"
 
     @property
     def keeps_weights_on_host(self) -> bool:
-        """Whether what it trains lies in the memory of the host itself."""
+        """Returns whether what it trains lies in the memory of the host itself."""
         return self.device == "CPU"
 
     @property
     def may_fork(self) -> bool:
-        """Whether ranks may be forked from a process that has imported what they need: not where a driver is loaded."""
+        """Returns whether ranks may be forked from a process with their imports: not where a driver is loaded."""
         return self.device == "CPU" and not _has_ascend()
 
     def __str__(self) -> str:

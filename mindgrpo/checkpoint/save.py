@@ -224,7 +224,7 @@ class Saver:
 
     @property
     def is_written(self) -> bool:
-        """Tells whether `commit` would not wait for this rank."""
+        """Returns whether `commit` would not wait for this rank."""
         work = self._work
         return work is not None and (work.thread is None or not work.thread.is_alive())
 

@@ -58,7 +58,7 @@ def _report(kept: dump.Dump) -> dict[str, Any]:
 
 
 def _stored(kept: dump.Dump) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Yields what is known of the samples, an array a sample."""
+    """Yields what is known of the samples, one array per sample."""
     for name, values in kept.rewards.items():
         yield f"rewards of {name}", list(np.asarray(values).reshape(-1, 1))
     yield "advantages", [np.atleast_1d(value) for value in kept.batch.advantages]

@@ -77,7 +77,7 @@ class Context(Section):
 
     @property
     def target(self) -> Target:
-        """Raises UserError for a device or backend that does not exist."""
+        """Returns the device and backend. Raises UserError for those that do not exist."""
         return choose_target(self.device_target, self.backend)
 
     @property

@@ -154,7 +154,7 @@ def _parsed(text: str) -> object:
 
 
 def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
-    """Tells whether a key is live; adds a notice for a retired one."""
+    """Returns whether a key is live; adds a notice for a retired one."""
     if key in LIVE:
         return True
     retired = retired_key(key)

@@ -121,7 +121,7 @@ class MonitorConfig(Section):
         return 1.0 if self.host_memory_protection else None
 
     def covers(self, step: int) -> bool:
-        """Tells whether measurements during `step`, counted from 1, are recorded."""
+        """Returns whether measurements during `step`, counted from 1, are recorded."""
         spans = [entry if isinstance(entry, list) else [entry] for entry in self.host_monitor_steps]
         return not spans or any(span[0] <= step <= span[-1] for span in spans)
 
@@ -172,7 +172,7 @@ class ProfilerConfig(Section):
         return frozenset(PROFILED_STAGES[name] for name in names)
 
     def covers(self, step: int, rank: int) -> bool:
-        """Tells whether `rank` traces `step`, counted from 0."""
+        """Returns whether `rank` traces `step`, counted from 0."""
         after = self.profile_step_end != -1 and step >= self.profile_step_end
         listed = self.profile_ranks == "all" or rank in self.profile_ranks
         return self.profile and listed and step >= self.profile_step_start and not after

@@ -149,7 +149,7 @@ class CheckpointKeys(Section):
 
     @property
     def saves_checkpoints(self) -> bool:
-        """Tells whether the run saves checkpoints."""
+        """Returns whether the run saves checkpoints."""
         return bool(
             self.save_ckpt_interval
             or self.save_ckpt_best

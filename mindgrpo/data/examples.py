@@ -56,7 +56,7 @@ class Example:
 
     @property
     def is_question(self) -> bool:
-        """Tells whether it is one message of the user's and nothing else."""
+        """Returns whether it is one message of the user's and nothing else."""
         return len(self.messages) == 1 and set(self.messages[0]) == {"role", "content"}
 
 

@@ -297,7 +297,7 @@ class PromptSet(Sequence[Prompt]):
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """Returns the columns that rewards get, a value a prompt: those of the data set, and `question`."""
+    """Returns the columns that rewards get, one value per prompt: those of the data set, and `question`."""
     columns: dict[str, list[Any]] = {}
     for prompt in prompts:
         for name, value in prompt.columns.items():

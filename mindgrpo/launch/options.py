@@ -94,7 +94,7 @@ class Options:
 
 
 def _whole(text: str, numbers: range, otherwise: str) -> int:
-    """Raises UserError `otherwise`, unless the text is one of `numbers`."""
+    """Reads a whole number. Raises UserError `otherwise`, unless the text is one of `numbers`."""
     plain = text.isascii() and text.isdecimal() and len(text) <= 5 and text == str(int(text))
     if not plain or int(text) not in numbers:
         raise UserError(otherwise)

@@ -59,7 +59,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether `need` fits `budget`, in bytes; a budget of None: the configuration sets no limit."""
+    """Says whether `need` fits `budget`, in bytes; a budget of None: the configuration sets no limit."""
 
     need: PhaseNeed
     budget: int | None

@@ -60,7 +60,7 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
 
 
 def from_json(message: Mapping[str, Any]) -> Outcome:
-    """Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
+    """Reads an outcome. Raises KeyError, TypeError or ValueError for what `to_json` did not make."""
     outcome: Outcome = from_message(message)
     if isinstance(outcome, CallFailure) or "counts" not in message:
         return outcome

@@ -96,7 +96,7 @@ class Executor(ABC):
 
     @property
     def num_done(self) -> int:
-        """Samples of the latest call that have an outcome by now."""
+        """Counts samples of the latest call that have an outcome by now."""
         return len(self._latest.values) + len(self._latest.failures)
 
     def result(self) -> RewardResult:

@@ -95,7 +95,7 @@ class Scorer:
         return added_up(results, self.weights, len(samples))
 
     def num_done(self) -> int:
-        """Rewards of the step that are there by now, one a function and sample."""
+        """Counts the step's rewards that are there by now, one per function and sample."""
         return sum(e.num_done for executors in self._executors.values() for e in executors)
 
     def close(self) -> None:

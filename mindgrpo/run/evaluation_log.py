@@ -1,4 +1,4 @@
-"""Writes evaluations: evaluations.jsonl, one object each, eval_completions.jsonl, one a sample, and a table."""
+"""Writes evaluations: evaluations.jsonl, one object each, eval_completions.jsonl, one per sample, and a table."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class TensorStream:
         return Traffic(num_bytes, time.perf_counter() - started)
 
     def sums(self) -> dict[str, int]:
-        """Raises ValueError unless the last run kept them."""
+        """Returns the sums of the last run. Raises ValueError unless it kept them."""
         if self._sums is None:
             raise ValueError("the last transfer kept no sums")
         return self._sums

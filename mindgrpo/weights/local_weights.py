@@ -207,7 +207,7 @@ class Weights:
         return [spec.name for spec in self.specs() if spec.name in self.boxes]
 
     def region(self, name: str, box: Box | None = None) -> Region:
-        """Tells where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
+        """Returns where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
         entry, start = self._stored_at[name]
         own = self.boxes[name]
         slices = (own if box is None else box).within(own).slices

@@ -203,7 +203,10 @@ class SupervisedWorker:
         self._socket.setblocking(False)
 
     def messages(self, seconds: float, hint: str, each: bool = False) -> Iterator[dict[str, Any]]:
-        """Raises WorkerEnded after `seconds`, with `each` after so long without a message, with `hint`."""
+        """Yields the worker's messages. Raises WorkerEnded, with `hint`, after `seconds` in all.
+
+        With `each`, every message has so many seconds.
+        """
         late = time.monotonic() + seconds
         while True:
             while b"\n" not in self._unread:

@@ -25,7 +25,7 @@ def soft_overlong_punishment(
     max_completion_length: int | None = None,
     soft_punish_cache: int | None = None,
 ) -> list[float | None]:
-    """DAPO's soft over-long punishment (arXiv:2503.14476, equation 13), in [-1, 0].
+    """Computes DAPO's soft over-long punishment (arXiv:2503.14476, equation 13), in [-1, 0].
 
     With L = max_completion_length (default: max_tokens) and C = soft_punish_cache (default: a fifth
     of L) in tokens: 0 up to L - C, then (L - C - length) / C, and -1 above L.

@@ -104,7 +104,7 @@ def memory_file(content: bytes = b"") -> int:
 
 
 def bubblewrap() -> Isolation:
-    """Raises IsolationUnavailable."""
+    """Makes the isolation by bubblewrap. Raises IsolationUnavailable."""
     path = shutil.which("bwrap")
     if path is None:
         raise IsolationUnavailable("bwrap is not on the PATH")

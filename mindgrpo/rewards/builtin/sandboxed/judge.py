@@ -235,7 +235,7 @@ def free_names(source: str) -> set[str]:
 
 
 def modules_without_import(tree: ast.AST) -> set[str]:
-    """Modules of Python's that are named for an attribute only, as `math` in `math.isclose(f(2), 1)`.
+    """Returns modules of Python's of which an attribute is used, as `math` in `math.isclose(f(2), 1)`.
 
     Assertions often rely on the solution's imports; the judge must not use the completion's `math`.
     """

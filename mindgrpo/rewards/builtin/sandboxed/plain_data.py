@@ -49,7 +49,7 @@ class BrokenMessage(ValueError):
 
 
 def encode(value: Any, exact: bool = True) -> bytes:
-    """Raises NotPlain, also for more than 4 MiB.
+    """Encodes a value. Raises NotPlain, also for more than 4 MiB.
 
     With `exact` false, an instance of a subclass (a Counter, an IntEnum) is sent as its built-in base.
     """
