@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.cli.arguments import Arguments
@@ -18,10 +19,12 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
+from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
 from mindgrpo.plan.link_time import GIGA, Links, busiest_link
 from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
 
@@ -62,10 +65,20 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def read_flags(argv: Sequence[str]) -> tuple[bool, Links | None, list[str]]:
-    """Returns whether the plan must fit, the links that flags describe, None without, and the words that are left."""
+@dataclass(frozen=True)
+class Flags:
+    """`links` None where no flag describes them; `layouts`: others are planned and ranked."""
+
+    must_fit: bool
+    layouts: bool
+    links: Links | None
+
+
+def read_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Returns what the flags say, and the words that are left."""
     parser = Arguments(prog="mindgrpo plan", allow_abbrev=False)
     parser.add_argument("--must_fit", action="store_true")
+    parser.add_argument("--layouts", action="store_true")
     parser.add_argument(LINK, dest="link", type=above_zero)
     parser.add_argument(PER_HOST, dest="per_host", type=whole)
     parser.add_argument(LOCAL, dest="local", type=above_zero)
@@ -76,9 +89,10 @@ def read_flags(argv: Sequence[str]) -> tuple[bool, Links | None, list[str]]:
                 f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth "
                 "of a host's network link."
             )
-        return flags.must_fit, None, rest
+        return Flags(flags.must_fit, flags.layouts, None), rest
     local = flags.local and flags.local * GIGA
-    return flags.must_fit, Links(flags.link * GIGA, flags.per_host or 1, local), rest
+    links = Links(flags.link * GIGA, flags.per_host or 1, local)
+    return Flags(flags.must_fit, flags.layouts, links), rest
 
 
 def _not_counted(plan: RunPlan) -> list[str]:
@@ -99,7 +113,7 @@ def _not_counted(plan: RunPlan) -> list[str]:
     ]
 
 
-def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:
+def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verdict:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
     fit = verdict(loaded, plan)
@@ -114,7 +128,9 @@ def print_plan(loaded: Loaded, links: Links | None = None) -> Verdict:
         "device": [*map(str, phase_needs(plan)), _COUNTED],
         "host": HostPlan(plan).lines(),
         "fit": fit.lines(),
-        "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, links)],
+        "seconds": Roofline(plan).step().lines(),
+        "ranked": layouts.lines(loaded, plan) if flags.layouts else [],
+        "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, flags.links)],
         "batch": plan.batch.lines(),
         "algorithm": algorithm_lines(plan.config, plan.batch),
     }
@@ -151,8 +167,8 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    must_fit, links, rest = read_flags(argv)
+    flags, rest = read_flags(argv)
     path, overrides = parse_command_line(rest)
-    fit = print_plan(load_config(path, overrides), links)
-    if must_fit and not fit.fits:
+    fit = print_plan(load_config(path, overrides), flags)
+    if flags.must_fit and not fit.fits:
         raise SystemExit(1)

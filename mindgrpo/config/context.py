@@ -39,6 +39,50 @@ class AscendConfig(Section):
     """precision mode of the accelerator's operators; null: MindSpore's default"""
 
 
+class Roofline(Section):
+    device: OptionalText = None
+    """device whose published or fitted figures are the defaults of the keys below (910A, 910B2, 910B3 or CPU); null:
+    910B2 on accelerators, CPU elsewhere"""
+    prompt_tokens: int | None = Field(None, ge=1)
+    """tokens of a prompt; null: a tenth of max_prompt_length"""
+    completion_tokens: int | None = Field(None, ge=1)
+    """tokens of a completion on average, the longest having max_tokens; null: 60 % of max_tokens"""
+    matmul_tflops: float | None = Field(None, gt=0)
+    """peak of matrix products in 16 bits, in TFLOP/s"""
+    float32_tflops: float | None = Field(None, gt=0)
+    """peak of matrix products in float32, in TFLOP/s"""
+    matmul_share: float | None = Field(None, gt=0, le=1)
+    """share of the peak that large products reach"""
+    memory_GB_per_s: float | None = Field(None, gt=0)
+    """bandwidth of the device's memory"""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """share of it that kernels reach"""
+    link_GB_per_s: float | None = Field(None, gt=0)
+    """bandwidth from a device to one other of its host, in each direction"""
+    host_link_GB_per_s: float | None = Field(None, gt=0)
+    """bandwidth from a device to other hosts, in each direction"""
+    link_share: float | None = Field(None, gt=0, le=1)
+    """share of a link's bandwidth that large messages reach"""
+    host_copy_GB_per_s: float | None = Field(None, gt=0)
+    """bandwidth between a device and its host's memory"""
+    launch_us: float | None = Field(None, ge=0)
+    """microseconds from one kernel of a graph to the next, however small"""
+    call_us: float | None = Field(None, ge=0)
+    """microseconds of an operation outside of graphs"""
+    collective_us: float | None = Field(None, ge=0)
+    """microseconds of a sum over ranks, however small"""
+    sync_us: float | None = Field(None, ge=0)
+    """microseconds of a wait of the host for a result of the device"""
+    slow_ns: float | None = Field(None, ge=0)
+    """nanoseconds of an element in operations that the device's fast units do not have"""
+    compile_ms: float | None = Field(None, ge=0)
+    """milliseconds of compilation per kernel of a graph"""
+    devices_per_host: int | None = Field(None, ge=1)
+    """number of devices in a host"""
+    cores: int | None = Field(None, ge=0)
+    """cores that all ranks of a host share; 0: each rank has a device of its own"""
+
+
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
     """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging)"""
@@ -74,6 +118,7 @@ class Context(Section):
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """memory optimization level of the framework. O1: reuse more memory; null: MindSpore's default"""
     ascend_config: AscendConfig = AscendConfig()
+    roofline: Roofline = Roofline()
 
     @property
     def target(self) -> Target:

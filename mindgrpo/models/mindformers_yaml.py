@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,14 @@ COMPARED = (
 
 def read_section(path: str | Path) -> Mapping[str, Any]:
     """Reads the file's model: model_config:. Raises UserError where it has none."""
+    return _section(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES), str(path))
+
+
+@cache
+def _section(text: str, path: str) -> Mapping[str, Any]:
+    """A plan asks for it hundreds of times."""
     try:
-        document = parse_yaml(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES))
+        document = parse_yaml(text)
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(

@@ -213,7 +213,7 @@ def _slots(plan: RunPlan) -> Iterator[Change]:
         yield Change("reference rows", {"ref_config.ref_model_batch_size": 1}, cost, 2)
 
 
-def _layout(role: str, data: int, model: int, stages: int | None = None) -> Values:
+def layout_values(role: str, data: int, model: int, stages: int | None = None) -> Values:
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
     return {f"{role}.parallel_config.{axis}": size for axis, size in sizes.items() if size}
 
@@ -227,7 +227,7 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
         if mesh.size % shares == 0 and shares >= math.prod(now) and (model, stages) != now:
             data = mesh.size // shares
             cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {mesh}: more exchange between ranks"
-            values = _layout("actor_config", data, model, stages)
+            values = layout_values("actor_config", data, model, stages)
             steps = abs(model.bit_length() - mesh.mp.bit_length())
             steps += abs(stages.bit_length() - mesh.pp.bit_length())
             yield Change("layout", values, cost, 4 + steps)
@@ -238,13 +238,13 @@ def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
     model = 2 * mesh.mp
     while model <= max(MODEL_DEGREES) and mesh.size % model == 0:
         data = mesh.size // model
-        values = {**_layout("generate_config", data, model), **_samples(plan)}
+        values = {**layout_values("generate_config", data, model), **kept_samples(plan)}
         cost = f"generates in DP{data}/MP{model} instead of {mesh}: more exchange between ranks"
         yield Change("generator layout", values, cost, 4)
         model *= 2
 
 
-def _samples(plan: RunPlan) -> Values:
+def kept_samples(plan: RunPlan) -> Values:
     """Keeps the number of a step's prompts where it depends on the generator's replicas."""
     rl = plan.config.rl_config
     if rl.prompts_per_step is not None:
@@ -262,9 +262,9 @@ def _more_devices(plan: RunPlan) -> Iterator[Change]:
     for times in (2, 4, 8):
         stages = train.pp * times
         values = {
-            **_layout("actor_config", train.dp, train.mp, stages),
+            **layout_values("actor_config", train.dp, train.mp, stages),
             "generate_config.parallel_config.data_parallel": infer.dp * times,
-            **_samples(plan),
+            **kept_samples(plan),
         }
         cost = f"takes {times * train.size} devices instead of {train.size}"
         yield Change("devices", values, cost, 20 * times)

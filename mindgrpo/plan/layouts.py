@@ -1,0 +1,127 @@
+"""Ranks the layouts that fit a configuration's devices by the estimated seconds of a step. Pure.
+
+Each is planned whole, with as many samples and updates as the configuration has, so that all learn alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mindgrpo.config import Loaded, config_with
+from mindgrpo.config.schema import values_by_key
+from mindgrpo.errors import UserError
+from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.plan.fit import MODEL_DEGREES, STAGE_DEGREES, Values, kept_samples, layout_values
+from mindgrpo.plan.memory import PhaseNeed, most_needed
+from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.plan.seconds import Roofline, StepSeconds
+
+SHOWN = 12
+# Data, model, stages.
+Degrees = tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A planned layout: `values` are the keys that make it."""
+
+    values: Values
+    plan: RunPlan
+    seconds: StepSeconds
+    need: PhaseNeed
+
+    def line(self) -> str:
+        train, infer = self.plan.train.mesh, self.plan.infer.mesh
+        phases = {phase.phase: phase for phase in self.seconds.phases}
+        update = phases["update"]
+        learning = sum(
+            phases[name].seconds
+            for name in ("reference", "old_logps", "update", "optimizer")
+            if name in phases
+        )
+        return (
+            f"{str(train):<16}{str(infer):<12}{self.seconds.total:>8.1f}{learning:>10.1f}"
+            f"{phases['rollout'].seconds:>10.1f}{phases['reshard'].seconds:>10.2f}{update.idle_share:>7.0%}"
+            f"{format_bytes(self.need.total):>12}"
+        )
+
+    @property
+    def words(self) -> str:
+        pairs = (
+            f"--{key} {'null' if v is None else str(v).lower()}" for key, v in self.values.items()
+        )
+        return " ".join(pairs)
+
+
+HEAD = (
+    f"{'trains in':<16}{'generates':<12}{'a step':>8}{'learning':>10}{'rollout':>10}{'reshard':>10}{'idle':>7}"
+    f"{'memory':>12}"
+)
+
+
+def ranked(loaded: Loaded, plan: RunPlan, most: int = SHOWN) -> list[Choice]:
+    """Returns the fastest `most` layouts that fit context.max_device_memory, of as many devices as `plan` has.
+
+    Without a limit all fit. The reference has the generator's layout.
+    """
+    timed = [
+        (Roofline(other).step(), values, other) for values, other in _alternatives(loaded, plan)
+    ]
+    timed.sort(key=lambda entry: entry[0].total)
+    budget = plan.config.context.max_device_bytes
+    choices: list[Choice] = []
+    for seconds, values, other in timed:
+        need = most_needed(other)
+        if budget is None or need.total <= budget:
+            choices.append(Choice(values, other, seconds, need))
+        if len(choices) == most:
+            break
+    return choices
+
+
+def lines(loaded: Loaded, plan: RunPlan) -> list[str]:
+    """Formats the ranking, and the arguments of the best layout."""
+    choices = ranked(loaded, plan)
+    if not choices:
+        return ["none of as many devices fits context.max_device_memory"]
+    best = choices[0].words or "the configuration's own"
+    return [HEAD, *(choice.line() for choice in choices), f"the best: {best}"]
+
+
+def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPlan]]:
+    """Yields every layout that the model and the batch allow, with the keys that make it."""
+    world, batch = plan.world_size, plan.batch
+    for train, infer in itertools.product(_degrees(world, STAGE_DEGREES), _degrees(world, (1,))):
+        values = _values(plan, train, infer)
+        try:
+            other = plan_run(config_with(loaded, values).config, plan.model, None)
+        except UserError:
+            continue
+        if other.batch.samples_per_step == batch.samples_per_step:
+            yield values, other
+
+
+def _values(plan: RunPlan, train: Degrees, infer: Degrees) -> Values:
+    """Returns the keys that change, with those that keep the numbers of samples and updates."""
+    actor = plan.config.actor_config.parallel_config
+    values = {**layout_values("actor_config", *train), **layout_values("generate_config", *infer)}
+    if infer[0] != plan.infer.mesh.dp:
+        values |= kept_samples(plan)
+    if actor.micro_batch_num is not None and train[0] != plan.train.mesh.dp:
+        values["actor_config.parallel_config.micro_batch_num"] = None
+        values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
+    if plan.reference is not None:
+        values |= layout_values("ref_config", *infer)
+    known = values_by_key(plan.config)
+    return {key: value for key, value in values.items() if known[key] != value}
+
+
+def _degrees(world: int, stages: Sequence[int]) -> list[Degrees]:
+    """Returns (data, model, stages) of `world` devices."""
+    return [
+        (world // (model * pipeline), model, pipeline)
+        for model, pipeline in itertools.product(MODEL_DEGREES, stages)
+        if world % (model * pipeline) == 0
+    ]

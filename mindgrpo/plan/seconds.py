@@ -1,0 +1,433 @@
+"""Estimates the seconds of each phase of a step by a roofline: counts of plan/work.py over the rates of devices. Pure.
+
+A phase has a limit: the time of what no program could leave out (each real token once forward, and backward in an
+update; weights read once a decoded token; bytes that must move), at the same rates and without padding, launches or
+waiting. Refuses to guess what rewards and data cost, and what a network between hosts shares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from mindgrpo.algorithm.packing import PICK_BUCKETS, MicroShape
+from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.backend.speeds import SPEEDS, Speeds, device_of
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.precision import compute_dtype
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.activations import kernel_kind, reference_shape, update_shape
+from mindgrpo.plan.graph_counts import FUSED, NATIVE, GraphCounts
+from mindgrpo.plan.memory import HostPlan
+from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
+from mindgrpo.plan.work import FLOAT, LayerWork, Passes, Work
+
+# Weights, gradients and two moments are read, and written with a copy in 16 bits.
+FEWEST_OPTIMIZER_BYTES = 34
+# Of a micro-batch the host reads a loss, log-probs and entropies; of an update it gathers numbers over all ranks twice.
+READS, GATHERS = 3, 2
+Seconds = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """`by` has the seconds of a step's phase by what takes them; "idle" is waiting for other stages."""
+
+    phase: str
+    by: Seconds
+    limit: float
+    work: Work
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by.values())
+
+    @property
+    def share_of_limit(self) -> float:
+        return self.limit / self.seconds if self.seconds else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        return self.by.get("idle", 0.0) / self.seconds if self.seconds else 0.0
+
+    @property
+    def bound_by(self) -> str:
+        return max(self.by, key=lambda kind: self.by[kind]) if self.seconds else ""
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """A step's phases, and the seconds of compilation before the first step has ended."""
+
+    phases: Sequence[PhaseSeconds]
+    compile: float
+    assumed: str
+
+    @property
+    def total(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def limit(self) -> float:
+        return sum(phase.limit for phase in self.phases)
+
+    def lines(self) -> list[str]:
+        head = f"{'':<11}{'seconds':>9}{'limit':>9}{'share':>7}  mostly"
+        rows = [_row(p.phase, p.seconds, p.limit, _mostly(p)) for p in self.phases]
+        step = _row("step", self.total, self.limit, "")
+        compiled = f"some {self.compile:.0f} s of compilation before the first step has ended"
+        return [head, *rows, step, self.assumed, compiled]
+
+
+def _row(name: str, seconds: float, limit: float, mostly: str) -> str:
+    share = limit / seconds if seconds else 1.0
+    return f"{name:<11}{seconds:>9.2f}{limit:>9.2f}{share:>7.0%}  {mostly}".rstrip()
+
+
+def _mostly(phase: PhaseSeconds) -> str:
+    """Names the two largest parts, and how much of the time stages wait for one another."""
+    order = sorted(phase.by, key=lambda kind: -phase.by[kind])
+    largest = [f"{kind} {phase.by[kind]:.2f}" for kind in order[:2] if phase.by[kind] >= 0.005]
+    if phase.idle_share >= 0.01:
+        largest.append(f"{phase.idle_share:.0%} idle")
+    return ", ".join(dict.fromkeys(largest))
+
+
+def speeds_of(config: Config) -> Speeds:
+    """Returns the device's rates with what the configuration sets. Raises UserError for a device without any."""
+    own = config.context.roofline
+    name = own.device or device_of(config.context.target)
+    if name not in SPEEDS:
+        raise UserError(
+            f"context.roofline.device is '{name}', but must be one of {', '.join(SPEEDS)}; for another device set the "
+            "keys of context.roofline."
+        )
+    known = asdict(SPEEDS[name])
+    set_here = {key: getattr(own, key) for key in known if getattr(own, key) is not None}
+    return Speeds(**known | set_here)
+
+
+class Rates:
+    """Speeds of one rank in bytes, operations and seconds, where `ranks` of them work at once in all."""
+
+    def __init__(self, speeds: Speeds, itemsize: int, ranks: int) -> None:
+        here = min(ranks, speeds.devices_per_host)
+        sharing = here if speeds.cores else 1
+        # Ranks that wait their turn for a core.
+        self.crowd = max(1.0, here / speeds.cores) if speeds.cores else 1.0
+        peak = speeds.float32_tflops if itemsize == FLOAT else speeds.matmul_tflops
+        self.flops = 1e12 * peak * speeds.matmul_share / sharing
+        self.memory = 1e9 * speeds.memory_GB_per_s * speeds.memory_share / sharing
+        self.link = 1e9 * speeds.link_GB_per_s * speeds.link_share / sharing
+        self.host_link = 1e9 * speeds.host_link_GB_per_s * speeds.link_share
+        self.host_copy = 1e9 * speeds.host_copy_GB_per_s
+        self.speeds = speeds
+
+    @property
+    def shares_cores(self) -> bool:
+        return self.speeds.cores > 0
+
+    def sum_seconds(self, num_bytes: float, group: int) -> float:
+        """A sum over `group` ranks, scattered and gathered; a device uses its links to all others at once."""
+        if group == 1:
+            return 0.0
+        moved = 2 * num_bytes * (group - 1) / group
+        if group > self.speeds.devices_per_host:
+            return moved / self.host_link
+        return moved / (self.link * (1 if self.shares_cores else group - 1))
+
+    def seconds(self, work: Work, group: int, is_serial: bool) -> dict[str, float]:
+        """Returns the seconds by kind of work that sums over `group` ranks."""
+        speeds, micro = self.speeds, 1e-6 * self.crowd
+        by = {
+            "products": max(work.products / self.flops, work.weights / self.memory),
+            "attention": work.attention / self.flops,
+            "memory": work.memory / self.memory,
+            "sums": self.sum_seconds(work.summed, group) + work.sums * micro * speeds.collective_us,
+            "links": work.sent / self.link + work.sent_far / self.host_link,
+            "slow operations": work.slow * 1e-9 * speeds.slow_ns * self.crowd,
+        }
+        launches = work.kernels * micro * speeds.launch_us
+        by["launches"] = launches if is_serial else max(0.0, launches - sum(by.values()))
+        by["calls"] = work.calls * micro * speeds.call_us
+        by["host"] = work.waits * micro * speeds.sync_us + work.copied / self.host_copy
+        return by
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`count` samples, `group` of them a prompt, and their lengths in tokens."""
+
+    count: float
+    group: int
+    prompt: int
+    completion: float
+    longest: int
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Samples:
+        config, own = plan.config, plan.config.context.roofline
+        generate = config.generate_config
+        longest = generate.sampling_config.max_tokens
+        prompt = own.prompt_tokens or max(1, generate.max_prompt_length // 10)
+        completion = min(own.completion_tokens or math.ceil(0.6 * longest), longest)
+        group = config.rl_config.num_generations
+        return cls(plan.batch.samples_per_step, group, prompt, completion, longest)
+
+    @property
+    def prompts(self) -> float:
+        return math.ceil(self.count / self.group)
+
+    @property
+    def tokens(self) -> float:
+        """Counts what a row must hold: prompts once, and no last token."""
+        return self.prompts * self.prompt + self.count * (self.completion - 1)
+
+    @property
+    def pairs(self) -> float:
+        """Counts the pairs of a token with those that it sees."""
+        own = self.count * self.completion * (self.prompt + self.completion / 2)
+        return own + self.prompts * self.prompt**2 / 2
+
+    def a_row(self, shape: MicroShape) -> int:
+        """Counts the samples that a row takes."""
+        cost = max(1.0, self.completion - 1)
+        whole = self.prompt + self.group * cost
+        groups = int(shape.length // whole)
+        room = shape.length - groups * whole - self.prompt
+        fit = groups * self.group + max(0, int(room // cost))
+        return max(1, min(fit, shape.max_per_row or fit, math.ceil(self.count)))
+
+    def in_rows(self, shape: MicroShape, shares: int, fits: bool) -> tuple[int, MicroShape]:
+        """Returns each rank's micro-batches and their shape; `fits`: rows as long as the fullest, in powers of two."""
+        each = self.a_row(shape)
+        rows = math.ceil(self.count / each)
+        micro_batches = max(1, math.ceil(rows / (shape.rows * shares)))
+        if fits:
+            each = math.ceil(self.count / rows)
+            tokens = replace(self, count=each).tokens + self.longest - self.completion
+            shape = replace(shape, length=min(shape.length, 2 ** math.ceil(math.log2(tokens))))
+        return micro_batches, shape
+
+
+class Roofline:
+    """Estimates one plan. `counts` and `speeds`: None for those of the run's kernels and its configuration."""
+
+    def __init__(
+        self, plan: RunPlan, counts: GraphCounts | None = None, speeds: Speeds | None = None
+    ) -> None:
+        self.plan, self._ragged = plan, kernel_kind(plan.config) == "native"
+        self.counts = counts or (NATIVE if self._ragged else FUSED)
+        self.itemsize = ITEM_BYTES[compute_dtype(plan.config)]
+        self.rates = Rates(speeds or speeds_of(plan.config), self.itemsize, plan.world_size)
+        self.samples = Samples.of(plan)
+        actor = plan.config.actor_config.recompute_config
+        layer = self._layers(plan.train)
+        attention = layer.attention_size / layer.size
+        shares = {"attention": attention, "mlp": 1 - attention}
+        self._recomputed = sum(shares[name] for name in actor.modules) / actor.every
+
+    def step(self) -> StepSeconds:
+        plan, rl = self.plan, self.plan.config.rl_config
+        phases = [self._reshard(), self._rollout()]
+        if plan.reference is not None:
+            phases.append(self._reference(plan.reference))
+        if rl.enable_oldpolicy and plan.batch.updates_per_step > 1:
+            phases.append(self._old_logps())
+        phases += [self._update(), self._optimizer(), self._host()]
+        return StepSeconds(phases, self._compile(), self._assumed())
+
+    def _layers(self, layout: Layout) -> LayerWork:
+        return LayerWork(self.plan, layout, self.counts, self.itemsize)
+
+    def _phase(self, name: str, work: Work, group: int, limit: float) -> PhaseSeconds:
+        by = self.rates.seconds(work, group, self.counts.is_serial)
+        return PhaseSeconds(name, by, limit, work)
+
+    def _pipelined(
+        self, name: str, stages: Sequence[Work], micro_batches: int, group: int, limit: float
+    ) -> PhaseSeconds:
+        """A phase of micro-batches that pass through stages: all of one, and the pace of the slowest for the others.
+
+        Where ranks share cores, those that wait leave theirs to the others.
+        """
+        each = [self.rates.seconds(work, group, self.counts.is_serial) for work in stages]
+        totals = [sum(by.values()) for by in each]
+        slowest = int(np.argmax(totals))
+        if self.rates.shares_cores:
+            times = micro_batches / len(stages)
+            merged = {kind: times * sum(by[kind] for by in each) for kind in each[0]}
+            return PhaseSeconds(name, merged, limit, stages[slowest] * micro_batches)
+        idle = sum(totals) - totals[slowest]
+        merged = {kind: micro_batches * value for kind, value in each[slowest].items()}
+        return PhaseSeconds(name, merged | {"idle": idle}, limit, stages[slowest] * micro_batches)
+
+    def _passes(self, samples: Samples, shape: MicroShape, shares: int) -> tuple[int, Passes]:
+        """Returns each rank's micro-batches of `samples`, and the tokens of one."""
+        number, shape = samples.in_rows(shape, shares, self.counts.fits_rows)
+        own = replace(samples, count=samples.count / (number * shares))
+        pairs = shape.tokens * shape.length if self.counts.whole_mask else own.pairs
+        bucket = math.ceil(shape.tokens / PICK_BUCKETS)
+        picks = max(1, math.ceil(own.count * own.completion / bucket)) * bucket
+        return number, Passes(shape.tokens, picks, pairs)
+
+    def _forward_stages(self, layout: Layout, passes: Passes) -> list[Work]:
+        layers, num_stages = self._layers(layout), layout.mesh.pp
+        flow = passes.tokens * layers.hidden * self.itemsize
+        stages = []
+        for stage, chunks in enumerate(layout.stage_layers):
+            num_layers, is_last = sum(map(len, chunks)), stage == num_stages - 1
+            work = layers.forward(passes, num_layers, is_last)
+            work += Work(kernels=self.counts.forward.of(num_layers), sent=0 if is_last else flow)
+            stages.append(work)
+        return stages
+
+    def _token_limit(self, passes: float) -> float:
+        """Returns the seconds of all devices for `passes` forward passes over the step's real tokens."""
+        samples, model = self.samples, self.plan.model
+        products = 2 * num_parameters(model) * samples.tokens
+        width = model.num_attention_heads * model.head_dim
+        attention = 4 * samples.pairs * width * model.num_hidden_layers
+        return passes * (products + attention) / (self.rates.flops * self.plan.world_size)
+
+    def _reference(self, layout: Layout) -> PhaseSeconds:
+        shape = reference_shape(self.plan.config, self._ragged)
+        number, passes = self._passes(self.samples, shape, layout.mesh.dp)
+        stages = self._forward_stages(layout, passes)
+        limit = self._token_limit(1)
+        return self._pipelined("reference", stages, number, layout.mesh.mp, limit)
+
+    def _old_logps(self) -> PhaseSeconds:
+        layout = self.plan.train
+        shape = update_shape(self.plan.config, self._ragged)
+        number, passes = self._passes(self.samples, shape, layout.mesh.dp)
+        stages = self._forward_stages(layout, passes)
+        limit = self._token_limit(1)
+        return self._pipelined("old_logps", stages, number, layout.mesh.mp, limit)
+
+    def _update(self) -> PhaseSeconds:
+        """All updates of a step without their optimizer."""
+        plan, counts = self.plan, self.counts
+        layout, updates = plan.train, plan.batch.updates_per_step
+        a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
+        shape = update_shape(plan.config, self._ragged)
+        number, passes = self._passes(a_pass, shape, layout.mesh.dp)
+        layers, last = self._layers(layout), layout.mesh.pp - 1
+        stages = []
+        for stage, forward in enumerate(self._forward_stages(layout, passes)):
+            num_layers = sum(map(len, layout.stage_layers[stage]))
+            work = layers.backward(passes, num_layers, self._recomputed, stage == last)
+            graph = counts.last if stage == last else counts.first_back
+            work += Work(kernels=graph.of(num_layers))
+            if stage != last:
+                # The last stage's forward pass is part of its backward graph.
+                work += forward + Work(sent=forward.sent)
+            stages.append(work)
+        limit = self._token_limit(3) * plan.config.rl_config.num_iterations
+        one = self._pipelined("update", stages, number, layout.mesh.mp, limit)
+        by = {kind: updates * seconds for kind, seconds in one.by.items()}
+        return PhaseSeconds("update", by, limit, one.work * updates)
+
+    def _optimizer(self) -> PhaseSeconds:
+        plan, counts = self.plan, self.counts
+        trained, updates = plan.trained_bytes(LARGEST) / FLOAT, plan.batch.updates_per_step
+        dp = plan.train.mesh.dp
+        num_layers = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
+        work = Work(
+            memory=trained * counts.optimizer_bytes,
+            kernels=counts.optimizer.of(num_layers),
+            calls=counts.optimizer_calls,
+            summed=trained * FLOAT if dp > 1 else 0,
+            sums=1 if dp > 1 else 0,
+        )
+        if plan.config.actor_config.optimizer.opt_offload:
+            work += Work(copied=4 * trained * FLOAT)
+        fewest = trained * FEWEST_OPTIMIZER_BYTES / self.rates.memory
+        fewest += self.rates.sum_seconds(trained * FLOAT, dp)
+        return self._phase("optimizer", work * updates, dp, fewest * updates)
+
+    def _rollout(self) -> PhaseSeconds:
+        plan, counts, samples = self.plan, self.counts, self.samples
+        layout, cache = plan.infer, plan.cache_config
+        layers, num_layers = self._layers(layout), plan.model.num_hidden_layers
+        own = math.ceil(samples.count / layout.mesh.dp)
+        slots = min(cache.slots, own)
+        waves = math.ceil(own / slots)
+        steps = (waves - 1) * samples.completion + samples.longest
+        cached = samples.prompt + samples.completion / 2
+        read = cache.max_prompt + cache.max_tokens if counts.whole_cache else cached
+        # Slots whose sample has ended are computed with the others where a graph decodes.
+        active = own * samples.completion / steps if counts.is_serial else slots
+        work = layers.decode(active, num_layers, cached, read) * steps
+        prompts = math.ceil(own / samples.group)
+        tokens = prompts * (cache.max_prompt if counts.whole_prompts else samples.prompt)
+        pairs = tokens * samples.prompt / 2
+        prompt = layers.forward(Passes(tokens, 0, pairs), num_layers, False)
+        calls = prompts if counts.whole_prompts else 1
+        work += prompt + Work(
+            weights=prompt.weights * (calls - 1), kernels=calls * counts.prompt.of(num_layers)
+        )
+        least = layers.decode(own * samples.completion / steps, num_layers, cached, cached)
+        read_bytes = (least.weights + least.memory) * steps
+        limit = max(read_bytes / self.rates.memory, least.products * steps / self.rates.flops)
+        limit += self._token_limit(1) * samples.prompts * samples.prompt / samples.tokens
+        return self._phase("rollout", work, layout.mesh.mp, limit)
+
+    def _reshard(self) -> PhaseSeconds:
+        plan, counts, moves = self.plan, self.counts, self.plan.reshard
+        source, target, sizes = moves.traffic()
+        written = max(moves.kept_bytes(r) + moves.received_bytes(r) for r in range(moves.num_ranks))
+        checked = share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST)
+        here = self.rates.speeds.devices_per_host
+        is_far = source // here != target // here
+        pairs = source.astype(np.int64) * moves.num_ranks + target
+        near = np.bincount(pairs[~is_far], sizes[~is_far], minlength=1).max()
+        far = np.bincount(target[is_far], sizes[is_far], minlength=1).max()
+        work = Work(
+            memory=written * counts.sync_bytes + checked * self.itemsize,
+            slow=checked * counts.slow_checks,
+            calls=counts.sync_calls * len(plan.infer.specs),
+            sent=float(near),
+            sent_far=float(far),
+        )
+        limit = max(near / self.rates.link, far / self.rates.host_link)
+        return self._phase("reshard", work, 1, max(limit, 2 * written / self.rates.memory))
+
+    def _host(self) -> PhaseSeconds:
+        """What the host itself waits for and copies; rewards and data are not known."""
+        plan = self.plan
+        updates = plan.batch.updates_per_step
+        a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
+        shape = update_shape(plan.config, self._ragged)
+        number, _ = a_pass.in_rows(shape, plan.train.mesh.dp, False)
+        gathers = GATHERS * updates
+        work = Work(
+            waits=READS * number * updates + 2 * gathers,
+            sums=2 * gathers if plan.world_size > 1 else 0,
+            copied=HostPlan(plan).step_bytes / plan.world_size,
+        )
+        return self._phase("host", work, 1, work.copied / self.rates.host_copy)
+
+    def _compile(self) -> float:
+        """Returns the seconds of the rank that compiles most."""
+        plan, counts = self.plan, self.counts
+        whole = plan.model.num_hidden_layers
+        kernels = counts.tokens_a_graph * counts.decode.of(whole) + counts.prompt.of(whole)
+        if plan.reference is not None:
+            kernels += counts.forward.of(math.ceil(whole / plan.reference.mesh.pp))
+        own = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
+        kernels += counts.forward.of(own) + counts.last.of(own) + counts.optimizer.of(own)
+        return kernels * 1e-3 * self.rates.speeds.compile_ms * self.rates.crowd
+
+    def _assumed(self) -> str:
+        config, samples = self.plan.config, self.samples
+        name = config.context.roofline.device or device_of(config.context.target)
+        return (
+            f"for {name}, prompts of {samples.prompt} tokens and completions of {samples.completion:.0f}, the longest "
+            f"{samples.longest}: keys of context.roofline (docs/plan.md)"
+        )

@@ -1,0 +1,144 @@
+"""Counts what a rank does in each graph of a step, from shapes alone: FLOPs, bytes, sums, kernels, waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.graph_counts import GraphCounts
+from mindgrpo.plan.run_plan import RunPlan
+
+FLOAT = ITEM_BYTES["float32"]
+# A sum of a layer's attention and one of its MLP; in a backward pass those of two gradients, and of what is computed
+# again the one that is not the layer's result.
+FORWARD_SUMS, BACKWARD_SUMS, RECOMPUTED_SUMS = 2, 2, 1
+# Attention's backward pass makes five products where its forward pass makes two.
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of one rank. `products`, `attention`: FLOPs, of which products read `weights` bytes of matrices.
+
+    In bytes: `memory` that other kernels read and write, `summed` over the model group, `sent` over one link
+    (`sent_far`: to another host), and `copied` between device and host. `slow` are elements of slow operations; the
+    others are numbers: `sums` over ranks, `kernels`, `calls` outside of graphs, `waits` of the host.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    weights: float = 0.0
+    memory: float = 0.0
+    summed: float = 0.0
+    sums: float = 0.0
+    sent: float = 0.0
+    sent_far: float = 0.0
+    copied: float = 0.0
+    slow: float = 0.0
+    kernels: float = 0.0
+    calls: float = 0.0
+    waits: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(getattr(self, f.name) * times for f in fields(Work)))
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        return {name: value for name, value in vars(self).items() if value}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Tokens of a micro-batch: all of its rows, those that predict, and the pairs that attention looks at in a layer.
+
+    `pairs` counts a query with each key that it sees; of a whole mask, all keys of its row.
+    """
+
+    tokens: float
+    picks: float
+    pairs: float
+
+
+class LayerWork:
+    """Work of a rank's share of a model's layers in `layout`."""
+
+    def __init__(self, plan: RunPlan, layout: Layout, counts: GraphCounts, itemsize: int) -> None:
+        model, self.group = plan.model, layout.mesh.mp
+        heads, inner = local_heads(model, self.group), local_inner(model, self.group)
+        mixed = heads.queries * heads.dim
+        self.hidden, self.vocabulary = model.hidden_size, local_vocabulary(model, self.group)
+        self.kv_width, self.mixed = 2 * heads.kv * heads.dim, mixed
+        self.attention_size = self.hidden * (heads.width + mixed)
+        self.size = self.attention_size + 3 * self.hidden * inner
+        self.counts, self.itemsize = counts, itemsize
+        self.sum_bytes = FLOAT if counts.float32_sums else itemsize
+        # Read and written between products: norms, residuals, rotary positions, the activation.
+        self.between = itemsize * (10 * self.hidden + 2 * heads.width + mixed + 5 * inner)
+        self.has_adapters = plan.lora is not None
+
+    def _sums(self, number: float, tokens: float) -> Work:
+        """`number` sums of hidden states over the model group, and casts where they are float32 beside narrower."""
+        if self.group == 1:
+            return Work()
+        summed = number * tokens * self.hidden * self.sum_bytes
+        narrow = self.sum_bytes > self.itemsize
+        casts = number * tokens * self.hidden * 2 * (FLOAT + self.itemsize) if narrow else 0.0
+        return Work(summed=summed, sums=number, memory=casts)
+
+    def forward(self, passes: Passes, layers: int, has_head: bool) -> Work:
+        """Counts a forward graph without its launches."""
+        work = Work(
+            products=2 * passes.tokens * self.size * layers,
+            attention=4 * passes.pairs * self.mixed * layers,
+            weights=self.size * self.itemsize * layers,
+            memory=passes.tokens * self.between * layers,
+        )
+        work += self._sums(FORWARD_SUMS * layers, passes.tokens)
+        return work + self.head(passes.picks, 1) if has_head else work
+
+    def head(self, picks: float, products: int) -> Work:
+        """Counts so many products of the head, with what is read and written of the logits."""
+        logits = picks * self.vocabulary
+        sums = 3 if self.group > 1 else 0
+        return Work(
+            products=2 * products * logits * self.hidden,
+            weights=products * self.vocabulary * self.hidden * self.itemsize,
+            memory=2 * products * logits * FLOAT,
+            sums=sums,
+        )
+
+    def backward(self, passes: Passes, layers: int, recomputed: float, has_head: bool) -> Work:
+        """Counts a backward graph; `recomputed` is the share of the layers' products that it makes again.
+
+        The last stage's has the forward pass, the others' counts.extra_forwards of it.
+        """
+        once = self.forward(passes, layers, False)
+        forwards = recomputed + (1 if has_head else self.counts.extra_forwards)
+        gradients = 1 if self.has_adapters else 2
+        work = Work(
+            products=once.products * (forwards + gradients),
+            attention=once.attention * (forwards + ATTENTION_BACKWARD),
+            weights=once.weights * (forwards + 1),
+            memory=passes.tokens * self.between * layers * (forwards + 2),
+        )
+        if not self.has_adapters:
+            # Gradients of weights are added to the pool's.
+            work += Work(memory=3 * FLOAT * self.size * layers)
+        sums = BACKWARD_SUMS + RECOMPUTED_SUMS * recomputed + FORWARD_SUMS * (forwards - recomputed)
+        work += self._sums(sums * layers, passes.tokens)
+        # Forward, again for the gradient, and the two products of the gradient.
+        return work + self.head(passes.picks, 4) if has_head else work
+
+    def decode(self, slots: float, layers: int, cached: float, read: float) -> Work:
+        """Counts a token of each slot, whose own keys and values are `cached` positions and `read` by the graph."""
+        counts = self.counts
+        work = self.forward(Passes(slots, slots, slots * cached), layers, True)
+        keys = slots * read * self.kv_width * self.itemsize * layers
+        drawn = Work(memory=keys, slow=counts.slow_a_logit * slots * self.vocabulary)
+        return work + drawn + Work(kernels=counts.decode.of(layers))

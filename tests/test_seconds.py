@@ -1,0 +1,232 @@
+"""The roofline of `plan`: its counts against figures worked out by hand, its ranking of layouts, its keys.
+
+Does not prove that a device keeps to an estimate: scripts/bench/roofline.py compares them with measured steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import MODEL
+
+from mindgrpo.algorithm.packing import MicroShape, num_micro_batches, pack
+from mindgrpo.algorithm.sample import Rollout
+from mindgrpo.backend.speeds import SPEEDS, Speeds
+from mindgrpo.cli.plan import shapes_of
+from mindgrpo.cli.verbs import main
+from mindgrpo.config import Config, load_config
+from mindgrpo.config.context import Roofline as RooflineKeys
+from mindgrpo.errors import UserError
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.plan import layouts
+from mindgrpo.plan.graph_counts import FUSED, NATIVE
+from mindgrpo.plan.memory import most_needed
+from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.plan.seconds import Rates, Roofline, Samples, speeds_of
+from mindgrpo.plan.work import LayerWork, Passes
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / "examples" / "ascend" / "qwen2_5_7b_8npu" / "grpo_config.yaml"
+BF16 = 2
+# DP1/MP4/PP2 and DP2/MP4 of rows that hold one sample.
+TWO_STAGES = [
+    *("--actor_config.parallel_config.data_parallel", "1"),
+    *("--actor_config.parallel_config.pipeline_stage", "2"),
+    *("--rl_config.pack_num", "1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def in_the_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def planned(*words: str) -> RunPlan:
+    loaded = load_config(CONFIG, words)
+    return plan_run(loaded.config, shapes_of(loaded.config)[0], None)
+
+
+def test_a_layers_counts_are_those_worked_out_by_hand() -> None:
+    """Qwen2.5-7B over four ranks: 7 query heads and one of keys of 128, 3,584 wide, an MLP of 4,736."""
+    plan = planned(*TWO_STAGES)
+    layer = LayerWork(plan, plan.train, FUSED, BF16)
+    size = 3584 * (7 + 2) * 128 + 7 * 128 * 3584 + 3 * 3584 * 4736
+    assert layer.size == size
+    work = layer.forward(Passes(8192, 0, 8192 * 8192), 1, False)
+    assert work.products == 2 * 8192 * size == pytest.approx(0.955e12, rel=0.01)
+    assert work.attention == 4 * 8192 * 8192 * 7 * 128 == pytest.approx(0.24e12, rel=0.01)
+    assert (work.sums, work.summed) == (2, 2 * 8192 * 3584 * 4)
+    narrow = LayerWork(plan, plan.train, replace(FUSED, float32_sums=False), BF16)
+    assert narrow.forward(Passes(8192, 0, 0), 1, False).summed == work.summed / 2
+
+
+@pytest.mark.parametrize("dp, mp, pp", [(8, 1, 1), (2, 4, 1), (1, 4, 2), (1, 1, 4), (2, 2, 2)])
+def test_all_ranks_together_have_the_models_products_in_any_layout(
+    dp: int, mp: int, pp: int
+) -> None:
+    words = [
+        word
+        for axis, size in (("data_parallel", dp), ("model_parallel", mp), ("pipeline_stage", pp))
+        for word in (f"--actor_config.parallel_config.{axis}", str(size))
+    ]
+    plan = planned(*words)
+    layer = LayerWork(plan, plan.train, FUSED, BF16)
+    tokens = 64 / dp
+    counted = sum(
+        layer.forward(Passes(tokens, 0, 0), sum(map(len, chunks)), False).products
+        for chunks in plan.train.stage_layers
+    )
+    whole = 28 * (3584 * (28 + 2 * max(4, mp)) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18944)
+    assert counted * mp * dp == 2 * 64 * whole
+
+
+def test_stages_wait_for_one_another_as_long_as_the_schedule_says() -> None:
+    """Equal stages of two with two micro-batches: one of three parts is idle."""
+    plan = planned(*TWO_STAGES)
+    roofline = Roofline(plan)
+    stage = LayerWork(plan, plan.train, FUSED, BF16).forward(Passes(8192, 0, 0), 14, False)
+    for micro_batches, idle in ((1, 1 / 2), (2, 1 / 3), (8, 1 / 9)):
+        phase = roofline._pipelined("update", [stage, stage], micro_batches, 4, 1.0)
+        assert phase.idle_share == pytest.approx(idle)
+    shared = Roofline(plan, speeds=SPEEDS["CPU"])
+    assert shared._pipelined("update", [stage, stage], 2, 4, 1.0).idle_share == 0
+
+
+def test_a_sum_over_ranks_moves_a_share_each_way_over_every_link() -> None:
+    rates = Rates(SPEEDS["910B2"], BF16, 16)
+    link = 56e9 * 0.6
+    assert rates.sum_seconds(4e9, 1) == 0
+    assert rates.sum_seconds(4e9, 4) == pytest.approx(2 * 1e9 / link)
+    assert rates.sum_seconds(4e9, 16) == pytest.approx(2 * 4e9 * 15 / 16 / (25e9 * 0.6))
+
+
+@pytest.mark.parametrize("most", [1, 3, None])
+@pytest.mark.parametrize("length", [48, 96, 400])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_samples_of_one_length_are_counted_into_rows_as_they_are_packed(
+    most: int | None, length: int, group: int
+) -> None:
+    prompt, completion, count = 9, 21, 32
+    prompts = [np.full(prompt, i // group + 1, np.int32) for i in range(count)]
+    tokens = [np.full(completion, 7, np.int32)] * count
+    logps = [np.zeros(completion, np.float32)] * count
+    groups = [i // group for i in range(count)]
+    rollout = Rollout.single_turn(prompts, tokens, ["stop"] * count, logps, groups)
+    shape = MicroShape(2, length, most)
+    samples = Samples(count, group, prompt, completion, completion)
+    number, same = samples.in_rows(shape, 2, False)
+    assert same == shape
+    assert number == num_micro_batches(pack(rollout, range(count), shape), shape, 2)
+    _, short = samples.in_rows(shape, 2, True)
+    assert short.length <= length
+    pack(rollout, range(count), short)
+
+
+def test_rows_as_long_as_their_content_cost_less_and_nothing_else_changes() -> None:
+    plan = planned(*TWO_STAGES)
+    before, after = (
+        {
+            phase.phase: phase
+            for phase in Roofline(plan, replace(FUSED, fits_rows=fits)).step().phases
+        }
+        for fits in (False, True)
+    )
+    assert after["update"].seconds < before["update"].seconds / 4
+    for name in ("rollout", "reshard", "optimizer"):
+        assert after[name] == before[name]
+    assert {n: p.limit for n, p in after.items()} == {n: p.limit for n, p in before.items()}
+
+
+def test_no_estimate_is_below_its_limit() -> None:
+    for words in ([], TWO_STAGES, ["--actor_config.optimizer.opt_offload", "true"]):
+        for phase in Roofline(planned(*words)).step().phases:
+            assert 0 <= phase.limit <= phase.seconds * 1.000001, phase.phase
+
+
+def test_every_speed_is_a_key_and_the_key_wins() -> None:
+    names = set(asdict(SPEEDS["CPU"]))
+    assert names == set(RooflineKeys.model_fields) - {
+        "device",
+        "prompt_tokens",
+        "completion_tokens",
+    }
+    for device, known in SPEEDS.items():
+        config = Config.model_validate({"context": {"roofline": {"device": device}}})
+        assert speeds_of(config) == known
+    for name in names:
+        value = 3 if name in ("devices_per_host", "cores") else 0.25
+        config = Config.model_validate({"context": {"roofline": {name: value}}})
+        assert getattr(speeds_of(config), name) == value
+    config = Config.model_validate({"context": {"roofline": {"launch_us": 0.0}}})
+    assert speeds_of(config).launch_us == 0.0
+    with pytest.raises(UserError, match="context.roofline.device is 'H100'"):
+        speeds_of(Config.model_validate({"context": {"roofline": {"device": "H100"}}}))
+
+
+def seconds_with(name: str, factor: float, plan: RunPlan) -> float:
+    speeds = speeds_of(plan.config)
+    changed: Speeds = replace(speeds, **{name: getattr(speeds, name) * factor})
+    return Roofline(plan, speeds=changed).step().total
+
+
+@pytest.mark.parametrize(
+    "name", sorted(asdict(SPEEDS["CPU"]).keys() - {"devices_per_host", "cores"})
+)
+def test_a_faster_device_is_never_slower_for_it(name: str) -> None:
+    plan = planned(*TWO_STAGES)
+    faster = 0.5 if name.endswith(("_us", "_ns", "_ms")) else 2.0
+    assert seconds_with(name, faster, plan) <= seconds_with(name, 1.0, plan)
+
+
+def test_layouts_are_ranked_by_seconds_fit_and_learn_alike() -> None:
+    loaded = load_config(CONFIG, TWO_STAGES)
+    plan = planned(*TWO_STAGES)
+    choices = layouts.ranked(loaded, plan, 40)
+    totals = [choice.seconds.total for choice in choices]
+    assert totals == sorted(totals) and len(totals) > 10
+    own = Roofline(plan).step().total
+    assert any(total == pytest.approx(own) for total in totals), "the configuration's own"
+    assert totals[0] < own
+    for choice in choices:
+        assert choice.need.total <= 58 * 2**30
+        assert choice.plan.world_size == 8
+        assert choice.plan.batch.samples_per_step == plan.batch.samples_per_step
+        assert choice.plan.batch.updates_per_step == plan.batch.updates_per_step
+    best = choices[0]
+    again = planned(*TWO_STAGES, *best.words.split())
+    assert again.train.mesh == best.plan.train.mesh and again.infer.mesh == best.plan.infer.mesh
+    assert Roofline(again).step().total == pytest.approx(best.seconds.total)
+    assert most_needed(again) == best.need
+
+
+def test_layouts_keep_updates_where_their_number_follows_from_the_layout() -> None:
+    words = [*TWO_STAGES, "--actor_config.parallel_config.micro_batch_num", "2"]
+    plan = planned(*words)
+    assert plan.batch.updates_per_step == 32
+    for choice in layouts.ranked(load_config(CONFIG, words), plan, 40):
+        assert choice.plan.batch.updates_per_step == 32
+
+
+def test_plan_prints_seconds_and_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(CONFIG), "--layouts"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(out) if line.startswith("seconds"))
+    phases = [line.split()[0] for line in out[start + 1 : start + 8]]
+    assert phases[:3] == ["reshard", "rollout", "reference"] and "step" in phases
+    first = next(i for i, line in enumerate(out) if line.startswith("ranked"))
+    assert "trains in" in out[first] and "DP" in out[first + 1]
+    assert any("the best: " in line for line in out)
+    assert main(["plan", "--config", str(CONFIG)]) == 0
+    assert "ranked" not in capsys.readouterr().out
+
+
+def test_a_processors_run_is_estimated_with_its_own_kernels() -> None:
+    lengths = {"max_prompt_length": 32, "sampling_config": {"max_tokens": 32}}
+    config = Config.model_validate({"generate_config": lengths})
+    plan = plan_run(config, decoder_config(MODEL, "here"), 1)
+    step = Roofline(plan).step()
+    assert Roofline(plan).counts in (NATIVE, FUSED)
+    assert all(np.isfinite(phase.seconds) for phase in step.phases) and step.total > 0
