@@ -18,10 +18,11 @@ from mindgrpo.cli.plan import shapes_of
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.plan.fit import verdict
-from mindgrpo.plan.memory import HostPlan, most_needed
-from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.plan.memory import HostPlan, group_bytes, most_needed, phase_needs
+from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples" / "ascend").glob("*/grpo_config.yaml"))
@@ -58,6 +59,32 @@ def test_an_example_fits_starts_as_many_ranks_as_it_plans_and_says_what_it_is(co
     assert subprocess.run(["bash", "-n", config.parent / "run.sh"]).returncode == 0
     for name in ("README.md", "run.sh", "grpo_config.yaml"):
         assert "lanned, never run on NPUs" in (config.parent / name).read_text()
+
+
+def test_what_stays_and_what_communication_keeps_are_told_beside_a_phases_own() -> None:
+    """Without a limit nothing leaves a device: an update has all roles that the step has, and its activations."""
+    config = EXAMPLES[1]
+    words = ["--context.max_device_memory", "null"]
+    plan = planned(*words, config=config)
+    (update,) = (need for need in phase_needs(plan) if need.phase == "update")
+    roles = plan.bytes_by_role(LARGEST, LARGEST)
+    whole = format_bytes(sum(roles.values()) + update.beside_pools)
+    stay, outside = HostPlan(plan).device_lines()
+    assert f"at most {whole} in phase update" in stay
+    # All ranks, those of a layer, and those of a stage or of a replica, which are the same.
+    assert group_bytes(plan) == 3 * 400 * 2**20 and format_bytes(group_bytes(plan)) in outside
+    assert HostPlan(planned("--context.device_target", "CPU")).device_lines() == []
+
+
+def test_checksums_copies_are_counted_where_they_are_taken() -> None:
+    config, head = EXAMPLES[1], 152064 // 4 * 3584
+    one_layout = ["--actor_config.parallel_config.data_parallel", "2"]
+    one_layout += ["--actor_config.parallel_config.pipeline_stage", "1"]
+    plan = planned(*one_layout, config=config)
+    by_phase = {need.phase: need.buffers for need in phase_needs(plan)}
+    assert by_phase["reshard"] >= 3 * 4 * head
+    without = planned(*one_layout, "--rl_config.checksum_interval", "null", config=config)
+    assert phase_needs(without)[0].buffers <= by_phase["reshard"]
 
 
 def test_changes_that_are_proposed_make_the_run_fit_with_as_many_samples_and_updates() -> None:

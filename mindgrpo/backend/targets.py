@@ -21,6 +21,9 @@ BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
 # connected to it, and for a rank that writes while the others wait for it on their devices. These are the largest
 # numbers that every NPU takes (CANN's pages of these variables).
 HCCL_SECONDS = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "17340"}
+# HCCL has this much for what a group of ranks sends and as much for what it receives (HCCL_BUFFSIZE, 200 MB), beside
+# MindSpore's memory.
+GROUP_BUFFER_BYTES = 2 * 200 * 2**20
 # The NPUs of the host that a process sees, by number; without it, all.
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # The launcher sets it where a job has several hosts.
@@ -48,6 +51,11 @@ class Target:
     def keeps_weights_on_host(self) -> bool:
         """Returns whether what it trains lies in the memory of the host itself."""
         return self.device == "CPU"
+
+    @property
+    def group_bytes(self) -> int:
+        """Returns the bytes of a device that each group of ranks takes, outside of context.max_device_memory."""
+        return GROUP_BUFFER_BYTES if self.device == "Ascend" else 0
 
     @property
     def may_fork(self) -> bool:

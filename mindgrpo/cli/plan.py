@@ -125,7 +125,7 @@ def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verd
         "devices": [f"{plan.world_size}"],
         "layouts": plan.layout_lines(),
         "memory": [*plan.memory_lines(), *_not_counted(plan)],
-        "device": [*map(str, phase_needs(plan)), _COUNTED],
+        "device": [*map(str, phase_needs(plan)), *HostPlan(plan).device_lines(), _COUNTED],
         "host": HostPlan(plan).lines(),
         "fit": fit.lines(),
         "seconds": Roofline(plan).step().lines(),

@@ -76,8 +76,8 @@ FUSED = GraphCounts(
     optimizer_bytes=66.0,
     optimizer_calls=500.0,
     sync_calls=10.4,
-    sync_bytes=40.0,
-    slow_checks=1.0,
+    sync_bytes=6.0,
+    slow_checks=0.0,
 )
 # Kernels of processors: one C call decodes, attention sees what its spans say, and ranks read one another's memory.
 NATIVE = GraphCounts(

@@ -30,6 +30,9 @@ from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
 
+# Of a parameter's bits in 32: themselves, and the products with the factors of two dims while one is made.
+CHECKSUM_COPIES = 3
+
 
 @dataclass(frozen=True)
 class PhaseNeed:
@@ -109,11 +112,31 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 
     Those that the communication library itself keeps are not known.
     """
-    sizes = {"reshard": device_buffer_bytes(plan.reshard), "update": _sum_bytes(plan)}
+    # Checksums are taken when the buckets are free again.
+    reshard = max(device_buffer_bytes(plan.reshard), _checksum_bytes(plan))
+    sizes = {"reshard": reshard, "update": _sum_bytes(plan)}
     if plan.reference is not None and plan.config.ref_config.sync_ref_model:
         to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
         sizes["sync_reference"] = device_buffer_bytes(to_reference)
     return sizes
+
+
+def _checksum_bytes(plan: RunPlan) -> int:
+    """Returns the bytes of int32 copies of the largest parameter while its checksum is taken (weights/checksum.py)."""
+    if plan.config.rl_config.checksum_interval is None:
+        return 0
+    layouts = (plan.train, plan.infer)
+    largest = (math.prod(local_shape(spec, own.mesh)) for own in layouts for spec in own.specs)
+    return CHECKSUM_COPIES * FLOAT_BYTES * max(largest)
+
+
+def group_bytes(plan: RunPlan) -> int:
+    """Returns the bytes that communication keeps on a device for its groups, outside of the memory of the run."""
+    groups = {tuple(range(plan.world_size))}
+    for layout in (plan.train, plan.infer, plan.reference):
+        if layout is not None:
+            groups |= {layout.mesh.group(0, axes) for axes in (("mp",), ("dp",), ("pp",))}
+    return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
 
 
 def _sum_bytes(plan: RunPlan) -> int:
@@ -189,8 +212,18 @@ class HostPlan:
         return train, reference.mesh.index(rank, "pp")
 
     def _rank_traffic(self, train: int, reference: int | None) -> RankTraffic:
+        residency = self._resident(train, reference)
+        before, most = residency.ledger.transfer_bytes, 0
+        for phase in self._phases():
+            residency.activate(phase)
+            most = max(most, residency.host_bytes)
+        copied = residency.ledger.transfer_bytes - before
+        return RankTraffic(copied + self._optimizer_bytes(train), most)
+
+    def _resident(self, train: int, reference: int | None) -> Residency:
+        """Goes through a step's phases once, from what is there when a run starts."""
         plan = self._plan
-        reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
+        reserved = {need.phase: need.beside_pools for need in self._needs}
         # Whether it fits is the verdict's matter; copies are counted for a device that is just large enough.
         budget = plan.config.context.max_device_bytes
         if budget is not None:
@@ -201,12 +234,33 @@ class HostPlan:
             residency.register(role, [CountedPool(size)], is_rebuilt, filled=not is_rebuilt)
         for phase in self._phases():
             residency.activate(phase)
-        before, most = residency.ledger.transfer_bytes, 0
+        return residency
+
+    @cached_property
+    def _needs(self) -> list[PhaseNeed]:
+        return phase_needs(self._plan)
+
+    def device_lines(self) -> list[str]:
+        """Formats what is on a device beside a phase's own: roles that stay, and what communication keeps."""
+        plan = self._plan
+        if plan.config.context.target == SHARED_MEMORY:
+            return []
+        reference = None if plan.reference is None else LARGEST
+        residency = self._resident(LARGEST, reference)
         for phase in self._phases():
             residency.activate(phase)
-            most = max(most, residency.host_bytes)
-        copied = residency.ledger.transfer_bytes - before
-        return RankTraffic(copied + self._optimizer_bytes(train), most)
+        peaks = residency.planned_peaks()
+        phase = max(peaks, key=lambda name: peaks[name])
+        lines = [
+            f"with roles that stay between phases, at most {format_bytes(peaks[phase])} in phase {phase}"
+        ]
+        outside = group_bytes(plan)
+        if outside:
+            lines.append(
+                f"outside of context.max_device_memory: {format_bytes(outside)} of communication's buffers, and the "
+                "runtime's own"
+            )
+        return lines
 
     def _phases(self) -> list[str]:
         plan = self._plan
