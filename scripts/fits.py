@@ -1,5 +1,7 @@
 """Which Qwen2.5 fits how many devices: writes the table of docs/fits.md, and the plans in examples/ascend/*/README.md.
 
+One of these has a table of what settings cost in seconds, too.
+
 fits.py [--write] prints what the files should hold, or writes it. Everything is planned from shapes: no device is
 needed, and none was used.
 """
@@ -15,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.cli.plan import print_plan, shapes_of
-from mindgrpo.config import load_config
+from mindgrpo.config import config_with, load_config
 from mindgrpo.plan.fit import Change, Verdict, verdict
 from mindgrpo.plan.memory import phase_needs
 from mindgrpo.plan.run_plan import plan_run
+from mindgrpo.plan.seconds import Roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "fits.md"
@@ -26,6 +29,7 @@ EXAMPLES = ROOT / "examples" / "ascend"
 BASE = EXAMPLES / "qwen2_5_7b_8npu" / "grpo_config.yaml"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
 OUTPUT = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
+COSTS = re.compile(r"(?<=<!-- costs -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 PHASES = ("reshard", "rollout", "reference", "update")
 
 
@@ -50,6 +54,7 @@ class Case:
 
 
 CASES = (
+    Case("7b", 8, (2, 4, 1), (2, 4)),
     Case("7b", 8, (1, 4, 2), (2, 4)),
     Case("7b", 16, (2, 4, 2), (4, 4)),
     Case("7b", 64, (8, 4, 2), (16, 4)),
@@ -96,6 +101,33 @@ def table() -> str:
     return "\n".join([*lines, *map(row, CASES), ""])
 
 
+# Settings of BASE that are changed, and to what.
+SETTINGS = {
+    "": {},
+    "two pipeline stages": {
+        "actor_config.parallel_config.data_parallel": 1,
+        "actor_config.parallel_config.pipeline_stage": 2,
+    },
+    "`pack_num: 1`": {"rl_config.pack_num": 1},
+    "two samples an update (`updates_per_rollout: 32`)": {"rl_config.updates_per_rollout": 32},
+}
+
+
+def costs() -> str:
+    """Formats the seconds of BASE's step with each of SETTINGS, and with all of them."""
+    loaded = load_config(BASE)
+    everything = {key: value for values in SETTINGS.values() for key, value in values.items()}
+    columns = ("rollout", "reference", "old_logps", "update", "optimizer")
+    lines = [f"| changed | a step | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 2)}"]
+    for name, values in (SETTINGS | {"all of them": everything}).items():
+        config = config_with(loaded, values).config
+        step = Roofline(plan_run(config, shapes_of(config)[0], None)).step()
+        by_phase = {phase.phase: phase.seconds for phase in step.phases}
+        seconds = " | ".join(f"{by_phase.get(phase, 0.0):.1f}" for phase in columns)
+        lines.append(f"| {name or 'nothing'} | {step.total:.1f} | {seconds} |")
+    return "\n".join([*lines, ""])
+
+
 def plan_of(config: Path) -> str:
     """What `plan` prints."""
     printed = io.StringIO()
@@ -113,7 +145,8 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield PAGE, filled(TABLE, table(), PAGE)
     for config in sorted(EXAMPLES.glob("*/grpo_config.yaml")):
         page = config.with_name("README.md")
-        yield page, filled(OUTPUT, plan_of(config), page)
+        text = OUTPUT.sub(lambda _, own=config: plan_of(own), page.read_text(encoding="utf-8"))
+        yield page, COSTS.sub(lambda _: costs(), text)
 
 
 def main() -> None:

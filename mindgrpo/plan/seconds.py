@@ -67,6 +67,8 @@ class StepSeconds:
     phases: Sequence[PhaseSeconds]
     compile: float
     assumed: str
+    # Of all samples with their prompts, for one device.
+    tokens: float
 
     @property
     def total(self) -> float:
@@ -79,7 +81,8 @@ class StepSeconds:
     def lines(self) -> list[str]:
         head = f"{'':<11}{'seconds':>9}{'limit':>9}{'share':>7}  mostly"
         rows = [_row(p.phase, p.seconds, p.limit, _mostly(p)) for p in self.phases]
-        step = _row("step", self.total, self.limit, "")
+        speed = f"{self.tokens / self.total:.0f} tokens/s a device, prompts and completions"
+        step = _row("step", self.total, self.limit, speed)
         compiled = f"some {self.compile:.0f} s of compilation before the first step has ended"
         return [head, *rows, step, self.assumed, compiled]
 
@@ -240,7 +243,8 @@ class Roofline:
         if rl.enable_oldpolicy and plan.batch.updates_per_step > 1:
             phases.append(self._old_logps())
         phases += [self._update(), self._optimizer(), self._host()]
-        return StepSeconds(phases, self._compile(), self._assumed())
+        tokens = self.samples.count * (self.samples.prompt + self.samples.completion)
+        return StepSeconds(phases, self._compile(), self._assumed(), tokens / plan.world_size)
 
     def _layers(self, layout: Layout) -> LayerWork:
         return LayerWork(self.plan, layout, self.counts, self.itemsize)
