@@ -91,7 +91,7 @@ def test_stages_wait_for_one_another_as_long_as_the_schedule_says() -> None:
     for micro_batches, idle in ((1, 1 / 2), (2, 1 / 3), (8, 1 / 9)):
         phase = roofline._pipelined("update", [stage, stage], micro_batches, 4, 1.0)
         assert phase.idle_share == pytest.approx(idle)
-    shared = Roofline(plan, speeds=SPEEDS["CPU"])
+    shared = Roofline(plan, speeds=SPEEDS["host"])
     assert shared._pipelined("update", [stage, stage], 2, 4, 1.0).idle_share == 0
 
 
@@ -147,7 +147,7 @@ def test_no_estimate_is_below_its_limit() -> None:
 
 
 def test_every_speed_is_a_key_and_the_key_wins() -> None:
-    names = set(asdict(SPEEDS["CPU"]))
+    names = set(asdict(SPEEDS["host"]))
     assert names == set(RooflineKeys.model_fields) - {
         "device",
         "prompt_tokens",
@@ -173,7 +173,7 @@ def seconds_with(name: str, factor: float, plan: RunPlan) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", sorted(asdict(SPEEDS["CPU"]).keys() - {"devices_per_host", "cores"})
+    "name", sorted(asdict(SPEEDS["host"]).keys() - {"devices_per_host", "cores"})
 )
 def test_a_faster_device_is_never_slower_for_it(name: str) -> None:
     plan = planned(*TWO_STAGES)

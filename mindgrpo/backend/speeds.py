@@ -78,7 +78,7 @@ SPEEDS = {
         }
     ),
     # Two cores of an AMD EPYC server, fitted to steps of three models (scripts/bench/roofline.py, docs/plan.md).
-    "CPU": Speeds(
+    "host": Speeds(
         matmul_tflops=0.2,
         float32_tflops=0.2,
         matmul_share=0.7,
@@ -102,4 +102,4 @@ SPEEDS = {
 
 def device_of(target: Target) -> str:
     """Names the entry of SPEEDS that a run without a choice is estimated with."""
-    return "CPU" if target.device == "CPU" else "910B2"
+    return "host" if target.keeps_weights_on_host else "910B2"

@@ -41,8 +41,8 @@ class AscendConfig(Section):
 
 class Roofline(Section):
     device: OptionalText = None
-    """device whose published or fitted figures are the defaults of the keys below (910A, 910B2, 910B3 or CPU); null:
-    910B2 on accelerators, CPU elsewhere"""
+    """device whose published or fitted figures are the defaults of the keys below (910A, 910B2, 910B3 or host); null:
+    910B2 on accelerators, host elsewhere"""
     prompt_tokens: int | None = Field(None, ge=1)
     """tokens of a prompt; null: a tenth of max_prompt_length"""
     completion_tokens: int | None = Field(None, ge=1)
