@@ -145,8 +145,7 @@ def pages() -> Iterator[tuple[Path, str]]:
     yield PAGE, filled(TABLE, table(), PAGE)
     for config in sorted(EXAMPLES.glob("*/grpo_config.yaml")):
         page = config.with_name("README.md")
-        text = OUTPUT.sub(lambda _, own=config: plan_of(own), page.read_text(encoding="utf-8"))
-        yield page, COSTS.sub(lambda _: costs(), text)
+        yield page, COSTS.sub(lambda _: costs(), filled(OUTPUT, plan_of(config), page))
 
 
 def main() -> None:

@@ -1,27 +1,33 @@
 """The estimates of `plan` against measured steps of this machine, and before and after changes of the graphs.
 
 roofline.py --work W.json [--ranks N --train dp,mp,pp --infer dp,mp] runs step.py and prints for each phase the
-seconds estimated and measured, and the error. roofline.py --config X [overrides] prints the estimate with the counts of
-EARLIER graphs and with today's, without a device. One JSON line each. Refuses to fit constants to what it measures.
+seconds estimated and measured, and the error. The rates of products and of memory are measured just before and after,
+as other programs on the machine take their part of them. roofline.py --config X [overrides] prints the estimate with
+the counts of EARLIER graphs and with today's, without a device. One JSON line each. Refuses to fit constants to what it
+measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import launching
+import numpy as np
 from work import Work, read_work
 
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import Config, config_with, load_config
 from mindgrpo.plan.graph_counts import FUSED, GraphCounts, Launches
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.plan.seconds import Roofline, StepSeconds
+from mindgrpo.plan.seconds import Roofline, StepSeconds, speeds_of
 
 # What the graphs launched and repeated in an earlier state, counted in the same way: rows all of seq_length, 978
 # kernels a token of 28 layers with slow operations, float32 sums, three forward passes on stages before the last,
@@ -48,6 +54,8 @@ EARLIER = replace(
     sync_bytes=40.0,
     slow_checks=1.0,
 )
+# Of measured rates: a side of a product's matrices, and the bytes that each core copies.
+SIDE, COPIED = 1024, 64 << 20
 # A step's update in metrics has what the plan says apart.
 TOGETHER = {"optimizer": "update", "host": "update"}
 
@@ -90,12 +98,21 @@ def seconds_of(step: StepSeconds) -> dict[str, float]:
 
 def compared(given: argparse.Namespace) -> dict[str, Any]:
     work = read_work(given.work)
-    estimated = Roofline(plan_of_work(work, given)).step()
+    plan = plan_of_work(work, given)
+    before = measured_rates()
     degrees = (",".join(map(str, axes)) for axes in (given.train, given.infer))
     train, infer = degrees
     words = ["--work", str(given.work), "--ranks", str(given.ranks), "--steps", str(given.steps)]
     words += ["--train", train, "--infer", infer]
     measured = launching.run_on_ranks(str(launching.HERE / "step.py"), words, given.ranks)
+    after = measured_rates()
+    rates = {key: (value + after[key]) / 2 for key, value in before.items()}
+    speeds = replace(
+        speeds_of(plan.config),
+        float32_tflops=rates["float32_tflops"],
+        memory_GB_per_s=rates["memory_GB_per_s"],
+    )
+    estimated = Roofline(plan, speeds=speeds).step()
     phases = {
         name: errors(seconds, measured["phases"].get(name, 0.0))
         for name, seconds in seconds_of(estimated).items()
@@ -104,10 +121,38 @@ def compared(given: argparse.Namespace) -> dict[str, Any]:
         "bench": "roofline",
         "model": given.work.stem,
         "ranks": given.ranks,
+        "rates": rates,
         "phases": phases,
         "step": errors(estimated.total, measured["median_step_s"]),
         "compile": errors(estimated.compile, measured["compile_s"] - measured["median_step_s"]),
     }
+
+
+def measured_rates(seconds: float = 1.0) -> dict[str, float]:
+    """The machine's rates at this moment: a float32 product by all cores, and a copy that each core makes."""
+    cores = os.cpu_count() or 1
+    a, b = (np.ones((SIDE, SIDE), np.float32) for _ in range(2))
+    flops = 2 * SIDE**3 * rate_of(lambda: a @ b, seconds)
+    sources = np.ones((cores, COPIED // 4), np.float32)
+    targets = np.empty_like(sources)
+
+    def copy() -> None:
+        with ThreadPoolExecutor(cores) as pool:
+            list(pool.map(np.copyto, targets, sources))
+
+    # Read and written.
+    copied = 2 * sources.nbytes * rate_of(copy, seconds)
+    return {"float32_tflops": flops / 1e12, "memory_GB_per_s": copied / 1e9}
+
+
+def rate_of(call: Callable[[], object], seconds: float) -> float:
+    """Calls a second."""
+    call()
+    started, number = time.perf_counter(), 0
+    while (passed := time.perf_counter() - started) < seconds:
+        call()
+        number += 1
+    return number / passed
 
 
 def errors(estimated: float, measured: float) -> dict[str, float | None]:
@@ -149,4 +194,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
