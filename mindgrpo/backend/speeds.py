@@ -79,9 +79,9 @@ SPEEDS = {
     ),
     # Two cores of an AMD EPYC server, fitted to steps of three models (scripts/bench/roofline.py, docs/plan.md).
     "host": Speeds(
-        matmul_tflops=0.2,
-        float32_tflops=0.2,
-        matmul_share=0.7,
+        matmul_tflops=0.18,
+        float32_tflops=0.18,
+        matmul_share=0.9,
         memory_GB_per_s=26.0,
         memory_share=0.7,
         link_GB_per_s=13.0,
@@ -92,7 +92,7 @@ SPEEDS = {
         call_us=100.0,
         collective_us=100.0,
         sync_us=100.0,
-        slow_ns=10.0,
+        slow_ns=5.0,
         compile_ms=8.0,
         devices_per_host=1024,
         cores=2,

@@ -98,7 +98,7 @@ NATIVE = GraphCounts(
     slow_a_logit=1.0,
     optimizer_bytes=40.0,
     optimizer_calls=0.0,
-    sync_calls=0.0,
+    sync_calls=2.0,
     sync_bytes=2.0,
     slow_checks=0.0,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
@@ -138,7 +138,8 @@ class LayerWork:
     def decode(self, slots: float, layers: int, cached: float, read: float) -> Work:
         """Counts a token of each slot, whose own keys and values are `cached` positions and `read` by the graph."""
         counts = self.counts
-        work = self.forward(Passes(slots, slots, slots * cached), layers, True)
+        work = replace(self.forward(Passes(slots, slots, slots * cached), layers, True), memory=0.0)
         keys = slots * read * self.kv_width * self.itemsize * layers
+        # The few rows of a token stay in the caches between kernels.
         drawn = Work(memory=keys, slow=counts.slow_a_logit * slots * self.vocabulary)
         return work + drawn + Work(kernels=counts.decode.of(layers))
