@@ -29,13 +29,13 @@ from small_generators import (
 )
 from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
 
-from mindgrpo.algorithm.sample import STOPPED, Request, Sample
+from mindgrpo.algorithm.sample import STOPPED, PartialGroup, Request, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.errors import UserError
 from mindgrpo.rollout.conversations import Conversations
-from mindgrpo.rollout.partial import PartialGroup, PartialLimits, draw_partial
+from mindgrpo.rollout.partial import PartialLimits, draw_partial
 
 # Every third token stops, so that lengths differ.
 STOPS = json.dumps(list(range(0, 384, 3)))

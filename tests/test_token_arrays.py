@@ -15,6 +15,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import (
     STOPPED,
     TOKEN_ARRAYS,
+    PartialGroup,
     Rollout,
     Sample,
     TokenArray,
@@ -23,7 +24,6 @@ from mindgrpo.algorithm.sample import (
 )
 from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
 from mindgrpo.grpo.metrics import step_digests
-from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.batch_dump import About, Dump, read, write
 
 ROUTED = TokenArray("the experts of each token", np.int16, (2,), on_context=-1, is_input=True)

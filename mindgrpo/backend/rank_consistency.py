@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mindgrpo.backend.contract import Backend
 from mindgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    # Imports MindSpore, which takes two seconds: what reads data or reports needs none of it.
+    from mindgrpo.backend.contract import Backend
 
 T = TypeVar("T")
 

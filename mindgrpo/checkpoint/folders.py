@@ -14,10 +14,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.errors import UserError
+
+if TYPE_CHECKING:
+    from mindgrpo.backend.contract import Backend
 
 CHECKPOINTS = "checkpoints"
 _NAME = re.compile(r"step_(\d{6,12})")

@@ -22,10 +22,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Sample, TokenArray
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, PartialGroup, Sample, TokenArray
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.strict_files import read_object
 
 Count = Annotated[int, Field(ge=0)]

@@ -9,6 +9,7 @@ from dataclasses import replace
 import psutil
 
 from mindgrpo.algorithm.non_finite import in_arrays
+from mindgrpo.algorithm.sample import PartialGroup
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
@@ -35,7 +36,7 @@ from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.partial import PartialGroup, PartialRollouts, PartialSettings
+from mindgrpo.rollout.partial import PartialRollouts, PartialSettings
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings

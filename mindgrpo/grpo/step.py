@@ -18,7 +18,7 @@ from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
-from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, PartialGroup, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, check_alike, digest
@@ -39,7 +39,7 @@ from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.partial import PartialGroup, PartialRollouts
+from mindgrpo.rollout.partial import PartialRollouts
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.local_weights import Weights

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import LENGTH, Request, Rollout, Sample
+from mindgrpo.algorithm.sample import LENGTH, PartialGroup, Request, Rollout, Sample
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config.arithmetic import BatchPlan
 from mindgrpo.data.prompt_source import PromptSource
@@ -23,47 +23,6 @@ from mindgrpo.rollout.replicas import Replicas
 Complete = Callable[[Sequence[Request], int], list[Sample]]
 # What becomes of the samples, by number, that a round has drawn: turns that have ended are answered.
 Answer = Callable[[Mapping[int, Sample]], Mapping[int, Sample]]
-
-
-@dataclass(frozen=True)
-class PartialGroup:
-    """The samples of a prompt, which is number `position` in the run's order; begun in step number `step`, from 0."""
-
-    position: int
-    step: int
-    samples: tuple[Sample, ...]
-
-    @classmethod
-    def begun(cls, position: int, prompt: np.ndarray, step: int, size: int) -> PartialGroup:
-        return cls(position, step, tuple(Sample.begun(prompt, i) for i in range(size)))
-
-    @property
-    def prompt(self) -> np.ndarray:
-        return self.samples[0].prompt
-
-    @property
-    def is_whole(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(sample.tokens) for sample in self.samples)
-
-    def requests(self, first: int, chunk: int, max_tokens: int) -> list[Request]:
-        """Requests a further chunk of each unfinished sample, numbered from `first`; fresh ones share their prompt."""
-        requests, fresh = [], []
-        for i, sample in enumerate(self.samples):
-            if sample.finish_reason is not None:
-                continue
-            if not len(sample.tokens):
-                fresh.append(first + i)
-                continue
-            room = max_tokens - len(sample.tokens)
-            requests.append(sample.request(first + i, min(chunk, room)))
-        if fresh:
-            limits = (min(chunk, max_tokens),) * len(fresh)
-            requests.append(Request(self.prompt, tuple(fresh), limits))
-        return requests
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mindgrpo.algorithm.sample import PartialGroup
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
@@ -33,7 +34,6 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.health.rank_health import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
-from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import compare
 from mindgrpo.weights.local_weights import Weights

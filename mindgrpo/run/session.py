@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mindgrpo.algorithm.sample import PartialGroup
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
@@ -20,7 +21,6 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
-from mindgrpo.rollout.partial import PartialGroup
 from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
 from mindgrpo.run.preflight import Inputs, Reward, prepare
