@@ -15,7 +15,7 @@ from typing import Any
 from small_runs import make_inputs
 
 TESTS = Path(__file__).resolve().parent
-NUM_TRAINERS = 4
+NUM_TRAINERS = 2
 # What this process holds after each trainer: shared memory in bytes by descriptor and by mapping, other descriptors
 # and threads.
 PROGRAM = """
@@ -57,7 +57,7 @@ WORDS = (
 )
 
 
-def test_four_trainers_in_a_process_hold_no_more_than_the_first(tmp_path: Path) -> None:
+def test_a_second_trainer_in_a_process_holds_no_more_than_the_first(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     program = tmp_path / "program.py"
     words = {"tests": str(TESTS), "folder": str(tmp_path), "words": WORDS}
