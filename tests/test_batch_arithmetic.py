@@ -98,7 +98,7 @@ def test_the_lines_hold_the_users_numbers() -> None:
         "updates a rollout: ceil(64 samples / (batch_size 1 x data_parallel 1 x micro_batch_num 2 "
         "x pack_num 1)) = 32, 2 samples each"
     )
-    assert lines[2].startswith("rows: 1024 tokens, at most 1 sample; 1 row a micro-batch")
+    assert lines[2].startswith("rows: at most 1024 tokens, at most 1 sample; 1 row a micro-batch")
 
 
 @pytest.mark.parametrize(("updates", "warned"), [(16, False), (17, True)])

@@ -152,6 +152,32 @@ def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed:
         assert_same(one_update(policy_of(whole), batch()), packed)
 
 
+@pytest.mark.parametrize("per_row", [None, 1])
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_rows_as_long_as_their_content_learn_the_same_as_full_ones(
+    per_row: int | None, is_plain: bool, packed: Outcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = CpuBackend({})
+    if is_plain:
+        monkeypatch.setattr(backend, "kernels", Kernels())
+    settings = replace(SETTINGS, shape=MicroShape(2, 256, per_row))
+    logps = []
+    for in_use in ((), ((256, 512),)):
+        policy = Policy(CONFIG, LAYOUT, backend, settings)
+        policy.shapes.restore(in_use, 0)
+        policy.pipeline.shapes.restore(in_use, 0)
+        fill_random(policy.weights, seed=2, scale=0.1)
+        given = batch()
+        rollout = PackedRollout(given.rollout)
+        logps.append(compute_log_probs(policy.pipeline, LAYOUT.mesh, backend, rollout))
+        found = one_update(policy, given)
+        assert_same(found, packed)
+        assert policy.shapes.in_use[0][0] == (256 if in_use else 64)
+        assert (found.report.padding_share > 0.85) == bool(in_use)
+    for short, full in zip(*logps, strict=True):
+        np.testing.assert_allclose(short, full, rtol=0, atol=1e-5)
+
+
 def test_a_prompt_that_is_computed_once_a_row_learns_the_same(policy_of: PolicyOf) -> None:
     given = batch()
     own = given.rollout.samples

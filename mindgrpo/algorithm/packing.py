@@ -8,7 +8,7 @@ or dropped.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
@@ -42,11 +42,15 @@ PackedRow = tuple[Placed, ...]
 
 @dataclass(frozen=True)
 class MicroShape:
-    """`rows` x `length` tokens a micro-batch; at most `max_per_row` samples a row, None for as many as fit."""
+    """`rows` x `length` tokens a micro-batch; at most `max_per_row` samples a row, None for as many as fit.
+
+    Of the tokens `picks` predict at most; None for a part of all that holds what is needed.
+    """
 
     rows: int
     length: int
     max_per_row: int | None = None
+    picks: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -188,22 +192,41 @@ def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: 
     return max(1, -(-len(rows) // (shape.rows * num_shares)))
 
 
+def most_picks(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
+    """Returns the most predicting positions of any rank's micro-batch."""
+    return max(
+        sum(placed.completion for row in batch for placed in row)
+        for share in range(num_shares)
+        for batch in _batches(rows, shape, num_shares, share)
+    )
+
+
 def micro_batches(
     rollout: Rollout, rows: Sequence[PackedRow], shape: MicroShape, num_shares: int, share: int
 ) -> list[MicroBatch]:
     """Returns the micro-batches of data-parallel rank `share` of `num_shares`.
 
-    Every rank gets equally many, padded with empty rows. All have the same number of picks: the most that one of this
+    Every rank gets equally many, padded with empty rows. All have as many picks as `shape` says, or the most that any
     rank needs, rounded up to a bucket.
     """
+    need, picks = most_picks(rows, shape, num_shares), shape.picks
+    if picks is None:
+        bucket = -(-shape.tokens // PICK_BUCKETS)
+        picks = max(1, -(-need // bucket)) * bucket
+    if need > picks:
+        raise ValueError(f"a micro-batch has {need} predicting positions, its shape {picks}")
+    batches = _batches(rows, shape, num_shares, share)
+    return [_arrays(rollout, batch, shape.length, picks) for batch in batches]
+
+
+def _batches(
+    rows: Sequence[PackedRow], shape: MicroShape, num_shares: int, share: int
+) -> list[tuple[PackedRow, ...]]:
+    """Returns the rows of each of a rank's micro-batches."""
     count = num_micro_batches(rows, shape, num_shares)
     mine = list(rows[share::num_shares])
     mine += [()] * (count * shape.rows - len(mine))
-    batches = [tuple(mine[i : i + shape.rows]) for i in range(0, len(mine), shape.rows)]
-    need = max(sum(placed.completion for row in batch for placed in row) for batch in batches)
-    bucket = -(-shape.tokens // PICK_BUCKETS)
-    picks = max(1, -(-need // bucket)) * bucket
-    return [_arrays(rollout, batch, shape.length, picks) for batch in batches]
+    return [tuple(mine[i : i + shape.rows]) for i in range(0, len(mine), shape.rows)]
 
 
 def _arrays(
@@ -257,7 +280,7 @@ class PackedRollout:
         self, shape: MicroShape, members: Sequence[int] | None = None
     ) -> tuple[PackedRow, ...]:
         chosen = tuple(range(len(self.rollout)) if members is None else members)
-        return self._pack(chosen, shape)
+        return self._pack(chosen, replace(shape, picks=None))
 
     def micro_batches(
         self, shape: MicroShape, num_shares: int, share: int, members: Sequence[int] | None = None

@@ -109,11 +109,11 @@ class AloneGroup(Group):
 
 
 class Link(ABC):
-    """Two neighbours of a pipeline, which hand tensors of one shape and dtype to each other."""
+    """Two neighbours of a pipeline, which hand tensors of one dtype to each other."""
 
     @abstractmethod
-    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
-        """Sends the tensor `outgoing` and returns the neighbour's, each where there is one.
+    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
+        """Sends the tensor `outgoing` and returns the neighbour's, of shape `receives`, each where there is one.
 
         Both ends make the matching calls in one order: a call may block until the other end makes its own.
         """
@@ -237,7 +237,7 @@ class Backend(ABC):
 
     @abstractmethod
     def link(self, peer: int, shape: Sequence[int]) -> Link:
-        """Makes the link to neighbour `peer`, for activations [shape]; both ends make their links in one order."""
+        """Makes the link to neighbour `peer`, for tensors of at most `shape`; both ends make links in one order."""
 
     @abstractmethod
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:

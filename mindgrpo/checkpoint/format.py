@@ -193,6 +193,13 @@ class Best(ManifestModel):
     score: float
 
 
+class StoredShapes(ManifestModel):
+    """Holds a choice of micro-batches' shapes (algorithm/row_shapes.py): the next ones follow from these."""
+
+    in_use: list[tuple[Count, Count]]
+    excess: Count
+
+
 class RunState(ManifestModel):
     """Describes a run at the end of `step` (counted from 1), besides its weights.
 
@@ -200,7 +207,8 @@ class RunState(ManifestModel):
     over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
     that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
     has the metrics of `step` where its evaluation is still to be made, and None where the step is finished.
-    `unfinished` are groups of partial rollouts that continue in the next step, the oldest first.
+    `unfinished` are groups of partial rollouts that continue in the next step, the oldest first. `shapes` are those of
+    micro-batches, by phase.
     """
 
     step: Count
@@ -215,6 +223,7 @@ class RunState(ManifestModel):
     output_paths: dict[str, str] = Field({}, alias="places")
     open_row: dict[str, Any] | None = None
     unfinished: list[StoredGroup] = []
+    shapes: dict[str, StoredShapes] = {}
 
 
 class StoredChunk(ManifestModel):
@@ -298,9 +307,10 @@ def write_manifest(manifest: Manifest) -> bytes:
 
 def _body(manifest: Manifest) -> dict[str, Any]:
     body = manifest.model_dump(mode="json", by_alias=True)
-    # Checkpoints from before partial rollouts have no such entry.
-    if not manifest.state.unfinished:
-        del body["state"]["unfinished"]
+    # Older checkpoints have no such entries.
+    for name in ("unfinished", "shapes"):
+        if not body["state"][name]:
+            del body["state"][name]
     return body
 
 

@@ -20,6 +20,7 @@ from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
+from mindgrpo.plan.activations import row_lines
 from mindgrpo.plan.fit import Verdict, verdict
 from mindgrpo.plan.link_time import GIGA, Links, busiest_link
 from mindgrpo.plan.memory import HostPlan, phase_needs
@@ -131,7 +132,7 @@ def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verd
         "seconds": Roofline(plan).step().lines(),
         "ranked": layouts.lines(loaded, plan) if flags.layouts else [],
         "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, flags.links)],
-        "batch": plan.batch.lines(),
+        "batch": [*plan.batch.lines(), *row_lines(plan.config)],
         "algorithm": algorithm_lines(plan.config, plan.batch),
     }
     for name, lines in sections.items():

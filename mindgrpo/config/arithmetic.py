@@ -81,7 +81,7 @@ class BatchPlan:
         lines = [
             f"samples a step: {prompts} = {self.samples_per_step}",
             f"updates a rollout: {updates}, {at_most}{self.samples_per_update} samples each",
-            f"rows: {rl.seq_length} tokens, {packed}; {_count(rows, 'row')} a micro-batch{cut}, at most "
+            f"rows: at most {rl.seq_length} tokens, {packed}; {_count(rows, 'row')} a micro-batch{cut}, at most "
             f"{_count(most, 'micro-batch', 'micro-batches')} an update",
         ]
         if rl.num_iterations > 1:

@@ -57,7 +57,7 @@ class StepOutcome:
 
     `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
     `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
-    `partial` where every rollout is whole.
+    `partial` where every rollout is whole. `late_compiles` counts graphs compiled in steps after the session's first.
     """
 
     batch: TrainBatch
@@ -70,6 +70,7 @@ class StepOutcome:
     resampling: Resampling | None = None
     correction: RolloutCorrection | None = None
     partial: PartialMetrics | None = None
+    late_compiles: int = 0
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
@@ -260,6 +261,7 @@ def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
         "rollout/wasted_fraction": rollout.wasted,
         "rollout/slot_occupancy": rollout.occupancy,
         "compiles": len(backend.compile_log.entries),
+        "late_compiles": outcome.late_compiles,
     }
 
 

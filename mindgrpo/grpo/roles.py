@@ -5,9 +5,11 @@ Knows which role needs which memory when, and that the engine's weights are the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.backend.contract import Backend
 from mindgrpo.memory.residency import PHASES, Residency
 from mindgrpo.models.pipeline import ForwardPipeline
@@ -62,6 +64,14 @@ class Roles:
                 )
             self._to_reference = self._syncer_to(target)
         self._register_memory()
+
+    @property
+    def shape_choices(self) -> Mapping[str, ShapeChoice]:
+        """Returns what chooses the shapes of micro-batches, by phase."""
+        choices = {"old_logps": self.policy.pipeline.shapes, "update": self.policy.shapes}
+        if self.reference is not None and self.reference.pipeline is not None:
+            choices["reference"] = self.reference.pipeline.shapes
+        return choices
 
     def _register_memory(self) -> None:
         policy, residency = self.policy, self.residency

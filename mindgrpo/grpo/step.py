@@ -95,6 +95,8 @@ class Stepper:
         self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
         self.partial, self._learning_rate, self._phases = partial, learning_rate, phases
         self._seconds: dict[str, float] = {}
+        # Graphs that were compiled after this session's first step; None before its end.
+        self._late_compiles: int | None = None
 
     @property
     def unfinished(self) -> tuple[PartialGroup, ...]:
@@ -104,7 +106,7 @@ class Stepper:
     def run(self, step: int) -> StepOutcome:
         """Runs step number `step`, from 0; all ranks together, with the same outcome. Raises GapTooLarge."""
         self._seconds, self.replicas.stats = {}, RolloutStats()
-        started = time.perf_counter()
+        started, compiles = time.perf_counter(), len(self.backend.compile_log.entries)
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
         packed = PackedRollout(rollout)
@@ -123,6 +125,8 @@ class Stepper:
         reports, skipped, lr = self._update(step, batch, packed, bad)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
+        compiles = len(self.backend.compile_log.entries) - compiles
+        self._late_compiles = 0 if self._late_compiles is None else self._late_compiles + compiles
         return StepOutcome(
             batch,
             scored,
@@ -134,6 +138,7 @@ class Stepper:
             resampling,
             correction,
             None if self.partial is None else self.partial.metrics,
+            self._late_compiles,
         )
 
     @contextmanager

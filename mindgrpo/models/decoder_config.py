@@ -68,6 +68,13 @@ class DecoderConfig:
     sliding_window: int | None
     raw: Mapping[str, Any]
 
+    @property
+    def column_cost(self) -> float:
+        """Returns what a token's attention to one column costs, as a share of a layer's matrix products."""
+        queries = self.num_attention_heads * self.head_dim
+        projections = 2 * (queries + self.num_key_value_heads * self.head_dim)
+        return 2 * queries / (self.hidden_size * (projections + 3 * self.intermediate_size))
+
 
 def read_config(directory: str | Path) -> DecoderConfig:
     """Reads the decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""

@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.backend.contract import Backend, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
@@ -27,10 +28,10 @@ from mindgrpo.parallel.mesh import Mesh
 
 
 class ForwardPipeline:
-    """Forward passes of `shard`'s stage over micro-batches of `shape`, whose positions stay below `num_positions`.
+    """Forward passes of `shard`'s stage over micro-batches of at most `widest`; positions stay below `num_positions`.
 
-    `num_stages` ranks hold a stage each, this one stage number `stage_index`. `forward` is the stage's compiled graph,
-    `net` the stage with the head on the last stage, None on the others.
+    `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`.
+    `forward` is the stage's compiled graph, `net` the stage with the head on the last stage, None on the others.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class ForwardPipeline:
         shard: Shard,
         backend: Backend,
         name: str,
-        shape: MicroShape,
+        widest: MicroShape,
         num_positions: int,
         temperature: float,
         recompute: Recompute = KEEP_ALL,
@@ -46,7 +47,7 @@ class ForwardPipeline:
         mesh = shard.weights.layout.mesh
         rank = shard.weights.rank
         self.shard = shard
-        self.shape = shape
+        self.shapes = shape_choice(shard, backend, widest)
         self.progress = partial(backend.health.progress, "micro-batches")
         self.stage = Stage(shard, num_positions, recompute)
         self.net = None
@@ -56,13 +57,17 @@ class ForwardPipeline:
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
-        activations = (shape.tokens, shard.config.hidden_size)
+        activations = self.activations(widest.tokens)
         self.links: dict[str, Link] = {}
         # The earlier pair first, as on the neighbour: each end waits for the other's.
         if self.stage_index > 0:
             self.links["previous"] = backend.link(ranks[self.stage_index - 1], activations)
         if self.stage_index + 1 < self.num_stages:
             self.links["next"] = backend.link(ranks[self.stage_index + 1], activations)
+
+    def activations(self, num_tokens: int) -> tuple[int, int]:
+        """Returns the shape of what passes between stages of a micro-batch."""
+        return num_tokens, self.shard.config.hidden_size
 
     def log_probs(
         self, batches: Sequence[MicroBatch]
@@ -72,15 +77,22 @@ class ForwardPipeline:
         for i, batch in enumerate(batches):
             self.progress(i, len(batches))
             is_first = self.stage_index == 0
-            previous = None if is_first else self.links["previous"].exchange(None, receives=True)
-            x = Tensor(batch.tokens) if is_first else previous
+            if is_first:
+                x = Tensor(batch.tokens)
+            else:
+                x = self.links["previous"].exchange(None, self.activations(batch.tokens.size))
             inputs = tensors_of(StageInputs, batch)
             if self.net is None:
-                self.links["next"].exchange(self.forward(x, *inputs), receives=False)
+                self.links["next"].exchange(self.forward(x, *inputs), receives=None)
                 continue
             logp, entropy = self.forward(x, *inputs, *tensors_of(HeadInputs, batch))
             results.append((logp.asnumpy(), entropy.asnumpy()))
         return None if self.net is None else results
+
+
+def shape_choice(shard: Shard, backend: Backend, widest: MicroShape) -> ShapeChoice:
+    """Returns a choice of shapes for graphs of `shard`."""
+    return ShapeChoice(widest, 0.0 if backend.kernels.ragged else shard.config.column_cost)
 
 
 def compute_log_probs(
@@ -93,7 +105,8 @@ def compute_log_probs(
     own: dict[int, np.ndarray] = {}
     if pipeline is not None:
         index = mesh.index(backend.rank, "dp")
-        batches = packed.micro_batches(pipeline.shape, mesh.dp, index)
+        shape = pipeline.shapes.choose(packed, mesh.dp)
+        batches = packed.micro_batches(shape, mesh.dp, index)
         results = pipeline.log_probs(batches)
         if results is not None and mesh.index(backend.rank, "mp") == 0:
             for batch, (logps, _) in zip(batches, results, strict=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mindgrpo.algorithm.packing import MicroShape
+from mindgrpo.algorithm.row_shapes import MAX_SHAPES, SHORTEST, row_lengths
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
@@ -234,23 +235,46 @@ def _chunk_rows(graphs: Graphs) -> int:
 
 
 def update_shape(config: Config, ragged: bool) -> MicroShape:
-    """Returns the shape of an update's micro-batch on each data-parallel rank; `ragged` is a property of kernels."""
+    """Returns the widest shape of an update's micro-batch on each data-parallel rank; `ragged` is the kernels'."""
     rl = config.rl_config
     return _micro_shape(config, rl.batch_size // rl.micro_batch_interleaved, ragged)
 
 
 def reference_shape(config: Config, ragged: bool) -> MicroShape:
+    """Does the same of the reference's."""
     return _micro_shape(config, config.ref_config.ref_model_batch_size, ragged)
 
 
 def _micro_shape(config: Config, rows: int, ragged: bool) -> MicroShape:
-    """Returns `rows` rows of seq_length, or one as long as all of them where kernels are `ragged`."""
-    rl = config.rl_config
-    if not rl.packing:
-        return MicroShape(rows, rl.seq_length, 1)
-    if ragged:
-        return MicroShape(1, rows * rl.seq_length, rl.pack_num and rows * rl.pack_num)
-    return MicroShape(rows, rl.seq_length, rl.pack_num)
+    """Returns `rows` rows of the longest content, or one as long as all of them where kernels are `ragged`."""
+    rl, generate = config.rl_config, config.generate_config
+    per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
+    # Environments may give prompts of their own, of any length.
+    if per_row and not rl.has_conversations:
+        longest = generate.max_prompt_length + generate.sampling_config.max_tokens
+        length = min(length, -(-per_row * longest // SHORTEST) * SHORTEST)
+    if ragged and rl.packing:
+        return MicroShape(1, rows * length, per_row and rows * per_row)
+    return MicroShape(rows, length, per_row)
+
+
+def row_lines(config: Config) -> list[str]:
+    """Describes the lengths that rows may have."""
+    ragged = kernel_kind(config) == "native"
+    update, reference = update_shape(config, ragged), reference_shape(config, ragged)
+    shapes = {"update": update, "reference": reference}
+    if config.rl_config.beta == 0 or update.length == reference.length:
+        shapes = {"": update}
+    lines = []
+    for name, shape in shapes.items():
+        *shorter, longest = map(str, row_lengths(shape.length))
+        lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
+        rows = f"{shape.rows} rows" if shape.rows > 1 else "one row"
+        title = f"{name} micro-batches" if name else "micro-batches"
+        lines.append(
+            f"{title}: {rows} of {lengths} tokens, as their content needs; at most {MAX_SHAPES} shapes a graph in a run"
+        )
+    return lines
 
 
 def kernel_kind(config: Config) -> Kind:

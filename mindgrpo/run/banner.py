@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.models.parameters import num_parameters
+from mindgrpo.plan.activations import row_lines
 
 if TYPE_CHECKING:  # `mindgrpo plan` needs neither
     from mindgrpo.backend.contract import Backend
@@ -34,7 +35,7 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
         "run": [f"{steps} ({backend.name}, {computes_in})"],
         "model": described,
         "layouts": plan.layout_lines(),
-        "batch": plan.batch.lines(),
+        "batch": [*plan.batch.lines(), *row_lines(config)],
         "algorithm": algorithm_lines(config, plan.batch),
         "memory": plan.memory_lines() if config.verbose else [plan.most_memory()],
         "reshard": plan.reshard_lines(),

@@ -25,6 +25,7 @@ from mindgrpo.checkpoint.format import (
     Manifest,
     RunState,
     StoredAdapters,
+    StoredShapes,
     stored_groups,
 )
 from mindgrpo.checkpoint.load import check_tensors, load_role
@@ -142,6 +143,10 @@ class RunCheckpoints:
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
             unfinished=stored_groups(unfinished),
+            shapes={
+                phase: StoredShapes(in_use=list(choice.in_use), excess=choice.excess)
+                for phase, choice in self._roles.shape_choices.items()
+            },
             **self._record.history(),
         )
         figures: dict[str, Any] = {}

@@ -110,6 +110,9 @@ class Session:
             self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts
             owners = prompts.at([group.position for group in state.unfinished])
             self.unfinished = restored_groups(state.unfinished, [owner.ids for owner in owners])
+            for phase, shapes in state.shapes.items():
+                if phase in roles.shape_choices:
+                    roles.shape_choices[phase].restore(shapes.in_use, shapes.excess)
             record.console.line(
                 f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )

@@ -64,8 +64,10 @@ class _StageRun:
         outgoing = self._outputs if is_next else self._input_gradients
         incoming = self._output_gradients if is_next else self._inputs
         sent = None if action.sends is None else outgoing.pop(action.sends)
-        link = self._pipeline.links[action.neighbour]
-        arrived = link.exchange(sent, receives=action.receives is not None)
+        link, shape = self._pipeline.links[action.neighbour], None
+        if action.receives is not None:
+            shape = self._pipeline.activations(self._batches[action.receives].tokens.size)
+        arrived = link.exchange(sent, shape)
         if action.receives is not None:
             incoming[action.receives] = arrived
 

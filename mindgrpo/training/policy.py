@@ -13,7 +13,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
@@ -24,7 +24,7 @@ from mindgrpo.weights.local_weights import Weights, round_into
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Positions stay below `num_positions`; `temperature` is the sampling one.
+    """Micro-batches have `shape` at most; positions stay below `num_positions`; `temperature` is the sampling one.
 
     `keeps_entropies`: reports of updates have those of every token.
     """
@@ -73,6 +73,8 @@ class Policy:
             settings.temperature,
             settings.recompute,
         )
+        # Of the backward graphs; those of the forward passes are the pipeline's.
+        self.shapes = shape_choice(self.shard, backend, settings.shape)
         self.masters = self._make_masters()
         self.optimizer = AdamW(
             self.masters, self.gradients, backend, settings.adamw, settings.moments_on_host

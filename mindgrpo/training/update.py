@@ -13,7 +13,13 @@ import numpy as np
 from mindgrpo.algorithm import losses, non_finite
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
-from mindgrpo.algorithm.packing import MicroBatch, PackedRollout, num_micro_batches, padding_share
+from mindgrpo.algorithm.packing import (
+    MicroBatch,
+    PackedRollout,
+    PackedRow,
+    num_micro_batches,
+    padding_share,
+)
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
@@ -37,14 +43,24 @@ def accumulate_gradients(
     Returns the results of this rank's samples, empty unless it is of the last stage, and the share of padding over all
     ranks.
     """
+    mesh = policy.weights.layout.mesh
+    share = mesh.index(policy.backend.rank, "dp")
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
-    if with_gradient:
-        own |= _backward(policy, batch, _micro_batches(policy, packed, with_gradient), weights)
-    if forward_only:
-        micro_batches = _micro_batches(policy, packed, forward_only)
-        own |= _by_sample(micro_batches, policy.pipeline.log_probs(micro_batches))
-    return own, _padding(policy, packed, [with_gradient, forward_only])
+    rows: list[PackedRow] = []
+    num_tokens = 0
+    for samples, shapes in ((with_gradient, policy.shapes), (forward_only, policy.pipeline.shapes)):
+        if not samples:
+            continue
+        shape = shapes.choose(packed, mesh.dp, samples)
+        micro_batches = packed.micro_batches(shape, mesh.dp, share, samples)
+        if samples is with_gradient:
+            own |= _backward(policy, batch, micro_batches, weights)
+        else:
+            own |= _by_sample(micro_batches, policy.pipeline.log_probs(micro_batches))
+        rows += packed.rows(shape, samples)
+        num_tokens += len(micro_batches) * shape.tokens * mesh.dp
+    return own, padding_share(rows, num_tokens)
 
 
 def _split(
@@ -63,24 +79,15 @@ def _split(
     rest = [i for i in everybody if not has_gradient[i]]
     if not rest:
         return everybody, []
+    num_shares = policy.weights.layout.mesh.dp
+    shape = policy.shapes.look(packed, num_shares, everybody)
     whole, backward, forward = (
-        _num_micro_batches(policy, packed, samples) for samples in (everybody, kept, rest)
+        num_micro_batches(packed.rows(shape, samples), shape, num_shares)
+        for samples in (everybody, kept, rest)
     )
     if backward + FORWARD_SHARE * forward < whole:
         return kept, rest
     return everybody, []
-
-
-def _num_micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> int:
-    """Counts the micro-batches of a rank."""
-    shape, num_shares = policy.settings.shape, policy.weights.layout.mesh.dp
-    return num_micro_batches(packed.rows(shape, members), shape, num_shares)
-
-
-def _micro_batches(policy: Policy, packed: PackedRollout, members: list[int]) -> list[MicroBatch]:
-    mesh = policy.weights.layout.mesh
-    share = mesh.index(policy.backend.rank, "dp")
-    return packed.micro_batches(policy.settings.shape, mesh.dp, share, members)
 
 
 def _backward(
@@ -101,14 +108,6 @@ def _by_sample(
         entropy = micro.gather(entropies)
         pairs |= {i: (values, entropy[i]) for i, values in micro.gather(logps).items()}
     return pairs
-
-
-def _padding(policy: Policy, packed: PackedRollout, members: Sequence[list[int]]) -> float:
-    shape, mesh = policy.settings.shape, policy.weights.layout.mesh
-    chosen = [samples for samples in members if samples]
-    rows = [row for samples in chosen for row in packed.rows(shape, samples)]
-    count = sum(_num_micro_batches(policy, packed, samples) for samples in chosen)
-    return padding_share(rows, count * shape.tokens * mesh.dp)
 
 
 def _loss_inputs(

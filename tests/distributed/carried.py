@@ -43,19 +43,19 @@ def _through_link(backend: Backend) -> list[int]:
     """Twenty tensors from rank 0 to rank 1, which begins late and answers each; what either gets, in order."""
     if backend.rank > 1:
         return []
-    shape = (5, 3)
-    link = backend.link(1 - backend.rank, shape)
+    link = backend.link(1 - backend.rank, (5, 3))
     marks = []
     for i in range(20):
+        shape = (1 + i % 5, 3)
         if backend.rank == 1 and i == 0:
             time.sleep(0.2)
         # One way alone, then both at once.
         if backend.rank == 0:
-            link.exchange(Tensor(np.full(shape, i, np.float32)), receives=False)
-            arrived = link.exchange(Tensor(np.full(shape, 100 + i, np.float32)), receives=True)
+            link.exchange(Tensor(np.full(shape, i, np.float32)), receives=None)
+            arrived = link.exchange(Tensor(np.full(shape, 100 + i, np.float32)), receives=shape)
         else:
-            arrived = link.exchange(None, receives=True)
-            back = link.exchange(Tensor(np.full(shape, 200 + i, np.float32)), receives=True)
+            arrived = link.exchange(None, receives=shape)
+            back = link.exchange(Tensor(np.full(shape, 200 + i, np.float32)), receives=shape)
             marks += _marks(back)
         marks += _marks(arrived)
     return marks

@@ -195,6 +195,8 @@ class Case:
     infer: tuple[int, int]
     recompute: bool = False
     backend: str = "shared_memory"
+    # Rows are as long as their content, 64 tokens, where they may be longer.
+    widest: int = ROW_LENGTH
 
     @property
     def world(self) -> tuple[int, str]:
@@ -219,7 +221,7 @@ SPREAD = (
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
     Case("olmo2", (1, 2, 1), (2, 1), recompute=True),
-    Case("dapo", (1, 2, 2), (2, 2)),
+    Case("dapo", (1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("tools", (2, 2, 2), (4, 2)),
     Case("environment", (1, 2, 1), (2, 1)),
@@ -229,8 +231,9 @@ SPREAD = (
     Case("gspo", (2, 1, 2), (1, 4), backend="high"),
     Case("partial", (1, 2, 2), (2, 2), backend="high"),
     Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
-    Case("one update", (1, 1, 3), (3, 1), backend="device"),  # a stage in the middle
-    Case("low rank", (2, 1, 2), (1, 4), backend="device"),
+    # A stage in the middle.
+    Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
+    Case("low rank", (2, 1, 2), (1, 4), backend="device", widest=256),
     # Keys that two ranks hold; norms and biases that all do.
     Case("olmo2", (1, 4, 1), (2, 2), backend="device"),
 )

@@ -134,7 +134,7 @@ class Run:
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
-            shape=MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
+            shape=MicroShape(c.MICRO_ROWS, self.case.widest),
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
@@ -170,7 +170,7 @@ class Run:
             Shard(self.config, weights, self.backend),
             self.backend,
             "reference",
-            MicroShape(c.MICRO_ROWS, c.ROW_LENGTH),
+            MicroShape(c.MICRO_ROWS, self.case.widest),
             c.ROW_LENGTH,
             c.TEMPERATURE,
         )

@@ -60,15 +60,15 @@ class CpuGraph(Graph):
 class CpuLink(Link):
     """A ring of slots in each direction, so that a sender runs ahead."""
 
-    def __init__(self, outgoing: SharedLink, incoming: SharedLink, shape: Sequence[int]) -> None:
-        self._outgoing, self._incoming, self._shape = outgoing, incoming, tuple(shape)
+    def __init__(self, outgoing: SharedLink, incoming: SharedLink) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
 
-    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
+    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
         if outgoing is not None:
             self._outgoing.send(outgoing.asnumpy())
-        return (
-            Tensor.from_numpy(self._incoming.receive(self._shape, np.float32)) if receives else None
-        )
+        if receives is None:
+            return None
+        return Tensor.from_numpy(self._incoming.receive(receives, np.float32))
 
 
 def _notices() -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class CpuBackend(Backend):
         # Both ends make the two in one order, or each would wait for the other's first.
         down, up = ring(low, high), ring(high, low)
         outgoing, incoming = (down, up) if self.rank == low else (up, down)
-        return CpuLink(outgoing, incoming, shape)
+        return CpuLink(outgoing, incoming)
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return CpuGraph(cell, name, self.compile_log, self.computing)

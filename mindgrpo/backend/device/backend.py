@@ -78,16 +78,14 @@ class DeviceLink(Link):
     def __init__(
         self,
         peer: int,
-        shape: Sequence[int],
         exchange: Callable[[Mapping[int, Any], Mapping[int, Sequence[int]], Dtype], dict[int, Any]],
         dtype: Dtype,
     ) -> None:
-        self._peer, self._shape = peer, tuple(shape)
-        self._exchange, self._dtype = exchange, dtype
+        self._peer, self._exchange, self._dtype = peer, exchange, dtype
 
-    def exchange(self, outgoing: Any | None, receives: bool) -> Any | None:
+    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
         sends = {} if outgoing is None else {self._peer: outgoing}
-        wanted = {self._peer: self._shape} if receives else {}
+        wanted = {} if receives is None else {self._peer: receives}
         return self._exchange(sends, wanted, self._dtype).get(self._peer)
 
 
@@ -196,7 +194,7 @@ class DeviceBackend(Backend):
         return self._names[ranks]
 
     def link(self, peer: int, shape: Sequence[int]) -> DeviceLink:
-        return DeviceLink(peer, shape, self.exchange, self.compute_dtype)
+        return DeviceLink(peer, self.exchange, self.compute_dtype)
 
     def exchange(
         self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
