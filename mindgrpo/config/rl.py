@@ -262,7 +262,8 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     batch_size: int = Field(4, ge=1)
     """packed rows per micro-batch on each data-parallel rank of the trainer"""
     seq_length: int = Field(1024, ge=2)
-    """maximum length of a packed row in tokens"""
+    """maximum length of a packed row in tokens; the rows of a step are as long as their content, in one of a few
+    lengths"""
     packing: bool = True
     """pack several samples into a row; false: one sample per row"""
     pack_num: int | None = Field(None, ge=1)

@@ -44,8 +44,7 @@ HINTS = (  # key in the metrics, the share above which it is worth a hint, the h
     (
         "padding_share",
         0.5,
-        "of the positions that the update computes are padding: lower rl_config.batch_size (rows a micro-batch), or "
-        "seq_length if the samples are much shorter",
+        "of the positions that the update computes are padding: lower rl_config.batch_size (rows a micro-batch)",
     ),
 )
 
