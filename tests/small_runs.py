@@ -64,7 +64,7 @@ generate_config:
 monitor_config: {{per_token: 1}}
 """
 TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
-OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles")
+OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles")
 
 
 def make_inputs(folder: Path) -> None:
