@@ -120,6 +120,18 @@ def test_all_data_parallel_ranks_get_one_shape_though_one_needs_more_picks() -> 
     assert sizes == {shape.picks}
 
 
+def test_a_prompt_that_many_short_samples_share_never_needs_more_picks_than_tokens() -> None:
+    rollout = packed((2, 2), (1, 1), (3, 4), group=90)
+    choice = ShapeChoice(MicroShape(2, 256))
+    choice.choose(packed((20, 100)), 1)
+    for _ in range(3):
+        shape = choice.choose(rollout, 1)
+        assert shape.picks is not None and shape.picks <= shape.tokens
+        assert sum(len(row) for row in rollout.rows(shape)) == 3 * 90
+        rollout.micro_batches(shape, 1, 0)
+    assert len(choice.in_use) <= MAX_SHAPES
+
+
 def test_looking_changes_nothing() -> None:
     choice = ShapeChoice(MicroShape(2, 4096, 1))
     rollout = packed((100, 300))

@@ -68,15 +68,24 @@ class _Bundle:
     def cost(self) -> int:
         return self.prompt + sum(cost for _, cost in self.samples)
 
-    def split(self, room: int, most: int) -> _Bundle:
+    def fits(self, room: int, most: int, picks: int) -> bool:
+        return self.cost <= room and len(self.samples) <= most and self.picks <= picks
+
+    @property
+    def picks(self) -> int:
+        """Returns the predicting positions: one more a sample than it has columns, as the prompt's last has several."""
+        return sum(cost + 1 for _, cost in self.samples)
+
+    def split(self, room: int, most: int, picks: int) -> _Bundle:
         """Takes out the longest samples that fit `room`, at most `most`, as a bundle, which may be empty."""
         taken: list[tuple[int, int]] = []
         left: list[tuple[int, int]] = []
         room -= self.prompt
         for sample, cost in self.samples:
-            if cost <= room and len(taken) < most:
+            if cost <= room and len(taken) < most and cost < picks:
                 taken.append((sample, cost))
                 room -= cost
+                picks -= cost + 1
             else:
                 left.append((sample, cost))
         self.samples = left
@@ -95,7 +104,9 @@ def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[P
         row: list[Placed] = []
         used = 0
         while len(row) < limit:
-            bundle = _take(waiting, shape.length - used, limit - len(row))
+            # No row predicts more than it has columns, so that as many picks always suffice.
+            picks = shape.length - sum(placed.completion for placed in row)
+            bundle = _take(waiting, shape.length - used, limit - len(row), picks)
             if bundle is None:
                 break
             start = used + bundle.prompt
@@ -127,14 +138,14 @@ def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[
     return bundles
 
 
-def _take(waiting: list[_Bundle], room: int, most: int) -> _Bundle | None:
+def _take(waiting: list[_Bundle], room: int, most: int, picks: int) -> _Bundle | None:
     """Takes the largest bundle that fits whole, else as much of one as fits; None if none fits."""
     waiting.sort(key=lambda b: (-b.cost, b.samples[0]))
     for index, bundle in enumerate(waiting):
-        if bundle.cost <= room and len(bundle.samples) <= most:
+        if bundle.fits(room, most, picks):
             return waiting.pop(index)
     for bundle in waiting:
-        taken = bundle.split(room, most)
+        taken = bundle.split(room, most, picks)
         if taken.samples:
             return taken
     return None
