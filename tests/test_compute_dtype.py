@@ -35,7 +35,6 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.plan.run_plan import plan_run
-from mindgrpo.rollout.embedded import plain
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.pretrained import fill_random
@@ -179,9 +178,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def make(*words: str) -> Path:
         if words not in known:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(plain, "DECODE_STEPS", 2)
-                known[words] = run(folder, folder / f"run{len(known)}", *words)
+            known[words] = run(folder, folder / f"run{len(known)}", *words)
         return known[words]
 
     return make

@@ -38,7 +38,6 @@ from mindgrpo.memory.residency import Location, Residency
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs, fill_adapters, merge
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
@@ -58,12 +57,6 @@ def device() -> Backend:
 @pytest.fixture(scope="module")
 def host() -> Backend:
     return CpuBackend({})
-
-
-@pytest.fixture(autouse=True)
-def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Compiles in half of the time; two tokens a call show what several do.
-    monkeypatch.setattr(plain, "DECODE_STEPS", 2)
 
 
 def bits(count: int, seed: int = 0) -> np.ndarray:

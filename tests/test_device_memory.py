@@ -33,7 +33,6 @@ from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.plan.memory import phase_needs
 from mindgrpo.plan.run_plan import plan_run
-from mindgrpo.rollout.embedded import plain
 from mindgrpo.weights.local_weights import Weights
 
 MIB = 1 << 20
@@ -132,7 +131,6 @@ def test_metrics_have_the_peak_that_the_device_measured_beside_the_planned_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = iter(range(1, 1000))
-    monkeypatch.setattr(plain, "DECODE_STEPS", 2)
     monkeypatch.setattr(HostCpuBackend, "take_device_peak", lambda self: next(counted) * MIB)
     make_inputs(tmp_path)
     words = ("--context.backend", "device", "--rl_config.max_steps", "2")

@@ -17,7 +17,6 @@ from small_runs import completions, make_inputs, model_bits, rows, run
 
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.rollout.embedded import plain
 
 DEVICE = ("--context.backend", "device")
 STEPS = ("--rl_config.max_steps", "3")
@@ -36,10 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
     def make(*words: str) -> Path:
         if words not in known:
-            with pytest.MonkeyPatch.context() as patch:
-                # Compiles in half of the time.
-                patch.setattr(plain, "DECODE_STEPS", 2)
-                known[words] = run(folder, folder / f"run{len(known)}", *words)
+            known[words] = run(folder, folder / f"run{len(known)}", *words)
         return known[words]
 
     return make

@@ -22,6 +22,7 @@ from mindgrpo.rollout.embedded.sampling import GumbelNoise, variates
 from mindgrpo.rollout.noise import (
     EVALUATION,
     ROLLOUT,
+    bits_at,
     gumbel,
     gumbel_of,
     position_keys,
@@ -145,6 +146,13 @@ def test_keys_and_noise_are_the_same_in_c_bit_for_bit(tmp_path: Path) -> None:
         call(int(key), 9, 1000, out.size, out.ctypes.data)
         expected = gumbel(position_keys(np.array([key]), np.array([9])), 1000, out.size)[0]
         np.testing.assert_array_equal(out.view(np.int32), expected.view(np.int32))
+
+
+def test_single_tokens_have_the_bits_of_all() -> None:
+    keys = position_keys(sample_keys(3, ROLLOUT, 9, range(200)), np.arange(200))
+    tokens = np.random.default_rng(0).integers(0, 300, 200)
+    every = token_bits(keys, 0, 300)
+    np.testing.assert_array_equal(bits_at(keys, tokens), every[np.arange(200), tokens])
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 67), (37, 100), (1024, 64)])

@@ -18,9 +18,11 @@ from scipy.stats import chi2
 from slots_by_hand import HIDDEN, Ranks
 
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.rollout.embedded.sampling import Sampler
+from mindgrpo.rollout.embedded import sampling
+from mindgrpo.rollout.embedded.sampling import Candidates
 from mindgrpo.rollout.noise import ROLLOUT, gumbel, position_keys, sample_keys
 
 ROWS, VOCAB = 128, 67
@@ -33,8 +35,38 @@ WITH_C = pytest.mark.skipif(library.library_path() is None, reason="no C compile
 KINDS = [0, *(pytest.param(tp_size, marks=WITH_C) for tp_size in (1, 2, 4))]
 
 
+class Sampler:
+    """The graph of one rank and what the host makes of it: all logits are candidates where others are not enough."""
+
+    def __init__(self, settings: SamplingParams, vocab: int) -> None:
+        others = CpuBackend({}).group((0,)), Kernels()
+        self.settings, self.vocab = settings, vocab
+        self.some, self.every = (Candidates(settings, vocab, 0, *others, a) for a in (False, True))
+
+    def __call__(
+        self, logits: np.ndarray, keys: np.ndarray, banned: np.ndarray, seen: np.ndarray
+    ) -> sampling.Drawn:
+        """`keys` are those of positions."""
+        drawn = self.of(self.some, logits, keys, banned, seen)
+        if drawn.is_complete.all():
+            return drawn
+        return self.of(self.every, logits, keys, banned, seen)
+
+    def of(
+        self,
+        graph: Candidates,
+        logits: np.ndarray,
+        keys: np.ndarray,
+        banned: np.ndarray,
+        seen: np.ndarray,
+    ) -> sampling.Drawn:
+        inputs = [array.astype(np.float32) for array in (logits, banned, seen)]
+        inputs.insert(1, keys.view(np.int32).reshape(-1, 2))
+        columns = graph(*map(Tensor, inputs)).asnumpy()
+        return sampling.draw(self.settings, columns, keys, self.vocab)
+
+
 def plain_sampler() -> Draw:
-    backend = CpuBackend({})
     graphs: dict[SamplingParams, Sampler] = {}
 
     def call(
@@ -43,13 +75,11 @@ def plain_sampler() -> Draw:
         keys: np.ndarray,
         banned: np.ndarray,
         seen: np.ndarray,
-    ) -> Drawn:
+    ) -> sampling.Drawn:
         if settings not in graphs:
-            graphs[settings] = Sampler(settings, VOCAB, 0, backend.group((0,)))
-        noise = gumbel(position_keys(keys, np.zeros(len(keys), np.int64)), 0, VOCAB)
-        arrays = (logits, noise, banned, seen)
-        tokens, logps = graphs[settings](*(Tensor(a.astype(np.float32)) for a in arrays))
-        return tokens.asnumpy(), logps.asnumpy()
+            graphs[settings] = Sampler(settings, VOCAB)
+        keys = position_keys(keys, np.zeros(len(keys), np.int64))
+        return graphs[settings](logits, keys, banned, seen)[:2]
 
     return call
 
@@ -68,7 +98,7 @@ def kernels(tp_size: int) -> Draw:
         keys: np.ndarray,
         banned: np.ndarray,
         seen: np.ndarray,
-    ) -> Drawn:
+    ) -> sampling.Drawn:
         prompts = [np.flatnonzero(row).astype(np.int32) for row in seen]
         tokens, logps, _ = of(settings).draw(logits, keys, prompts)
         if settings.min_tokens:
@@ -153,6 +183,30 @@ def test_every_token_and_log_prob_is_that_of_the_definition(draw: Draw, name: st
         np.testing.assert_allclose(logps, expected_logps, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "top" in name or "min_p" in name])
+def test_candidates_that_are_too_few_are_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one candidate beyond top-k, and four where only a mass says how many are kept; many logits are equal."""
+    monkeypatch.setattr(sampling, "SPARE", 1)
+    monkeypatch.setattr(sampling, "BY_MASS", 4)
+    settings = SETTINGS[name]
+    sampler = Sampler(settings, VOCAB)
+    for seed in (0, 1):
+        logits, keys, banned, seen = case(seed)
+        logits = np.round(logits * 2) / 2
+        at_first = position_keys(keys, np.zeros(ROWS, np.int64))
+        tokens, logps, is_complete = sampler.of(sampler.some, logits, at_first, banned, seen)
+        expected_tokens, expected_logps = reference(settings, logits, keys, banned, seen)
+        assert is_complete.any()
+        if name in ("top_k", "top_p", "top_k_and_top_p"):
+            assert not is_complete.all()
+        np.testing.assert_array_equal(tokens[is_complete], expected_tokens[is_complete])
+        np.testing.assert_allclose(logps[is_complete], expected_logps[is_complete], atol=1e-5)
+        all_tokens = sampler(logits, at_first, banned, seen).tokens
+        np.testing.assert_array_equal(all_tokens, expected_tokens)
+
+
 FEW, LONGEST = 24, 1024
 FREE = SamplingParams()
 OFTEN = {
@@ -172,13 +226,11 @@ def drawn_by_kernels(settings: SamplingParams, logits: np.ndarray) -> np.ndarray
 
 
 def drawn_by_graph(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
-    group = CpuBackend({}).group((0,))
-    sampler, rows = Sampler(settings, FEW, 0, group), 1 << 14
+    sampler, rows = Sampler(settings, FEW), 1 << 14
     keys = sample_keys(0, ROLLOUT, 0, range(LONGEST))[:, None]
     keys = position_keys(keys, np.arange(LONGEST)[None]).reshape(-1, rows)
-    every, banned = Tensor(np.tile(logits, (rows, 1))), Tensor(np.ones(rows, np.float32))
-    noise = (Tensor(gumbel(some, 0, FEW)) for some in keys)
-    return np.stack([sampler(every, some, banned, every)[0].asnumpy() for some in noise])
+    every, banned = np.tile(logits, (rows, 1)), np.ones(rows)
+    return np.stack([sampler(every, some, banned, every).tokens for some in keys])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def position_keys(sample_keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Hashes each key (uint64) and number (uint32): uint32 [keys, numbers]."""
+    """Hashes each key (uint64) and number (uint32 [numbers] or [keys, numbers]): uint32 [keys, numbers]."""
     x = numbers * TOKEN_STRIDE + keys.astype(np.uint32)[:, None]
     for number, (shift, factor) in enumerate(TRIPLE32):
         x ^= x >> np.uint32(shift)
@@ -54,6 +54,15 @@ def _triple32(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
             x += (keys >> np.uint64(32)).astype(np.uint32)[:, None]
         x *= np.uint32(factor)
     return x ^ (x >> np.uint32(14))
+
+
+def bits_at(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Returns uint32 [n]: what token_bits has for key i and token `tokens[i]`."""
+    numbers, half = tokens.astype(np.uint32)[:, None], np.uint32(16)
+    pairs = _triple32(keys, numbers // np.uint32(32) * half + numbers % half)
+    upper = np.where(numbers % np.uint32(32) < half, pairs << half, pairs & np.uint32(0xFFFF0000))
+    swapped = keys << np.uint64(32) | keys >> np.uint64(32)
+    return (upper | _triple32(swapped, numbers) >> half)[:, 0]
 
 
 def token_bits(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:

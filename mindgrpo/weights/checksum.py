@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from mindgrpo.backend.dtypes import bits_of
+from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weights.local_weights import Weights, device_bits
 
@@ -67,7 +68,7 @@ def device_sums(weights: Weights) -> dict[str, int]:
     for name in weights.names:
         factors = weights.layout.by_name[name].as_stored(_factors(weights.boxes[name]))
         rows, columns = reduce(np.multiply.outer, factors[:-1]).ravel(), factors[-1]
-        bits = _mixed(weights.part(name).reshape(rows.size, columns.size))
+        bits = mixed(device_bits(weights.part(name).reshape(rows.size, columns.size)))
         # Products wrap, and so a sum of any width has the sum's lower 32 bits.
         for of_dim, shape in ((rows, (-1, 1)), (columns, (1, -1))):
             bits = bits * Tensor(of_dim.view(np.int32)).reshape(shape)
@@ -75,14 +76,12 @@ def device_sums(weights: Weights) -> dict[str, int]:
     return sums
 
 
-def _mixed(part: Any) -> Any:
-    """Returns the elements' bits as int32, the upper half of four bytes in the lower one, too."""
-    bits = device_bits(part)
+def mixed(bits: Any) -> Any:
+    """Returns bits of elements as int32, the upper half of four bytes in the lower one, too."""
     if bits.dtype == ms.int16:
-        # Nothing is above: a shift, which NPUs have no vectors for, would add zeros.
+        # Nothing is above: a shift would add zeros.
         return ops.bitwise_and(bits.astype(ms.int32), 0xFFFF)
-    upper = ops.bitwise_and(ops.bitwise_right_shift(bits, 16), 0xFFFF)
-    return ops.bitwise_xor(bits, upper)
+    return ops.bitwise_xor(bits, right_shift(bits, 16))
 
 
 def _factors(box: Box) -> list[np.ndarray]:

@@ -48,7 +48,6 @@ from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.rollout.embedded import plain
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
@@ -68,8 +67,6 @@ from mindgrpo.weights.pretrained import fill_random
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "trajectory.json"
 BUCKET_BYTES = 32 << 10  # several rounds a pair
 SEED = 5
-# Compiles in half of the time.
-plain.DECODE_STEPS = 2
 
 
 def layout_of(config: DecoderConfig, mesh: Mesh) -> Layout:

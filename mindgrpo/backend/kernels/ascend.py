@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import mint, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import (
@@ -204,6 +204,17 @@ class _FusedSwiGlu(nn.Cell):
         return self.swiglu(both, -1)
 
 
+class _Largest(nn.Cell):
+    """By aclnn's kernel; ops.topk is another operation, which the package registers for the AI CPU alone."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def construct(self, x: Any) -> Any:
+        return mint.topk(x, self.count, 1)
+
+
 class AscendKernels(Kernels):
     """`attention_dtype` is what attention computes in, None for plain attention in float32; `ops` is for tests."""
 
@@ -226,6 +237,9 @@ class AscendKernels(Kernels):
     def glu(self, activation: Activation) -> nn.Cell:
         is_silu = activation == "silu"
         return _FusedSwiGlu(self._ops.swiglu) if is_silu else super().glu(activation)
+
+    def largest(self, count: int) -> nn.Cell:
+        return _Largest(count)
 
     def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
         return super().rope_and_mask(rotary) if self._dtype is None else RopeAndHidden(rotary)

@@ -117,6 +117,10 @@ class Kernels:
         """
         return mindspore_ops.PlainCachedAttention(heads, keys, values)
 
+    def largest(self, count: int) -> nn.Cell:
+        """Makes a cell: x [B, V] -> (the `count` largest of each row [B, count], falling, and their columns)."""
+        return mindspore_ops.Largest(count)
+
     def adamw(
         self,
         weight: np.ndarray,

@@ -23,6 +23,15 @@ SPREAD = 256
 SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
+def right_shift(x: Any, shift: int) -> Any:
+    """Returns int32 x >> shift, 8 or more, with zeros from above; by float32, which holds the 24 bits that stay.
+
+    NPUs have no vectors for shifts to the right: their AI CPU would compute them.
+    """
+    upper = ops.bitwise_and(x, -(1 << shift)).astype(ms.float32) * 2.0**-shift
+    return ops.bitwise_and(upper.astype(ms.int32), (1 << (32 - shift)) - 1)
+
+
 class RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -194,6 +203,15 @@ class AddRmsNorm(nn.Cell):
     def construct(self, x: Any, added: Any, weight: Any) -> Any:
         total = x + added
         return total, self.norm(total, weight)
+
+
+class Largest(nn.Cell):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def construct(self, x: Any) -> Any:
+        return ops.topk(x, self.count)
 
 
 class Glu(nn.Cell):

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 COUNT, LONG_ROWS = 1 << 16, 8192
@@ -60,12 +61,12 @@ class _Shifts(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shifts, self.masks = SHIFTS, tuple((1 << (32 - shift)) - 1 for shift in SHIFTS)
+        self.shifts = SHIFTS
 
     def construct(self, x: Any) -> Any:
         shifted: Any = ()
-        for i in range(len(self.shifts)):
-            shifted += (ops.bitwise_and(ops.bitwise_right_shift(x, self.shifts[i]), self.masks[i]),)
+        for shift in self.shifts:
+            shifted += (right_shift(x, shift),)
         return shifted
 
 

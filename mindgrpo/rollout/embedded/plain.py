@@ -1,7 +1,8 @@
 """The generator in plain operations: every slot has a full cache, and groups of free slots are refilled in Python.
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
-samples enter together, so that it is computed once.
+samples enter together, so that it is computed once. A call makes one token of every slot, so that a device may launch
+its kernels as one; the host chooses it among the candidates that the graph gives (sampling.py).
 
 The cache of a layer is one array [slots * K * S, D]; row (slot * K + head) * S + position. `B` slots, `S` cache
 length; other letters as in models/decoder.py.
@@ -10,7 +11,7 @@ length; other letters as in models/decoder.py.
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mindspore as ms
@@ -25,22 +26,19 @@ from mindgrpo.backend.kernels.shapes import NEVER
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
-from mindgrpo.rollout.embedded.sampling import GumbelNoise, Sampler
+from mindgrpo.rollout.embedded.sampling import Candidates, Drawn, draw
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
 
-# Tokens that one call of the decoding graph makes where a call copies between device and host.
-DECODE_STEPS = 4
 IDLE = -1
 
 
 class Decode(nn.Cell):
-    """(tokens int32 [B], positions int32 [B], keys int32 [T, B, 2], banned float32 [T, B]) -> the next T tokens of
-    every slot, int32 [T, B], and their log-probs [T, B].
+    """(tokens int32 [B], positions int32 [B], keys int32 [B, 2], banned float32 [B]) -> the candidates of every slot's
+    next token, as sampling.Candidates gives them.
 
-    `keys` are the noise's, the lower and the upper half of each, see sampling.GumbelNoise; `banned` as in
-    sampling.Sampler. A slot whose sample ends continues at the last position of its own cache; the caller leaves that
-    out.
+    `keys` are the noise's, the lower and the upper half of each. The same call again gives the same: what it writes to
+    the cache is a function of its inputs.
     """
 
     def __init__(
@@ -51,13 +49,16 @@ class Decode(nn.Cell):
         length: int,
         sampling: SamplingParams,
         seen: Parameter | None,
+        takes_all: bool = False,
     ) -> None:
+        """`takes_all` as in sampling.Candidates."""
         super().__init__()
         attends = [shard.kernels.cached_attention(shard.heads(), *cache) for cache in caches]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
-        self.sample = Sampler(sampling, shard.local_vocab, shard.first_token, shard.group)
+        first, vocabulary, group = shard.first_token, shard.local_vocab, shard.group
+        self.candidates = Candidates(sampling, vocabulary, first, group, shard.kernels, takes_all)
         rotary = Rotary(shard, length)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
@@ -66,24 +67,11 @@ class Decode(nn.Cell):
         self.row_starts = Tensor([[i * length for i in range(heads)]], ms.int32).reshape(
             slots, shard.kv_heads
         )
-        self.last = length - 1
         self.penalises = seen is not None
         self.seen = seen
-        first = shard.first_token
-        self.ids = Tensor([list(range(first, first + shard.local_vocab))], ms.int32)
-        self.is_greedy = sampling.greedy
-        self.noise = GumbelNoise(first, shard.local_vocab)
+        self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
 
     def construct(self, tokens: Any, positions: Any, keys: Any, banned: Any) -> Any:
-        drawn, logps = [], []
-        for i in range(keys.shape[0]):
-            at = ops.clamp(positions + i, None, self.last)
-            tokens, logp = self.next_token(tokens, at, keys[i], banned[i])
-            drawn.append(tokens)
-            logps.append(logp)
-        return ops.stack(drawn), ops.stack(logps)
-
-    def next_token(self, tokens: Any, positions: Any, keys: Any, banned: Any) -> Any:
         at = ops.expand_dims(positions, 1)
         past = (self.order <= at).astype(ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
@@ -100,10 +88,7 @@ class Decode(nn.Cell):
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
-        noise = logits
-        if not self.is_greedy:
-            noise = self.noise(keys)
-        return self.sample(logits, noise, banned, seen)
+        return self.candidates(logits, keys, banned, seen)
 
 
 class Prefill(nn.Cell):
@@ -163,7 +148,6 @@ class PlainDecoder:
     ) -> None:
         self._shard, self._sampling, self._cache_config = shard, sampling, cache_config
         self._progress = partial(backend.health.progress, "samples")
-        self._steps = 1 if backend.shares_memory else DECODE_STEPS
         self._length = cache_config.max_prompt + cache_config.max_tokens
         self._prompts_at_once = cache_config.prompts_at_once
         shape = (cache_config.slots * shard.kv_heads * self._length, shard.config.head_dim)
@@ -172,10 +156,10 @@ class PlainDecoder:
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), shard.heads())
         # Processors have no operations that attend in bfloat16.
         dtype: Dtype = "float32" if backend.shares_memory else backend.compute_dtype
-        cache = backend.pool(sizes.cache, dtype=dtype)
-        self.pools: list[Pool] = [cache]
+        pool = backend.pool(sizes.cache, dtype=dtype)
+        self.pools: list[Pool] = [pool]
         self.weight_pools: list[Pool] = []
-        buffers = [cache.parameter(f"cache{i}", i * size, shape) for i in range(count)]
+        buffers = [pool.parameter(f"cache{i}", i * size, shape) for i in range(count)]
         caches = list(zip(buffers[::2], buffers[1::2], strict=True))
         self._mark: Any = None
         seen = None
@@ -185,11 +169,13 @@ class PlainDecoder:
             seen = self.pools[-1].parameter("seen", 0, room)
             self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
-        def decoder(sampling: SamplingParams) -> Any:
-            cell = Decode(shard, caches, cache_config.slots, self._length, sampling, seen)
+        def decoder(sampling: SamplingParams, takes_all: bool) -> Any:
+            room = (cache_config.slots, self._length)
+            cell = Decode(shard, caches, *room, sampling, seen, takes_all)
             return backend.graph(cell, DECODE)
 
-        self._decoder, self._decoders = decoder, {sampling: decoder(sampling)}
+        # One for each sampling, and one more for tokens that are no candidates.
+        self._decoder = cache(decoder)
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
 
     def weights_changed(self) -> None:
@@ -199,9 +185,7 @@ class PlainDecoder:
         """Runs the job; the sampling's numbers are part of a graph, so other sampling compiles another one."""
         if sampling.repetition_penalty != 1.0 and self._mark is None:
             raise ValueError("this generator has no room for the tokens that a penalty has to know")
-        if sampling not in self._decoders:
-            self._decoders[sampling] = self._decoder(sampling)
-        self._sampling, self._decode = sampling, self._decoders[sampling]
+        self._sampling = sampling
         slots = self._cache_config.slots
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
@@ -209,7 +193,8 @@ class PlainDecoder:
         steps = prompt_tokens = 0
         while waiting or (self._sample != IDLE).any():
             prompt_tokens += self._admit(batch, waiting)
-            steps += self._decode_some(batch)
+            self._decode_some(batch)
+            steps += 1
             left = sum(map(len, waiting)) + int((self._sample != IDLE).sum())
             self._progress(len(batch.limits) - left, len(batch.limits))
         rows = steps * slots
@@ -270,31 +255,29 @@ class PlainDecoder:
             fresh[slots] = 1.0
         self._mark(Tensor(marks), Tensor(fresh))
 
-    def _decode_some(self, batch: GenerationBatch) -> int:
-        """Draws the next tokens of all samples in slots; returns how many decode steps were run."""
+    def _decode_some(self, batch: GenerationBatch) -> None:
+        """Draws the next token of all samples in slots."""
         slots, busy = self._cache_config.slots, np.flatnonzero(self._sample != IDLE)
         samples = self._sample[busy]
-        made = batch.lengths[samples] + np.arange(self._steps)[:, None]
-        banned = np.zeros((self._steps, slots), np.float32)
-        banned[:, busy] = made < self._sampling.min_tokens
-        keys = np.zeros((self._steps, slots), np.uint64)
-        keys[:, busy] = position_keys(batch.keys[samples], made)
-        halves = keys.view(np.int32).reshape(self._steps, slots, 2)
-        inputs = (self._tokens, self._positions, halves, banned)
-        drawn, logps = (out.asnumpy() for out in self._decode(*map(Tensor, inputs)))
-        for tokens, logp in zip(drawn, logps, strict=True):
-            self._take(batch, tokens, logp)
-        return self._steps
-
-    def _take(self, batch: GenerationBatch, drawn: np.ndarray, logps: np.ndarray) -> None:
-        """Takes a token of each slot; what ends frees its slot, and later tokens of it count no more."""
-        busy = np.flatnonzero(self._sample != IDLE)
-        samples = self._sample[busy]
         made = batch.lengths[samples]
-        batch.tokens[samples, made], batch.logps[samples, made] = drawn[busy], logps[busy]
+        banned = np.zeros(slots, np.float32)
+        banned[busy] = made < self._sampling.min_tokens
+        keys = np.zeros(slots, np.uint64)
+        keys[busy] = position_keys(batch.keys[samples], made)
+        drawn = self._draw(keys, banned, takes_all=False)
+        if not drawn.is_complete[busy].all():
+            drawn = self._draw(keys, banned, takes_all=True)
+        batch.tokens[samples, made] = drawn.tokens[busy]
+        batch.logps[samples, made] = drawn.logps[busy]
         batch.lengths[samples] += 1
-        batch.stopped[samples] = np.isin(drawn[busy], self._sampling.stop_ids)
+        batch.stopped[samples] = np.isin(drawn.tokens[busy], self._sampling.stop_ids)
         ended = (batch.stopped[samples] > 0) | (batch.lengths[samples] == batch.limits[samples])
-        self._tokens[busy] = drawn[busy]
+        self._tokens[busy] = drawn.tokens[busy]
         self._positions[busy[~ended]] += 1
+        # What ends frees its slot.
         self._sample[busy[ended]] = IDLE
+
+    def _draw(self, keys: np.ndarray, banned: np.ndarray, takes_all: bool) -> Drawn:
+        inputs = (self._tokens, self._positions, keys.view(np.int32).reshape(-1, 2), banned)
+        columns = self._decoder(self._sampling, takes_all)(*map(Tensor, inputs))
+        return draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)

@@ -1,4 +1,5 @@
-"""Defines how a token is drawn, in MindSpore operations, from logits that are split over the ranks of a group.
+"""Defines how a token is drawn from logits that are split over the ranks of a group: candidates in the graph, the
+choice among them on the host.
 
 1. Repetition penalty, then the inverse temperature, then -1e30 for stop ids that are banned: the logit x of a token.
 2. A token is kept while x is at least a threshold, the largest of three, where they are on: the k-th largest logit
@@ -10,27 +11,37 @@
 4. The reported log-prob is that of the unpenalised, untruncated distribution at the temperature: what the trainer
    computes.
 
-All in float32. Noise and score of a token know nothing of the other tokens, so a layout, which changes logits by
+Logits are float32. Noise and score of a token know nothing of the other tokens, so a layout, which changes logits by
 rounding alone, changes the token only where two scores lie within that rounding. The kernels native/head.c and draw.c
 do the same; tests/test_sampling.py compares both with the definition in NumPy.
 
-The noise is that of rollout/noise.py as graph code: the same bits, in int32, whose products wrap as uint32's do. The
-variates are computed in float32, of the smaller of u and 1 - u, and so to some 1e-6 what float64 gives.
+With a threshold, the graph gives each rank's largest logits, which nearly always hold all that is kept, and the noise
+of those alone is made; `draw` tells where others could be kept, and then all logits are candidates. Without, each
+token's noise is made in the graph, and a rank's one candidate has its largest score. The noise is that of
+rollout/noise.py: the same bits, in int32, whose products wrap as uint32's do; the graph's variates are computed in
+float32, of the smaller of u and 1 - u, and so to some 1e-6 what float64 gives.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import NEVER
 from mindgrpo.models.parallel_cells import GatherColumns
-from mindgrpo.rollout.noise import TOKEN_STRIDE, TRIPLE32
+from mindgrpo.rollout.noise import TOKEN_STRIDE, TRIPLE32, bits_at, gumbel_of
+
+# Candidates beyond top-k of each rank, for logits that equal the k-th: of bfloat16 numbers there are some.
+SPARE = 64
+# Candidates of all ranks together where only a mass says how many are kept.
+BY_MASS = 1024
 
 
 def _signed(number: int) -> int:
@@ -47,18 +58,14 @@ class _Triple32(nn.Cell):
         self.shifts = tuple(shift for shift, _ in TRIPLE32)
         self.factors = tuple(_signed(factor) for _, factor in TRIPLE32)
 
-    def shifted(self, x: Any, shift: int) -> Any:
-        """Returns x >> shift, with zeros from above."""
-        return ops.bitwise_and(ops.bitwise_right_shift(x, shift), (1 << (32 - shift)) - 1)
-
     def construct(self, low: Any, high: Any) -> Any:
         x = self.strides + ops.expand_dims(low, 1)
         for i in range(len(self.shifts)):
-            x = ops.bitwise_xor(x, self.shifted(x, self.shifts[i]))
+            x = ops.bitwise_xor(x, right_shift(x, self.shifts[i]))
             if i == 1:
                 x = x + ops.expand_dims(high, 1)
             x = x * self.factors[i]
-        return ops.bitwise_xor(x, self.shifted(x, 14))
+        return ops.bitwise_xor(x, right_shift(x, 14))
 
 
 class GumbelNoise(nn.Cell):
@@ -77,8 +84,7 @@ class GumbelNoise(nn.Cell):
         pairs = self.pairs(low, high).reshape(keys.shape[0], -1, 1, 16)
         halves = ops.concat((pairs * 65536, ops.bitwise_and(pairs, -65536)), 2)
         upper = halves.reshape(keys.shape[0], -1)[:, self.start : self.stop]
-        lower = ops.bitwise_and(ops.bitwise_right_shift(self.tokens(high, low), 16), 0xFFFF)
-        return ops.bitwise_or(upper, lower)
+        return ops.bitwise_or(upper, right_shift(self.tokens(high, low), 16))
 
     def construct(self, keys: Any) -> Any:
         return variates(self.bits(keys))
@@ -98,97 +104,141 @@ def variates(bits: Any) -> Any:
     return -ops.log(ops.where(is_upper, upper, -ops.log(share)))
 
 
-class Sampler(nn.Cell):
-    """(logits [B, local vocabulary] at temperature 1, noise [B, local vocabulary], banned [B], seen [B, local
-    vocabulary]) -> tokens int32 [B], log-probs float32 [B], alike on every rank of the group.
+class Candidates(nn.Cell):
+    """(logits [B, local vocabulary] at temperature 1, keys int32 [B, 2] as GumbelNoise's, banned [B], seen [B, local
+    vocabulary]) -> float32 [B, ranks, 3 C + 3], alike on every rank of the group.
 
-    `noise` is not read at temperature 0. `banned` is 1.0 where stop ids may not be drawn yet; `seen` is 1.0 for tokens
-    that the penalty applies to.
+    Of each rank's C candidates x, or the score where noise is in it, in falling order; the logits at the temperature
+    alone; the tokens. Then the largest of these logits and their mass relative to it, and the mass of x relative to its
+    largest. `banned` is 1.0 where stop ids may not be drawn yet; `seen` is 1.0 for tokens that the penalty applies to.
     """
 
     def __init__(
-        self, sampling: SamplingParams, local_vocab: int, first_token: int, group: Group
+        self,
+        sampling: SamplingParams,
+        local_vocab: int,
+        first_token: int,
+        group: Group,
+        kernels: Kernels,
+        takes_all: bool = False,
     ) -> None:
+        """`takes_all`: every token is a candidate where there is a threshold."""
         super().__init__()
-        self.greedy = sampling.greedy
         self.scale = sampling.scale
         self.penalty = sampling.repetition_penalty
-        self.top_p, self.min_p = sampling.top_p, sampling.min_p
         self.first_token = first_token
-        self.top_k = min(sampling.top_k, local_vocab * group.size) if sampling.top_k > 0 else 0
-        # Any of the k largest of all is among the k largest of its own rank.
-        self.candidates = min(self.top_k, local_vocab) if self.top_k else local_vocab
-        self.truncates = self.top_k > 0 or sampling.top_p < 1.0
+        self.has_threshold = has_threshold(sampling)
+        self.has_noise = not self.has_threshold and not sampling.greedy
+        self.noise = GumbelNoise(first_token, local_vocab)
+        spare = max(0, sampling.top_k) + SPARE if sampling.top_k > 0 else BY_MASS // group.size
+        self.count = 1
+        if self.has_threshold:
+            self.count = local_vocab if takes_all else min(local_vocab, spare)
+        self.largest = kernels.largest(self.count)
         self.gather = GatherColumns(group)
         stops = set(sampling.stop_ids)
         ids = range(first_token, first_token + local_vocab)
         self.stops = Tensor([[NEVER if i in stops else 0.0 for i in ids]], ms.float32)
         self.bans = sampling.min_tokens > 0
-        self.cumulate = ops.CumSum()
+        self.is_processed = self.bans or self.penalty != 1.0
 
-    def construct(self, logits: Any, noise: Any, banned: Any, seen: Any) -> Any:
+    def construct(self, logits: Any, keys: Any, banned: Any, seen: Any) -> Any:
         raw = logits * self.scale
         raw_top = raw.max(axis=1, keepdims=True)
         raw_mass = ops.exp(raw - raw_top).sum(axis=1, keepdims=True)
-        scores = self._scores(self._processed(logits, banned, seen), noise)
-        # The first of equal ones: ranks hold the vocabulary in order, so that is the lowest token here and below.
-        best = ops.expand_dims(ops.argmax(scores, 1), 1)
-        score = ops.gather_elements(scores, 1, best)
-        logit = ops.gather_elements(raw, 1, best)
-        token = best.astype(ms.float32) + self.first_token
-        by_rank = self.gather(ops.concat((score, token, logit, raw_top, raw_mass), 1))
-        winner = ops.expand_dims(ops.argmax(by_rank[:, :, 0], 1), 1)
-        drawn = ops.gather_elements(by_rank[:, :, 1], 1, winner)[:, 0].astype(ms.int32)
-        logit = ops.gather_elements(by_rank[:, :, 2], 1, winner)[:, 0]
-        highest = by_rank[:, :, 3].max(axis=1, keepdims=True)
-        total = (by_rank[:, :, 4] * ops.exp(by_rank[:, :, 3] - highest)).sum(axis=1)
-        return drawn, logit - (highest[:, 0] + ops.log(total))
+        x = self._processed(logits, banned, seen)
+        mass = raw_mass
+        if self.has_threshold:
+            best, at = self.largest(x)
+            if self.is_processed:
+                mass = ops.exp(x - best[:, :1]).sum(axis=1, keepdims=True)
+        else:
+            if self.has_noise:
+                x = x + self.noise(keys)
+            # The first of equal ones: ranks hold the vocabulary in order, so that is the lowest token.
+            at = ops.expand_dims(ops.argmax(x, 1), 1)
+            best = ops.gather_elements(x, 1, at)
+        tokens = at.astype(ms.float32) + self.first_token
+        logit = ops.gather_elements(raw, 1, at)
+        return self.gather(ops.concat((best, logit, tokens, raw_top, raw_mass, mass), 1))
 
     def _processed(self, logits: Any, banned: Any, seen: Any) -> Any:
         if self.penalty != 1.0:
-            lowered = ops.where(logits < 0, logits * self.penalty, logits / self.penalty)
+            # The one of the two that is farther from being drawn.
+            products = logits * self.penalty, logits / self.penalty
+            lowered = ops.minimum(*products) if self.penalty > 1.0 else ops.maximum(*products)
             logits = ops.where(seen > 0, lowered, logits)
         logits = logits * self.scale
         if self.bans:
             logits = logits + ops.expand_dims(banned, 1) * self.stops
         return logits
 
-    def _scores(self, logits: Any, noise: Any) -> Any:
-        if self.greedy:
-            return logits
-        scores = logits + noise
-        if not self.truncates and self.min_p == 0:
-            return scores
-        if self.truncates:
-            lowest, highest = self._threshold(logits)
-        else:
-            highest = self.gather(logits.max(axis=1, keepdims=True)).max(axis=1)
-            lowest = highest + NEVER
-        if self.min_p > 0:
-            lowest = ops.maximum(lowest, highest + ops.log(Tensor(self.min_p, ms.float32)))
-        return ops.where(logits >= lowest, scores, ops.full_like(scores, NEVER))
 
-    def _threshold(self, logits: Any) -> Any:
-        """Returns [B, 1] each: the smallest logit that top-k and top-p keep, and the largest of all."""
-        local, _ = ops.topk(logits, self.candidates)
-        ends = local[:, -1:]
-        # Logits that equal the smallest candidate are kept with it, and count for top-p.
-        more = ops.equal(logits, ends).astype(ms.float32).sum(axis=1, keepdims=True)
-        more = more - ops.equal(local, ends).astype(ms.float32).sum(axis=1, keepdims=True)
-        by_rank = self.gather(ops.concat((local, more), 1))
-        every = by_rank[:, :, : self.candidates].reshape(logits.shape[0], -1)
-        kept = self.top_k if self.top_k else every.shape[1]
-        best, _ = ops.topk(every, kept)
-        lowest, top = best[:, -1:], best[:, :1]
-        if self.top_p < 1.0:
-            more = by_rank[:, :, self.candidates]
-            ends = by_rank[:, :, self.candidates - 1]
-            total = (more * ops.equal(ends, lowest).astype(ms.float32)).sum(axis=1, keepdims=True)
-            total = total * ops.exp(lowest - top)
-            counted = (every >= lowest).astype(ms.float32)
-            total = total + (counted * ops.exp(every - top)).sum(axis=1, keepdims=True)
-            mass = ops.exp(best - top)
-            earlier = self.cumulate(mass, 1) - mass
-            inside = earlier < self.top_p * total
-            lowest = ops.where(inside, best, top).min(axis=1, keepdims=True)
-        return lowest, top
+def has_threshold(sampling: SamplingParams) -> bool:
+    """Tells whether tokens are kept by their logits; where the likeliest is taken, it always is."""
+    cuts = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
+    return cuts and not sampling.greedy
+
+
+class Drawn(NamedTuple):
+    """Holds what was drawn, [B] each; where `is_complete` is false, a token that is no candidate might be kept."""
+
+    tokens: np.ndarray
+    logps: np.ndarray
+    is_complete: np.ndarray
+
+
+def draw(
+    sampling: SamplingParams, columns: np.ndarray, keys: np.ndarray, local_vocab: int
+) -> Drawn:
+    """Draws from what Candidates gives, float32 [B, ranks, 3 C + 3], with noise of position_keys uint64 [B]."""
+    size, count = len(columns), columns.shape[2] // 3 - 1
+    x, logits, tokens = (
+        columns[:, :, i * count : (i + 1) * count].reshape(size, -1) for i in range(3)
+    )
+    is_complete = np.ones(size, bool)
+    if has_threshold(sampling):
+        masses = (columns[:, :, -1] * np.exp(columns[:, :, 0] - x.max(1)[:, None])).sum(1)
+        ends = columns[:, :, count - 1].max(1)
+        kept, is_complete = _kept(sampling, x, ends, masses)
+        is_complete |= count == local_vocab
+        rows, places = np.nonzero(kept)
+        noise = gumbel_of(bits_at(keys[rows], tokens[rows, places].astype(np.uint32)))
+        scores = np.full_like(x, -np.inf)
+        scores[rows, places] = x[rows, places] + noise
+        x = scores
+    is_best = x == x.max(1, keepdims=True)
+    at = np.where(is_best, tokens, np.inf).argmin(1)[:, None]
+    tops, sums = columns[:, :, -3], columns[:, :, -2]
+    highest = tops.max(1)
+    log_total = highest + np.log((sums * np.exp(tops - highest[:, None])).sum(1))
+    logps = np.take_along_axis(logits, at, 1)[:, 0] - log_total
+    drawn = np.take_along_axis(tokens, at, 1)[:, 0].astype(np.int32)
+    return Drawn(drawn, logps.astype(np.float32), is_complete)
+
+
+def _kept(
+    sampling: SamplingParams, x: np.ndarray, ends: np.ndarray, masses: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which candidates `x` [B, n] are kept, and whether [B] no other token can be.
+
+    `ends` [B] are the largest of the ranks' smallest candidates: every logit above is here. `masses` [B] are those of
+    all tokens, relative to the largest.
+    """
+    order = np.sort(x, 1)[:, ::-1]
+    highest = order[:, :1]
+    lowest = np.full_like(highest, -np.inf)
+    is_complete = np.ones(len(x), bool)
+    if sampling.top_k > 0:
+        lowest = order[:, [min(sampling.top_k, x.shape[1]) - 1]]
+    if sampling.top_p < 1.0:
+        mass = np.exp(order - highest, dtype=np.float64)
+        if sampling.top_k > 0:
+            # Of more logits that equal the k-th the mass would be counted, too.
+            is_complete = ends < lowest[:, 0]
+            masses = (mass * (order >= lowest)).sum(1)
+        inside = np.cumsum(mass, 1) - mass < sampling.top_p * masses[:, None]
+        lowest = np.maximum(lowest, np.where(inside, order, highest).min(1, keepdims=True))
+    if sampling.min_p > 0:
+        lowest = np.maximum(lowest, highest + np.log(np.float32(sampling.min_p)))
+    return x >= lowest, is_complete & (ends < lowest[:, 0])

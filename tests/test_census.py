@@ -1,0 +1,283 @@
+"""What each graph of a run on devices launches: nothing on the NPU's AI CPU, and so many kernels a decoded token.
+
+Graphs of the real cells with AscendKernels, as graph_census.py reads them; a group's sums are another operation here.
+Does not prove what an NPU launches, nor how long it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from graph_census import Census, aclnn_primitives, aicpu_primitives, by_primitive, census_of
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.kernels.ascend import AscendKernels
+from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.targets import choose_target
+from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Stage
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.shard import LOGITS_BYTES, Shard
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
+from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
+from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward
+from mindgrpo.weights.checksum import mixed
+from mindgrpo.weights.local_weights import Weights
+
+TOKENS, PICKS, SLOTS, LENGTH, DIM = 256, 64, 4, 320, 16
+SAMPLING = SamplingParams(0.8, 20, 0.8, 0.05, 1.05, 2, 64, (1, 2))
+
+
+class _Sum(nn.Cell):
+    """Stands for a sum over ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = ops.Neg()
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x)
+
+
+class _Gather(nn.Cell):
+    """Stands for a gather over ranks."""
+
+    def construct(self, x: Any) -> Any:
+        return ops.tile(ops.expand_dims(x, 0), (4,) + (1,) * len(x.shape))
+
+
+class _Four(Group):
+    ranks, index = (0, 1, 2, 3), 0
+
+    def sum_cell(self) -> nn.Cell:
+        return _Sum()
+
+    def gather_cell(self) -> nn.Cell:
+        return _Gather()
+
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * 4
+
+    def barrier(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def device() -> Backend:
+    made = connect(choose_target("CPU", "device"), {})
+    made.kernels = AscendKernels(attention_dtype="bfloat16")
+    made.compute_dtype = "bfloat16"
+    made.group = lambda ranks: _Four()  # type: ignore[method-assign]
+    return made
+
+
+def zeros(*shape: int, dtype: Any = np.int32) -> Tensor:
+    return Tensor(np.zeros(shape, dtype))
+
+
+class Model:
+    """Qwen2 with `layers` layers a stage, on four ranks a stage, and one rank's share of it."""
+
+    def __init__(self, device: Backend, layers: int, stages: int = 1, rank: int = 0) -> None:
+        config = decoder_config(
+            {
+                "model_type": "qwen2",
+                "vocab_size": 4096,
+                "hidden_size": 28 * DIM,
+                "intermediate_size": 512,
+                "num_hidden_layers": layers * stages,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 4096,
+                "tie_word_embeddings": False,
+            },
+            "here",
+        )
+        self.device, self.layers, self.rank = device, layers, rank
+        self.layout = Layout.of(Mesh(1, 4, stages), parameter_specs(config))
+        self.weights = self.role("weights", device.compute_dtype)
+        self.shard = Shard(config, self.weights, device)
+
+    def role(self, name: str, dtype: Dtype = "float32") -> Weights:
+        made = Weights(self.layout, self.rank, self.device, name, dtype=dtype)
+        made.pool.load()
+        return made
+
+    def caches(self) -> list[tuple[Any, Any]]:
+        size, shape = SLOTS * LENGTH * DIM, (SLOTS * LENGTH, DIM)
+        pool = self.device.pool(2 * self.layers * size, dtype=self.device.compute_dtype)
+        buffers = [pool.parameter(f"c{i}", i * size, shape) for i in range(2 * self.layers)]
+        pool.load()
+        return list(zip(buffers[::2], buffers[1::2], strict=True))
+
+    def seen(self) -> Any:
+        pool = self.device.pool(SLOTS * self.shard.local_vocab)
+        made = pool.parameter("seen", 0, (SLOTS, self.shard.local_vocab))
+        pool.load()
+        return made
+
+    def hidden(self) -> Tensor:
+        x = zeros(TOKENS, self.shard.config.hidden_size, dtype=np.float32)
+        return x.astype(ms.bfloat16 if self.device.compute_dtype == "bfloat16" else ms.float16)
+
+
+STAGE_INPUTS = (zeros(1, TOKENS), zeros(1, TOKENS, 3))
+HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
+
+
+def decode(device: Backend, layers: int, sampling: SamplingParams = SAMPLING) -> Any:
+    model = Model(device, layers)
+    seen = model.seen() if sampling.repetition_penalty != 1.0 else None
+    cell = Decode(model.shard, model.caches(), SLOTS, LENGTH, sampling, seen)
+    return cell(zeros(SLOTS), zeros(SLOTS), zeros(SLOTS, 2), zeros(SLOTS, dtype=np.float32))
+
+
+def decode_freely(device: Backend, layers: int) -> Any:
+    return decode(device, layers, SamplingParams())
+
+
+def decode_top_p(device: Backend, layers: int) -> Any:
+    return decode(device, layers, SamplingParams(top_p=0.9))
+
+
+def decode_greedily(device: Backend, layers: int) -> Any:
+    return decode(device, layers, SamplingParams(0.0))
+
+
+def prefill(device: Backend, layers: int) -> Any:
+    model = Model(device, layers)
+    cell = Prefill(model.shard, model.caches(), TOKENS)
+    return cell(zeros(1, TOKENS), zeros(SLOTS), zeros(SLOTS * TOKENS))
+
+
+def mark_seen(device: Backend, layers: int) -> Any:
+    model = Model(device, layers)
+    marks = zeros(SLOTS, model.shard.local_vocab, dtype=np.float32)
+    return MarkSeen(model.seen())(marks, zeros(SLOTS, 1, dtype=np.float32))
+
+
+def forward(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, stages=2)
+    return Stage(model.shard, TOKENS, WHOLE_LAYERS)(zeros(1, TOKENS), *STAGE_INPUTS)
+
+
+def log_probs(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, stages=2, rank=4)
+    stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
+    net = LogProbStage(stage, model.shard, 0.8, LOGITS_BYTES)
+    return net(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS)
+
+
+def stage_backward(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, stages=2)
+    stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
+    roles = (model.weights, model.role("gradients"))
+    cell = StageBackward(stage, *(list(role.parameters.values()) for role in roles))
+    return cell(zeros(1, TOKENS), model.hidden(), *STAGE_INPUTS)
+
+
+def loss_step(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, stages=2, rank=4)
+    stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
+    # Sixteen rows of logits at a time.
+    net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
+    roles = (model.weights, model.role("gradients"))
+    parameters = [list(role.parameters.values()) for role in roles]
+    numbers = [zeros(PICKS, dtype=np.float32) for _ in range(7)]
+    numbers[5] = zeros(PICKS)
+    cell = LossStep(net, PolicyLoss(LossConfig(), True), *parameters)
+    return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers)
+
+
+def optimizer(device: Backend, layers: int) -> Any:
+    model = Model(device, layers)
+    roles = [model.role(name) for name in ("masters", "gradients", "first", "second")]
+    tensors = [
+        (*(role.parameters[entry.key] for role in roles), entry.decay) for entry in roles[0].fused
+    ]
+    numbers = [Tensor(0.5, ms.float32) for _ in range(6)]
+    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01))(*numbers)
+
+
+class _Mixed(nn.Cell):
+    def construct(self, bits: Any) -> Any:
+        return mixed(bits).sum()
+
+
+def checksum(device: Backend, layers: int) -> Any:
+    return _Mixed()(zeros(TOKENS, DIM))
+
+
+GRAPHS = (
+    checksum,
+    decode,
+    decode_freely,
+    decode_top_p,
+    decode_greedily,
+    prefill,
+    mark_seen,
+    forward,
+    log_probs,
+    stage_backward,
+    loss_step,
+    optimizer,
+)
+# Registered for the AI CPU as well as for the AI Core, by CANN's own kernels, which the package does not list.
+OF_AI_CORE = {
+    "StridedSlice",
+    "StridedSliceGrad",
+    "UnsortedSegmentSum",
+    "Argmax",
+    "Gather",
+    "CumSum",
+}
+
+
+def on_aicpu(census: Census) -> set[str]:
+    return {
+        f"{name} {dtypes}"
+        for name, dtypes in census
+        if name in aicpu_primitives() - aclnn_primitives() - OF_AI_CORE
+    }
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.__name__)
+def test_no_graph_has_an_operation_of_the_ai_cpu(
+    graph: Callable[[Backend, int], Any], device: Backend, tmp_path: Path
+) -> None:
+    census = census_of(lambda: graph(device, 1), tmp_path)
+    assert by_primitive(census)
+    assert on_aicpu(census) == set()
+
+
+@pytest.mark.parametrize(("graph", "limit"), [(decode, 842), (decode_freely, 925)])
+def test_a_token_of_28_layers_is_so_many_kernels_at_most(
+    graph: Callable[[Backend, int], Any], limit: int, device: Backend, tmp_path: Path
+) -> None:
+    """With all that sampling can ask for, and with noise for every token."""
+    one, two = (census_of(partial(graph, device, n), tmp_path / str(n)).total() for n in (2, 3))
+    assert one + 26 * (two - one) <= limit
+
+
+def test_an_operation_of_the_ai_cpu_is_found(device: Backend, tmp_path: Path) -> None:
+    class Shift(nn.Cell):
+        def construct(self, x: Any) -> Any:
+            return ops.bitwise_right_shift(x, 3)
+
+    census = census_of(lambda: Shift()(zeros(4)), tmp_path)
+    assert on_aicpu(census) == {"RightShift Int32,Int32 -> Int32"}
